@@ -1,0 +1,68 @@
+# make setup     virtual environment with everything in it     make check     lint, types, file lengths
+# make train     train a small GPT; options: see below         make bench     every benchmark, results in benchmarks/results
+# make test      all tests that need no GPU                    make test-gpu  the tests that do
+#
+# Options of the main job go after `--`, or in ARGS:
+#   make train -- --compare
+#   make train ARGS="--policy zenflow --steps 100"
+#
+# PYTHON=... runs a target in that interpreter as it is, without setting anything up.
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+
+# GNU make takes what follows `--` as goals, and `--name=value` as variables: hand both to the main job.
+OPTION_GOALS := $(filter --%,$(MAKECMDGOALS))
+OPTIONS := $(or $(ARGS),$(OPTION_GOALS) $(filter --%,$(MAKEOVERRIDES)))
+
+# Two test processes on two cores: one thread each, and no compile workers beside them.
+TEST_PROCESSES ?= 2
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+
+SOURCES := zenflow_compile examples benchmarks scripts tests
+
+.PHONY: setup train test test-gpu check format bench clean $(OPTION_GOALS)
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/setup_env.sh scripts/refuse_cuda_build.py
+	scripts/setup_env.sh $(VENV)
+	@touch $@
+
+train: $(READY)
+	$(PYTHON) -m examples.train_gpt $(OPTIONS)
+
+test: $(READY)
+	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) $(OPTIONS)
+
+test-gpu: $(READY)
+	$(PYTHON) -m pytest -m gpu $(OPTIONS)
+
+check: $(READY)
+	$(PYTHON) -m ruff check $(SOURCES)
+	$(PYTHON) -m mypy
+	$(PYTHON) scripts/check_file_length.py
+
+format: $(READY)
+	$(PYTHON) -m ruff check --fix $(SOURCES)
+	$(PYTHON) -m ruff format $(SOURCES)
+
+bench: $(READY)
+	@set -e; for file in benchmarks/*.py; do \
+	    name=$$(basename $$file .py); \
+	    case $$name in __init__|common) continue;; esac; \
+	    echo "== benchmarks.$$name"; $(PYTHON) -m benchmarks.$$name; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(OPTION_GOALS):
+	@:

@@ -1,0 +1,140 @@
+"""Does a host update freeze the training thread?
+
+While one worker thread updates the host state of some parameters, another Python thread spins and notes the
+longest time between two of its own iterations. A kernel that held the GIL would show here as a gap of its
+whole duration.
+
+A thread also stands still when the operating system gives its core to someone else. Linux counts that time
+(/proc/thread-self/schedstat), so that it is told apart: ``gap`` leaves it out, ``raw gap`` does not. Where it
+is not counted both are the same, and only an idle machine shows anything.
+
+    python benchmarks/gil_gap.py [--params 64] [--slots 4] [--kernel inductor aten]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import write_results
+from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
+
+TARGET_MS = 5.0
+
+
+class Gap(NamedTuple):
+    """Milliseconds."""
+
+    gap: float
+    """Longest time between two iterations of a Python thread beside the update, less what the system took"""
+    raw_gap: float
+    """The same with what the system took"""
+    raw_gap_alone: float
+    """The same of that thread alone for as long: the machine's noise"""
+    update: float
+    """The update beside that thread: waits for the GIL and for a core included"""
+    update_alone: float
+
+
+def measure(adam: HostAdam, numel: int, slots: int, dtype: torch.dtype = torch.bfloat16) -> Gap:
+    """Gaps of the calling thread while another thread runs one update of ``numel`` parameters."""
+    master, exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(3))
+    out = torch.zeros(numel, dtype=dtype)
+    gradients = [torch.full((numel,), 0.01, dtype=dtype) for _ in range(slots)]
+    coefficients = [SlotCoefficients(1e-4, 0.9, 0.999, 0.01, 1.0)] * slots
+
+    def update() -> None:
+        adam(master, exp_avg, exp_avg_sq, gradients, coefficients, step=slots, eps=1e-8, out=out)
+
+    update()  # touches every page
+    return spin_beside(update)
+
+
+def spin_beside(update: Callable[[], None]) -> Gap:
+    """Run ``update`` in this thread, then in another one while this one spins."""
+    start = time.perf_counter()
+    update()
+    alone = time.perf_counter() - start
+    _, noise = _longest_gaps(lambda: None, threading.Event(), seconds=alone)
+    done = threading.Event()
+    seconds = 0.0
+
+    def work() -> None:
+        nonlocal seconds
+        start = time.perf_counter()
+        try:
+            update()
+        finally:
+            seconds = time.perf_counter() - start
+            done.set()
+
+    worker = threading.Thread(target=work)
+    gap, raw_gap = _longest_gaps(worker.start, done, seconds=float("inf"))
+    worker.join()
+    return Gap(gap * 1e3, raw_gap * 1e3, noise * 1e3, seconds * 1e3, alone * 1e3)
+
+
+def _longest_gaps(begin: Callable[[], None], done: threading.Event, seconds: float) -> tuple[float, float]:
+    """``begin``, spin until ``done``; the longest gaps without and with this thread's waits for a core."""
+    clock = time.perf_counter
+    longest = longest_raw = 0.0
+    queued = _seconds_in_run_queue()
+    before = asked = clock()
+    end = before + seconds
+    begin()  # within the first gap: what it starts may take the GIL before it returns
+    while not done.is_set() and before < end:
+        now = clock()
+        gap = now - before
+        longest_raw = max(longest_raw, gap)
+        if now - asked > 1e-3:  # often enough that waits outside of this gap hardly count as its own
+            queued_before, queued = queued, _seconds_in_run_queue()
+            longest = max(longest, gap - (queued - queued_before))
+            now = asked = clock()  # asking is no gap
+        before = now
+    return longest, longest_raw
+
+
+def _seconds_in_run_queue() -> float:
+    """How long this thread has been ready to run without a core."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:  # not Linux
+        return 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=64, help="millions of parameters (default 64)")
+    parser.add_argument("--slots", type=int, default=4, help="gradients in the window (default 4)")
+    parser.add_argument("--kernel", nargs="+", choices=("inductor", "aten"), default=["inductor", "aten"])
+    options = parser.parse_args()
+    numel = round(options.params * 1e6)
+    rows = []
+    for kernel in options.kernel:
+        adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=options.slots)
+        gap = measure(adam, numel, options.slots)
+        verdict = "ok" if gap.gap < TARGET_MS else f"above the target of {TARGET_MS:g} ms"
+        print(
+            f"{kernel:9} {numel / 1e6:g}M parameters, {options.slots} bf16 gradients: "
+            f"longest gap {gap.gap:.2f} ms ({verdict})\n"
+            f"{'':9} raw gap {gap.raw_gap:.2f} ms, {gap.raw_gap_alone:.2f} ms without an update; "
+            f"update {gap.update:.0f} ms, {gap.update_alone:.0f} ms alone"
+        )
+        row = {name: round(value, 3) for name, value in gap._asdict().items()}
+        rows.append({"kernel": kernel, "parameters": numel, "slots": options.slots, "milliseconds": row})
+    print(f"wrote {write_results('gil_gap', rows)}")
+
+
+if __name__ == "__main__":
+    main()

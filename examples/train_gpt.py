@@ -1,0 +1,227 @@
+"""Train a small GPT on the source of Python's standard library, with optimizer state in host memory.
+
+    python -m examples.train_gpt                        zenflow
+    python -m examples.train_gpt --policy resident      plain AdamW on the device
+    python -m examples.train_gpt --compare              all three policies, one table
+    python -m examples.train_gpt --resume runs/train_gpt/step-000200.pt
+
+On a machine with CUDA it trains there, with bf16 weights; without, the CPU is the device and host at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import zenflow_compile as zf
+from examples.checkpoint import load_checkpoint, restore_rng, save_checkpoint
+from examples.display import RunDisplay, StepClock, comparison, tokens_per_second
+from examples.gpt import GPT
+from examples.settings import TrainConfig, TrainResult
+from examples.stdlib_text import Text, load_text, training_batch, validation_batches
+
+POLICIES = ("resident", "zero_offload", "zenflow")
+_COUNTS = (
+    "steps",
+    "batch",
+    "context",
+    "layers",
+    "width",
+    "warm_up",
+    "seed",
+    "staleness",
+    "update_interval",
+    "evaluate_every",
+    "save_every",
+)
+DEFAULT_OUT = "runs/train_gpt"
+
+
+def train(config: TrainConfig, *, text: Text | None = None, console: Console | None = None) -> TrainResult:
+    """Train one model.
+
+    Args:
+        config: the run's settings.
+        text: what to train on; the standard library's source if None.
+        console: where progress, validation losses and the overlap report go; None is silent.
+
+    Raises:
+        ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished one.
+        FileNotFoundError: if there is no such checkpoint, or no text to train on.
+    """
+    started = time.perf_counter()
+    console = console or Console(quiet=True)
+    text = text or load_text(config.text_bytes)
+    device = config.torch_device()
+    resumed = load_checkpoint(config.resume) if config.resume else None
+    first_step: int = resumed["step"] if resumed else 0
+    if resumed:
+        config.must_continue(resumed["config"])
+    if first_step >= config.steps:
+        raise ValueError(
+            f"resume={config.resume} is the end of a run of {config.steps} steps; nothing is left to do"
+        )
+
+    torch.manual_seed(config.seed)
+    model = GPT(config.gpt()).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if resumed:
+        model.load_state_dict(resumed["model"])
+    optimizer = zf.ZenFlowAdamW(
+        model.named_parameters(),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        policy=config.policy,
+        update_interval=config.update_interval,
+        staleness=config.staleness,
+        full_warm_up_rounds=config.warm_up,
+        max_grad_norm=config.max_grad_norm,
+    )
+    scheduler = LambdaLR(optimizer, config.rate)
+    compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
+    if resumed:
+        optimizer.load_state_dict(resumed["optimizer"])
+        scheduler.load_state_dict(resumed["scheduler"])
+        restore_rng(resumed)
+
+    held_out = validation_batches(
+        text, count=config.evaluation_batches, batch=config.batch, context=config.context
+    )
+    clock = StepClock(device)
+    checkpoint = None
+    validation_loss = float("nan")
+    # Compilation and the synchronous start say nothing about the steps that follow them.
+    measured_from = min(max(first_step + 2, config.warm_up), config.steps - 1)
+    with optimizer, ExitStack() as measured, RunDisplay(console, config, first_step) as display:
+        for step in range(first_step, config.steps):
+            if step == measured_from:
+                profile = measured.enter_context(zf.profile(optimizer))
+            tokens, targets = training_batch(
+                text, seed=config.seed, step=step, batch=config.batch, context=config.context
+            )
+            tokens, targets = tokens.to(device), targets.to(device)
+            clock.start()
+            loss = compiled(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            clock.stop(keep=step >= measured_from)
+
+            done = step + 1
+            display.step(done, loss.detach(), clock)
+            if done == config.steps:
+                measured.close()
+            if done % config.evaluate_every == 0 or done == config.steps:
+                validation_loss = evaluate(compiled, held_out, device)
+                display.validated(done, validation_loss)
+            if config.out and (done % config.save_every == 0 or done == config.steps):
+                checkpoint = save_checkpoint(config, done, model, optimizer, scheduler)
+        device_bytes, host_bytes = optimizer.device_bytes, optimizer.host_bytes
+    if not console.quiet:
+        profile.report(console)
+    if checkpoint:
+        console.print(f"checkpoint: {checkpoint}", highlight=False)
+    step_ms = clock.median_ms() or float("nan")
+    return TrainResult(
+        config=config,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        validation_loss=validation_loss,
+        step_ms=step_ms,
+        tokens_per_second=tokens_per_second(config, step_ms),
+        seconds=time.perf_counter() - started,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        profile=dict(profile.summary()),
+        checkpoint=checkpoint,
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    model: Callable[[Tensor, Tensor], Tensor], batches: Sequence[tuple[Tensor, Tensor]], device: torch.device
+) -> float:
+    """Mean loss of ``model`` over ``batches``, in nats per byte.
+
+    With a compiled model this sees the weights after the last step: inference graphs fetch what is due, too.
+    """
+    losses = [model(tokens.to(device), targets.to(device)).float() for tokens, targets in batches]
+    return torch.stack(losses).mean().item()
+
+
+def compare(
+    config: TrainConfig, *, text: Text | None = None, console: Console | None = None
+) -> list[TrainResult]:
+    """Train every policy from the same seed, one after another, and print one table."""
+    console = console or Console(quiet=True)
+    text = text or load_text(config.text_bytes)
+    results = []
+    for policy in POLICIES:
+        torch.compiler.reset()  # each run pays for its own compilation, and the last run's model can be freed
+        results.append(train(replace(config, policy=policy), text=text, console=console))
+    console.print(comparison(results))
+    return results
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
+    """Read the command line; the second value says whether to compare."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_gpt",
+        description=__doc__.partition("\n")[0],
+        argument_default=argparse.SUPPRESS,
+    )
+    defaults = TrainConfig()
+    parser.add_argument(
+        "--compare", action="store_true", default=False, help="train every policy and print one table"
+    )
+    parser.add_argument("--policy", choices=POLICIES, help=f"where optimizer state lives ({defaults.policy})")
+    parser.add_argument(
+        "--inner", choices=("inductor", "eager"), help=f"what compiles the graphs ({defaults.inner})"
+    )
+    for name in _COUNTS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}"
+        )
+    parser.add_argument("--lr", type=float, help=f"highest learning rate ({defaults.lr})")
+    parser.add_argument("--device", help="for example cpu or cuda:1 (cuda where there is one)")
+    parser.add_argument("--out", help=f"folder for checkpoints ({DEFAULT_OUT})")
+    parser.add_argument(
+        "--resume", metavar="PATH", help="go on from this checkpoint, with the settings it was made with"
+    )
+    given = vars(parser.parse_args(arguments))
+    comparing: bool = given.pop("compare")
+    given.setdefault("out", None if comparing else DEFAULT_OUT)
+    try:
+        if "resume" not in given:
+            return TrainConfig(**given), comparing
+        if comparing:
+            raise ValueError("--resume continues one run and --compare starts three; use one of them")
+        saved = load_checkpoint(given["resume"])["config"]
+        config = replace(TrainConfig(**saved), **given)
+        config.must_continue(saved)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    return config, comparing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m examples.train_gpt``."""
+    config, comparing = parse(arguments)
+    console = Console()
+    if comparing:
+        compare(config, console=console)
+    else:
+        train(config, console=console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

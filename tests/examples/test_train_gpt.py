@@ -1,0 +1,143 @@
+"""The main job: it learns, resumes bitwise, compares, and says what is wrong with its options."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from examples.settings import TrainConfig
+from examples.stdlib_text import Text
+from examples.train_gpt import POLICIES, compare, parse, train
+
+TINY = TrainConfig(
+    steps=12,
+    batch=2,
+    context=16,
+    layers=2,
+    width=64,
+    warm_up=3,
+    lr=1e-3,
+    inner="eager",
+    device="cpu",
+    evaluate_every=100,
+    evaluation_batches=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_learns(policy: str, repeating_text: Text) -> None:
+    short = train(replace(TINY, policy=policy, steps=4), text=repeating_text)
+    long = train(replace(TINY, policy=policy, steps=60), text=repeating_text)
+    assert long.validation_loss < short.validation_loss - 0.5
+    assert long.step_ms > 0
+    assert long.tokens_per_second > 0
+    assert {"steps", "step_ms", "stall_ms_per_step", "traffic_model_sizes_per_step"} <= set(long.profile)
+    assert long.profile["steps"] == 60 - 3  # what is measured starts after the warm-up
+
+
+def test_state_is_where_the_policy_says(repeating_text: Text) -> None:
+    resident, zero_offload, zenflow = compare(replace(TINY, steps=6), text=repeating_text)
+    assert resident.host_bytes == 0
+    assert zero_offload.host_bytes > 0
+    assert zenflow.host_bytes > 0
+    assert resident.device_bytes > zenflow.device_bytes > zero_offload.device_bytes
+    # Both are AdamW, step for step.
+    assert zero_offload.validation_loss == pytest.approx(resident.validation_loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_resume_is_bitwise(policy: str, repeating_text: Text, tmp_path: Path) -> None:
+    # Step 7 is in the middle of windows of 4 steps, and after the synchronous start.
+    whole = replace(TINY, policy=policy, save_every=7, out=str(tmp_path / "whole"))
+    uninterrupted = train(whole, text=repeating_text)
+    middle = tmp_path / "whole" / "step-000007.pt"
+    torch.compiler.reset()
+    resumed = train(replace(whole, out=str(tmp_path / "resumed"), resume=str(middle)), text=repeating_text)
+
+    assert resumed.validation_loss == uninterrupted.validation_loss
+    assert uninterrupted.checkpoint is not None
+    assert resumed.checkpoint is not None
+    expected = torch.load(uninterrupted.checkpoint, weights_only=True)["model"]
+    actual = torch.load(resumed.checkpoint, weights_only=True)["model"]
+    assert expected.keys() == actual.keys()
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+
+
+def test_resume_refuses_other_settings(repeating_text: Text, tmp_path: Path) -> None:
+    finished = train(replace(TINY, steps=4, out=str(tmp_path), save_every=2), text=repeating_text)
+    middle = str(tmp_path / "step-000002.pt")
+    with pytest.raises(ValueError, match=r"lr=0.5 differs from the checkpoint's 0.001"):
+        train(replace(finished.config, lr=0.5, resume=middle), text=repeating_text)
+    with pytest.raises(ValueError, match="nothing is left to do"):
+        train(replace(finished.config, resume=str(finished.checkpoint)), text=repeating_text)
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        train(replace(finished.config, resume=str(tmp_path / "none.pt")), text=repeating_text)
+
+    config, comparing = parse(["--resume", middle, "--out", "elsewhere"])
+    assert not comparing
+    assert config == replace(finished.config, resume=middle, out="elsewhere")
+    with pytest.raises(SystemExit):
+        parse(["--resume", middle, "--steps", "9"])
+
+
+def test_compare_prints_one_table_that_fits(repeating_text: Text) -> None:
+    output = io.StringIO()
+    compare(replace(TINY, steps=6), text=repeating_text, console=Console(file=output, width=80))
+    table = output.getvalue().partition("parameters, 6 steps")[2]
+    assert table
+    rows = [line for line in table.splitlines() if any(policy in line for policy in POLICIES)]
+    assert len(rows) == len(POLICIES)
+    assert "…" not in table  # nothing was cut off
+    assert all(heading in table for heading in ("step ms", "stall ms", "device MB", "host MB", "traffic"))
+
+
+def test_options() -> None:
+    config, comparing = parse(["--compare", "--steps", "100", "--update-interval", "2", "--lr", "2e-3"])
+    assert comparing
+    assert (config.steps, config.update_interval, config.lr, config.out) == (100, 2, 2e-3, None)
+    assert parse([])[0].out == "runs/train_gpt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "steps=0 must be at least 1"),
+        (["--steps", "10", "--warm-up", "10"], "warm_up=10 must be in [0, steps=10)"),
+        (["--policy", "zenflov"], "invalid choice"),
+        (["--compare", "--resume", "x.pt"], "use one of them"),
+        (["--resume", "x.pt"], "no checkpoint at x.pt"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "module", ["examples.train_gpt", "examples.finetune_llama", "benchmarks.convergence"]
+)
+def test_help(module: str) -> None:
+    if module == "examples.finetune_llama":
+        pytest.importorskip("transformers")
+    process = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert f"python -m {module}" in process.stdout

@@ -1,0 +1,178 @@
+"""DeepSpeed's JSON as keywords: what carries over, what is left out, what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zenflow_compile.deepspeed_config import ZENFLOW_KNOBS, read_deepspeed_config
+from zenflow_compile.options import OPTION_NAMES, Options
+
+# What DeepSpeed's ZenFlow tutorial recommends.
+TUTORIAL: dict[str, dict[str, Any]] = {
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zenflow": {
+            "topk_ratio": 0.05,
+            "select_strategy": "auto",
+            "select_interval": "auto",
+            "update_interval": 4,
+            "full_warm_up_rounds": 0,
+            "overlap_step": True,
+        },
+    },
+}
+
+
+def adam(**optimizer: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", **optimizer}}
+
+
+def read_quietly(config: Any) -> dict[str, Any]:
+    """Reads a configuration in which nothing may be ignored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return read_deepspeed_config(config)
+
+
+def test_tutorial_carries_over() -> None:
+    with pytest.warns(UserWarning, match=r"ignored.*: zero_optimization\.stage$"):
+        keywords = read_deepspeed_config(TUTORIAL)
+    assert keywords == {"policy": "zenflow", **TUTORIAL["zero_optimization"]["zenflow"]}
+    options = Options.from_keywords(**keywords)
+    assert options.topk_ratio == 0.05
+    assert options.resolved_select_interval() == 16
+
+
+def test_file_and_dict_read_the_same(tmp_path: Path) -> None:
+    config = {
+        **TUTORIAL,
+        **adam(params={"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}),
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": 8,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "train_batch_size": 32,
+    }
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="ignored") as caught:
+        keywords = read_deepspeed_config(file)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert message.startswith(str(file))
+    assert "zero_optimization.stage, bf16, train_batch_size" in message
+    assert "fp16" not in message.replace("bf16", "")
+    assert keywords["lr"] == 2e-5
+    assert keywords["betas"] == (0.9, 0.95)
+    assert keywords["eps"] == 1e-6
+    assert keywords["weight_decay"] == 0.1
+    assert keywords["max_grad_norm"] == 1.0
+    assert keywords["gradient_accumulation_steps"] == 8
+    with pytest.warns(UserWarning, match="the DeepSpeed configuration: ignored"):
+        assert read_deepspeed_config(config) == keywords
+    with pytest.warns(UserWarning, match="ignored"):
+        assert read_deepspeed_config(str(file)) == keywords
+
+
+@pytest.mark.parametrize(
+    ("zero", "policy"),
+    [
+        ({}, "resident"),
+        ({"offload_optimizer": {"device": "none"}}, "resident"),
+        ({"offload_optimizer": None}, "resident"),
+        ({"offload_optimizer": {"device": "cpu"}}, "zero_offload"),
+        ({"cpu_offload": True}, "zero_offload"),
+        ({"cpu_offload": False}, "resident"),
+        ({"offload_optimizer": {"device": "cpu"}, "zenflow": None}, "zero_offload"),
+        ({"offload_optimizer": {"device": "cpu"}, "zenflow": {}}, "zenflow"),
+    ],
+)
+def test_policy_follows_the_offload_blocks(zero: dict[str, Any], policy: str) -> None:
+    assert read_quietly({"zero_optimization": zero}) == {"policy": policy}
+
+
+def test_blanks_for_another_program_are_left_out() -> None:
+    config = {
+        "zero_optimization": {
+            "zenflow": {"topk_ratio": "auto", "overlap_step": "auto", "update_interval": "auto"}
+        },
+        "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto",
+        **adam(params={"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}),
+    }
+    assert read_quietly(config) == {"policy": "zenflow", "update_interval": "auto"}
+    assert read_quietly({"gradient_clipping": 0.0}) == {"policy": "resident"}
+
+
+def test_weight_decay_that_is_not_written_is_none_as_in_deepspeed() -> None:
+    assert read_quietly(adam(params={"lr": 1e-4}))["weight_decay"] == 0.0
+    assert "weight_decay" not in read_quietly({})
+
+
+def test_values_are_checked_where_the_keywords_are_used() -> None:
+    keywords = read_quietly(
+        {"zero_optimization": {"zenflow": {"select_strategy": "epoch", "select_interval": 1}}}
+    )
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        Options.from_keywords(**keywords)
+    assert Options.from_keywords(**keywords, steps_per_epoch=50).resolved_select_interval() == 50
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"zero_optimization": {"zenflow": {"topk": 0.1}}}, TypeError, 'zenflow block of .*"topk_ratio"'),
+        ({"zero_optimization": {"zenflow": {"policy": "resident"}}}, TypeError, "unknown option 'policy'"),
+        ({"zero_optimization": {"zenflow": True}}, TypeError, "zenflow=True .*JSON object"),
+        ({"zero_optimization": 2}, TypeError, "zero_optimization=2 .*JSON object"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ValueError, "'nvme'.*use \"cpu\""),
+        ({"optimizer": {"type": "Lamb"}}, ValueError, "optimizer.type='Lamb'.*\"AdamW\""),
+        ({"optimizer": {"params": {}}}, ValueError, "optimizer.type=None"),
+        (adam(params={"amsgrad": True}), ValueError, "amsgrad=True .*must be False"),
+        (adam(params={"bias_correction": False}), ValueError, "bias_correction=False .*must be True"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+            ValueError,
+            "adam_w_mode=False .*must be True",
+        ),
+        (3, TypeError, "config=3"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(config: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_deepspeed_config(config)
+
+
+def test_adam_without_decay_is_adamw() -> None:
+    optimizer = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.0, "torch_adam": True}}
+    assert read_quietly({"optimizer": optimizer}) == {"policy": "resident", "weight_decay": 0.0}
+
+
+def test_ignored_adam_settings_are_listed() -> None:
+    with pytest.warns(UserWarning, match=r"optimizer\.params\.freeze_step, optimizer\.legacy_fusion$"):
+        read_deepspeed_config(adam(params={"freeze_step": 3}, legacy_fusion=True))
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no such DeepSpeed configuration"):
+        read_deepspeed_config(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"optimizer": ')
+    with pytest.raises(ValueError, match=r"broken\.json' is not valid JSON: .*line 1"):
+        read_deepspeed_config(broken)
+    broken.write_bytes(b'\xff\xfe{"a": 1}')
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        read_deepspeed_config(broken)
+    broken.write_text("[1]")
+    with pytest.raises(ValueError, match="must hold a JSON object, not list"):
+        read_deepspeed_config(broken)
+
+
+def test_deepspeed_names_are_ours() -> None:
+    assert set(ZENFLOW_KNOBS) <= set(OPTION_NAMES)

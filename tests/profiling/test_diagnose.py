@@ -1,0 +1,174 @@
+import dataclasses
+
+import pytest
+
+from tests.profiling.synthetic import event, known_run, recording
+from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.summary import summarize
+
+
+def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, steps=3, **changes) -> Recording:
+    """Steps of 10 ms forward, 20 backward and the given (start, ms) waits, which make the forward longer."""
+    events = []
+    stalled = sum(ms for _, ms in waits)
+    period = 30 + stalled
+    for step in range(steps):
+        origin = step * period
+        backward = origin + 10 + stalled
+        events += [
+            event("step", "step", origin, origin + period, step=step),
+            event("compute", "forward", origin, backward, step=step),
+            event("compute", "backward", backward, origin + period, step=step),
+            event("D2H", "copy", backward, backward + d2h, step=step, size=int(d2h * 1e7)),
+            event("H2D", "copy", origin, origin + h2d, step=step, size=int(h2d * 1e7)),
+        ]
+        for index, (start, ms) in enumerate(waits):
+            events.append(
+                event(
+                    "compute", "wait", origin + start, origin + start + ms, step=step, param=f"layers.{index}"
+                )
+            )
+        for index, (start, ms) in enumerate(workers):
+            events.append(
+                event(f"worker {index}", "host_update", origin + start, origin + start + ms, step=step)
+            )
+    return recording(events, **changes)
+
+
+CASES = {
+    "compute-bound, all hidden, busy workers": (
+        run(workers=((10.0, 15.0),), d2h=5.0, h2d=1.0),
+        ["device's own work limits", "hides 100%", "no offloading knob"],
+        [],
+    ),
+    "compute-bound with room": (
+        run(workers=((10.0, 5.0),), d2h=5.0, h2d=1.0),
+        ["device's own work limits", "update_interval=2"],
+        ["raise"],
+    ),
+    "host update longer than its room": (
+        run(waits=((1.0, 20.0), (25.0, 5.0)), workers=((0.0, 50.0),), d2h=2.0, h2d=1.0),
+        [
+            "host update limits",
+            "update_interval from 4 to 8",
+            "topk_ratio",
+            "pt_reserved_cores_perc",
+            "1 worker)",
+        ],
+        ["device_share"],
+    ),
+    "host update on two workers": (
+        run(waits=((8.0, 10.0),), workers=((0.0, 12.0), (0.0, 12.0)), d2h=2.0, h2d=1.0),
+        ["host update limits", "12.0 ms per step on each of 2 workers", "25%"],
+        [],
+    ),
+    "device to host": (
+        run(waits=((6.0, 10.0),), workers=((0.0, 2.0),), d2h=30.0, h2d=1.0),
+        ["from device to host limit", "10.0 GB/s", "raise topk_ratio"],
+        ["update_interval"],
+    ),
+    "host to device": (
+        run(waits=((6.0, 10.0),), workers=((0.0, 2.0),), d2h=1.0, h2d=15.0),
+        ["from host to device limit", "update_interval from 4 to 8"],
+        ["topk_ratio"],
+    ),
+    "first layers": (
+        run(waits=((0.0, 3.0),), workers=((20.0, 6.0),), d2h=2.0, h2d=1.0),
+        ["first layers", "layers.0", "device_share", "3.00 ms"],
+        ["update_interval"],
+    ),
+    "late closes, though there is room": (
+        run(waits=((8.0, 3.0),), workers=((20.0, 6.0),), d2h=2.0, h2d=1.0),
+        ["too late", "pt_reserved_cores_perc"],
+        ["device_share"],
+    ),
+    "blocking policy": (
+        run(
+            waits=((8.0, 10.0),),
+            workers=((0.0, 10.0),),
+            policy="zero_offload",
+            update_interval=1,
+            blocking=True,
+        ),
+        ["by design", "zero_offload", 'policy="zenflow"', "25%"],
+        ["overlap_step"],
+    ),
+    "overlap turned off": (
+        run(waits=((8.0, 10.0),), workers=((0.0, 10.0),), blocking=True),
+        ["by design", "overlap_step=True"],
+        ['policy="zenflow"'],
+    ),
+    "resident": (
+        recording([event("step", "step", 0, 10), event("compute", "forward", 0, 9)], policy="resident"),
+        ["Nothing was offloaded", "resident", "10.0 ms"],
+        [],
+    ),
+    "nothing": (Recording(events=()), ["Nothing was measured"], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_the_limit_and_the_knob(case):
+    made, wanted, unwanted = CASES[case]
+    sentence = diagnose(summarize(made))
+    for text in wanted:
+        assert text in sentence
+    for text in unwanted:
+        assert text not in sentence
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_one_sentence(case):
+    sentence = diagnose(summarize(CASES[case][0]))
+    assert sentence.endswith(".")
+    assert ". " not in sentence
+    assert "\n" not in sentence
+    assert "None" not in sentence
+    assert "nan" not in sentence.lower()
+
+
+def test_every_case_says_something_else():
+    sentences = {diagnose(summarize(made)) for made, _, _ in CASES.values()}
+    assert len(sentences) == len(CASES)
+
+
+def test_works_on_a_run_whose_phases_were_not_recorded():
+    """Without forward and backward events, a lane that is nearly always busy is what limits."""
+    events = [
+        event("step", "step", 0, 10),
+        event("compute", "wait", 1, 6),
+        event("worker 0", "host_update", 0, 9),
+    ]
+    assert "host update limits" in diagnose(summarize(recording(events)))
+
+
+def test_a_knob_is_not_suggested_where_it_cannot_turn():
+    exact = dataclasses.replace(known_run(), update_interval=1)
+    assert "update_interval=0" not in diagnose(summarize(exact))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.00 ms"),
+        (0.456, "0.46 ms"),
+        (9.99, "9.99 ms"),
+        (9.999, "10.0 ms"),
+        (99.97, "100 ms"),
+        (9999, "9999 ms"),
+    ],
+)
+def test_milliseconds(value, text):
+    assert milliseconds(value) == text
+
+
+def test_long_times_are_seconds():
+    assert milliseconds(12_345) == "12.3 s"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0, "0%"), (0.001, "<1%"), (0.994, ">99%"), (1.0, "100%"), (0.5, "50%")]
+)
+def test_percent(share, text):
+    assert percent(share) == text

@@ -1,0 +1,250 @@
+import gc
+import json
+import weakref
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+import torch
+from rich.console import Console
+
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.profiling.profiler import profile
+from zenflow_compile.profiling.timeline import Timeline, record_new_engine
+from zenflow_compile.runtime import ops
+
+_ids = count(1_000_000)
+MS = 1_000_000
+
+
+def plan_of(policy="zenflow", *, blocking=False):
+    weight = ParamPlan(
+        index=0, name="weight", shape=(8, 16), dtype=torch.float32, placement=Placement.SPLIT_COLUMNS, dim=1,
+        lines=16, length=8, k=4, interval=4, blocking=blocking,
+    )  # fmt: skip
+    bias = ParamPlan(index=1, name="bias", shape=(8,), dtype=torch.float32, placement=Placement.DEVICE)
+    return Plan(policy=policy, params=(weight, bias))
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """As much of an engine as a profile sees."""
+
+    plan: Plan = field(default_factory=plan_of)
+    model_bytes: int = 544
+    timeline: Timeline | None = None
+    id: int = field(default_factory=lambda: next(_ids))
+    synchronized: int = 0
+    failure: Exception | None = None
+
+    def __post_init__(self):
+        ops.register_engine(self)
+
+    def synchronize(self):
+        self.synchronized += 1
+        if self.timeline is not None:  # what was in flight ends here
+            self.timeline.add("H2D", "copy", 31 * MS, 32 * MS, step=0, bytes=384)
+        if self.failure:
+            raise self.failure
+
+    def train(self, steps=1, *, stall_ms=0):
+        for step in range(steps):
+            if self.timeline is None:
+                continue
+            origin = step * 10 * MS
+            self.timeline.add("step", "step", origin, origin + 10 * MS, step=step)
+            self.timeline.add("worker 0", "host_update", origin + MS, origin + 3 * MS, step=step, bytes=1000)
+            if stall_ms:
+                self.timeline.add("compute", "wait", origin, origin + stall_ms * MS, step=step)
+
+
+@dataclass
+class FakeOptimizer:
+    engine: FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def no_other_engines():
+    """Engines that other tests left alive are out of sight meanwhile."""
+    gc.collect()
+    others = list(ops.live_engines())
+    for engine in others:
+        ops.unregister_engine(engine.id)
+    yield
+    for engine in ops.live_engines():
+        ops.unregister_engine(engine.id)
+    for engine in others:
+        ops.register_engine(engine)
+
+
+def test_attaches_on_entry_and_detaches_on_exit():
+    engine = FakeEngine()
+    with profile() as prof:
+        assert isinstance(engine.timeline, Timeline)
+        assert engine.synchronized == 0
+        engine.train(3)
+    assert engine.timeline is None
+    assert engine.synchronized == 1
+    engine.train(3)
+    summary = prof.summary()
+    assert summary["steps"] == 3
+    assert summary["h2d_bytes_per_step"] == 128  # came in while leaving
+    assert summary["traffic_model_sizes_per_step"] == pytest.approx(128 / 544)
+
+
+def test_takes_over_what_the_plan_says():
+    engine = FakeEngine(plan_of("zero_offload", blocking=True))
+    with profile() as prof:
+        engine.train()
+    summary = prof.summary()
+    assert (summary["policy"], summary["blocking"], summary["update_interval"]) == ("zero_offload", True, 4)
+    assert summary["selected_share"] == 4 / 16
+
+
+def test_only_the_given_optimizers():
+    wanted, other = FakeEngine(), FakeEngine()
+    with profile(FakeOptimizer(wanted)):
+        assert wanted.timeline is not None
+        assert other.timeline is None
+        born = FakeEngine()
+        record_new_engine(born)
+        assert born.timeline is None
+
+
+def test_engines_that_are_born_inside_are_recorded():
+    with profile() as prof:
+        engine = FakeEngine(Plan(policy="zenflow", params=()), model_bytes=0)
+        record_new_engine(engine)
+        engine.plan, engine.model_bytes = plan_of(), 544  # parameters may come later
+        engine.train(2)
+    assert engine.timeline is None
+    summary = prof.summary()
+    assert summary["steps"] == 2
+    assert summary["update_interval"] == 4
+    outside = FakeEngine()
+    record_new_engine(outside)
+    assert outside.timeline is None
+
+
+def test_an_engine_that_closed_or_died_inside_is_reported():
+    closed, dying = FakeEngine(), FakeEngine()
+    gone = weakref.ref(dying)
+    with profile() as prof:
+        closed.train(2)
+        ops.unregister_engine(closed.id)
+        dying.train(3)
+        del dying
+        gc.collect()
+        assert gone() is None  # the profile keeps no engine alive
+    assert closed.synchronized == 0
+    assert [summary["steps"] for summary in prof.summaries()] == [2, 3]
+    assert all(summary["policy"] == "zenflow" for summary in prof.summaries())
+
+
+def test_reads_inside_the_block():
+    engine = FakeEngine()
+    with profile() as prof:
+        engine.train(2)
+        assert prof.summary()["steps"] == 2
+        assert engine.synchronized == 0
+
+
+def test_several_optimizers_are_kept_apart():
+    small, large, idle = FakeEngine(model_bytes=10), FakeEngine(model_bytes=1000), FakeEngine()
+    with profile() as prof:
+        small.train(2, stall_ms=5)
+        large.train(4)
+    assert [summary["steps"] for summary in prof.summaries()] == [2, 4]
+    assert prof.summary()["steps"] == 4
+    assert prof.summary()["stall_ms_per_step"] == 0.0
+    assert [recording.title for recording in prof.recordings()] == ["optimizer 1 of 2", "optimizer 2 of 2"]
+    assert idle.synchronized == 1
+
+
+def test_an_exception_in_the_block_is_the_one_that_is_seen():
+    engine = FakeEngine(failure=RuntimeError("worker died"))
+    with pytest.raises(KeyError, match="mine"), profile():
+        raise KeyError("mine")
+    assert engine.synchronized == 0
+    assert engine.timeline is None
+
+
+def test_a_failure_in_flight_raises_on_exit_and_everything_is_detached():
+    broken, other = FakeEngine(failure=RuntimeError("worker died")), FakeEngine()
+    with pytest.raises(RuntimeError, match="worker died"), profile():
+        broken.train()
+    assert broken.timeline is None
+    assert other.timeline is None
+    born = FakeEngine()
+    record_new_engine(born)
+    assert born.timeline is None
+
+
+def test_the_innermost_of_nested_profiles_records():
+    engine = FakeEngine()
+    with profile() as outer:
+        engine.train(1)
+        with profile() as inner:
+            engine.train(2)
+        engine.train(1)
+    assert inner.summary()["steps"] == 2
+    assert outer.summary()["steps"] == 2
+    assert engine.timeline is None
+
+
+def test_is_entered_once():
+    prof = profile()
+    with prof:
+        pass
+    with pytest.raises(RuntimeError, match="already entered"), prof:
+        pass
+
+
+def test_nothing_recorded_is_reported_as_such(capsys, tmp_path):
+    with profile() as prof:
+        pass
+    assert prof.summary()["steps"] == 0
+    prof.report()
+    assert "Nothing was measured" in capsys.readouterr().out
+    prof.export_chrome_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+
+
+def test_report_and_trace(capsys, tmp_path):
+    engine = FakeEngine()
+    with profile(FakeOptimizer(engine)) as prof:
+        engine.train(5)
+    prof.report()
+    prof.report(Console(width=100))
+    assert capsys.readouterr().out.count("worker 0") == 2
+    prof.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(entry["name"] == "host_update" for entry in trace["traceEvents"]) == 5
+
+
+def test_keeps_at_most_max_events():
+    engine = FakeEngine()
+    with profile(max_events=10) as prof:
+        engine.train(100)
+    assert len(prof.recordings()[0].events) == 10
+    with pytest.raises(ValueError, match="max_events=0"):
+        profile(max_events=0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), torch.nn.Linear(1, 1), None]
+)
+def test_refuses_what_is_no_zenflow_optimizer(wrong):
+    with pytest.raises(TypeError, match="ZenFlowAdamW"):
+        profile(wrong)
+
+
+def test_engines_without_a_timeline_are_left_alone():
+    class Bare:
+        id = next(_ids)
+
+    bare = Bare()
+    ops.register_engine(bare)
+    with profile() as prof:
+        pass
+    assert prof.summaries() == []

@@ -1,0 +1,180 @@
+import dataclasses
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from tests.profiling.synthetic import event, known_run, recording
+from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.report import can_show_blocks, print_report
+
+
+def printed(recordings, *, width=80, encoding="utf-8", **console_options):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
+    print_report(recordings, Console(file=file, width=width, **console_options))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def row(gantt, label):
+    return next(row.cells for row in gantt.rows if row.label == label)
+
+
+def many_workers():
+    events = list(known_run().events)
+    events += [event(f"worker {i}", "host_update", 5 * i, 5 * i + 4, step=7) for i in range(2, 12)]
+    return recording(events)
+
+
+@pytest.mark.parametrize(
+    "made", [known_run(), many_workers(), Recording(events=())], ids=["known", "many", "empty"]
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1252", "latin-1"])
+@pytest.mark.parametrize("width", [60, 80, 132])
+def test_fits_without_control_codes(made, encoding, width):
+    text = printed([made], width=width, encoding=encoding)
+    assert "\x1b" not in text
+    assert all(character == "\n" or character.isprintable() for character in text)
+    assert max(len(line) for line in text.splitlines()) <= width
+
+
+def test_80_columns_when_output_is_not_a_terminal(capsys, monkeypatch):
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    print_report([known_run()])
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "compute" in text
+
+
+def test_colour_only_adds(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = printed([known_run()], force_terminal=True, color_system="standard")
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == printed([known_run()])
+
+
+def test_blocks_only_where_they_can_be_written():
+    assert "█" in printed([known_run()])
+    text = printed([known_run()], encoding="ascii")
+    assert "f forward" in text
+    assert "# host update" in text
+    assert not can_show_blocks(Console(file=io.TextIOWrapper(io.BytesIO(), encoding="latin-1")))
+
+
+def test_numbers_in_the_table():
+    text = " ".join(printed([known_run()]).split())
+    for part in (
+        "steps 2",
+        "step time 40.0 ms median, 40.0 ms p95",
+        "stall 4.00 ms per step, 10% of the time",
+        "9.00 ms forward, 20.0 ms backward, 6.00 ms update",
+        "host update 30.0 ms per step, 93% hidden, 34% busy (2 workers)",
+        "host bandwidth 15.4 GB/s",
+        "device to host 8.00 MB per step, 1.6 GB/s",
+        "host to device 1.25 MB per step, 0.8 GB/s",
+        "250.00 kB per step",
+        "traffic 0.93 model sizes per step",
+        "selected norm share 61% of the squared gradient norm in 10% of the elements",
+        "windows closed 4",
+        "re-selections 1",
+    ):
+        assert part in text
+
+
+def test_what_was_not_measured_is_a_dash():
+    bare = recording([event("step", "step", 0, 10)], norms=None, selected_share=None, model_bytes=0)
+    lines = {line[:20].strip(): line[20:].strip() for line in printed([bare]).splitlines()}
+    for name in ("compute per step", "host bandwidth", "traffic", "selected norm share"):
+        assert lines[name] == "-", name
+    assert lines["stall"].startswith("0.00 ms")
+    empty = printed([Recording(events=())])
+    assert "None" not in empty
+    assert "nan" not in empty
+    assert "Nothing was measured" in empty
+
+
+def test_ends_with_the_diagnosis():
+    last = printed([known_run()]).rstrip().rsplit("\n\n", 1)[1]
+    assert " ".join(last.split()).startswith("The first layers' updates have too little time")
+
+
+def test_every_optimizer_has_its_report():
+    titled = [dataclasses.replace(known_run(), title=f"optimizer {i} of 2") for i in (1, 2)]
+    text = printed(titled)
+    assert text.index("optimizer 1 of 2") < text.index("optimizer 2 of 2")
+    assert text.count("step time") == 2
+
+
+def test_no_recordings_still_print():
+    assert "Nothing was measured" in printed([])
+
+
+def test_gantt_cells():
+    """One step of 20 ms on 20 cells, so every cell is one millisecond."""
+    events = [
+        event("step", "step", 0, 20, step=3),
+        event("compute", "forward", 0, 8),
+        event("compute", "wait", 2, 4),
+        event("compute", "merge", 4, 5),
+        event("compute", "backward", 8, 16),
+        event("compute", "update", 16, 18),
+        event("D2H", "copy", 9, 12),
+        event("H2D", "state", 1, 2),
+        event("H2D", "copy", 2.4, 2.6),
+        event("worker 0", "host_update", -5, 4),
+    ]
+    gantt = draw(recording(events), width=20 + len("worker 0  "))
+    assert gantt is not None
+    assert row(gantt, "compute") == (
+        *(FORWARD,) * 2, *(WAIT,) * 2, UPDATE, *(FORWARD,) * 3, *(BACKWARD,) * 8, *(UPDATE,) * 2, *(IDLE,) * 2
+    )  # fmt: skip
+    assert row(gantt, "D2H") == (*(IDLE,) * 9, *(COPY,) * 3, *(IDLE,) * 8)
+    assert row(gantt, "H2D") == (IDLE, STATE, COPY, *(IDLE,) * 17)  # a short copy still shows
+    assert row(gantt, "worker 0") == (*(HOST,) * 4, *(IDLE,) * 16)
+    assert gantt.ruler == "|step 3" + " " * 13
+
+
+def test_a_cell_shows_what_filled_most_of_it():
+    events = [
+        event("step", "step", 0, 16),
+        event("compute", "forward", 0, 16),
+        event("compute", "wait", 0.0, 0.4),
+        event("compute", "wait", 1.0, 1.6),
+    ]
+    gantt = draw(recording(events), width=16 + len("compute  "))
+    assert gantt is not None
+    assert row(gantt, "compute")[:3] == (FORWARD, WAIT, FORWARD)
+
+
+def test_shows_the_last_steps_only():
+    steps = [event("step", "step", 10 * i, 10 * i + 10, step=i) for i in range(9)]
+    gantt = draw(recording(steps), width=80, steps=4)
+    assert gantt is not None
+    assert gantt.steps == 4
+    assert gantt.span_ms == 40.0
+    assert gantt.ruler.replace("|step", "").split() == ["5", "6", "7", "8"]
+
+
+def test_step_numbers_never_run_into_each_other():
+    steps = [event("step", "step", i, i + 1, step=100_000 + i) for i in range(12)]
+    gantt = draw(recording(steps), width=60, steps=12)
+    assert gantt is not None
+    assert gantt.ruler.count("|") == 12
+    assert len(gantt.ruler) == 60 - len("compute  ")
+
+
+def test_workers_in_numeric_order():
+    gantt = draw(many_workers(), width=80)
+    assert gantt is not None
+    labels = [row.label for row in gantt.rows]
+    assert labels == ["compute", "D2H", "H2D", *(f"worker {i}" for i in range(12))]
+
+
+def test_nothing_to_draw():
+    assert draw(Recording(events=()), width=80) is None
+    assert draw(recording([event("step", "step", 5, 5)]), width=80) is None

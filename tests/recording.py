@@ -1,0 +1,137 @@
+"""An engine that only writes down what the graph nodes hand it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.runtime import ops
+
+_ids = itertools.count(1000)
+
+
+class RecordingEngine:
+    """Implements ``ops.EngineOps`` and what the front door asks of an engine; all 2-D parameters are column-split.
+
+    Attributes:
+        executed: how often each node ran, by ``(op name, p)``; p is None for ``begin_backward``.
+        trace: the same in order.
+        received: the gradient of each parameter as rebuilt from what ``split_columns`` was handed, summed up.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        *,
+        ratio: float = 0.5,
+        finalizes_in_backward: bool = False,
+        placement: Placement = Placement.SPLIT_COLUMNS,
+    ) -> None:
+        named = [(name, param) for name, param in named if param.requires_grad]
+        self.id = next(_ids)
+        self.implicit = finalizes_in_backward
+        self.finalizes_in_backward = finalizes_in_backward
+        self.graphs: list[Any] = []
+        self.orders: list[list[int]] = []
+        self.synchronized = 0
+        self.executed: Counter[tuple[str, int | None]] = Counter()
+        self.trace: list[tuple[str, int | None]] = []
+        self.received: dict[int, Tensor] = {}
+        self.copied: list[int] = []
+        self._staged: dict[int, Tensor] = {}
+        self.params = [param for _, param in named]
+        self._index = {id(param): p for p, param in enumerate(self.params)}
+        self.plan = Plan(
+            policy="recording",
+            params=tuple(plan_of(p, name, param, ratio, placement) for p, (name, param) in enumerate(named)),
+        )
+        for param in self.params:
+            param._zenflow_owner = object()
+        ops.register_engine(self)
+
+    @property
+    def optimizer(self) -> RecordingEngine:
+        return self
+
+    def close(self) -> None:
+        ops.unregister_engine(self.id)
+        for param in self.params:
+            del param._zenflow_owner
+
+    def index_of(self, param: Tensor) -> int | None:
+        return self._index.get(id(param))
+
+    def declare_forward_order(self, order: list[int]) -> None:
+        self.orders.append(order)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+    def offloaded(self) -> list[int]:
+        return [param.index for param in self.plan.params if param.offloaded]
+
+    def runs(self, op: str) -> dict[int | None, int]:
+        """Executions of one op by parameter."""
+        return {p: count for (name, p), count in self.executed.items() if name == op}
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        p = self.index_of(param)
+        return None if p is None else self.received.get(p)
+
+    def _note(self, op: str, p: int | None = None) -> None:
+        self.executed[op, p] += 1
+        self.trace.append((op, p))
+
+    def begin_backward(self) -> None:
+        self._note("begin_backward")
+
+    def column_norms(self, p: int, grad: Tensor) -> Tensor:
+        self._note("column_norms", p)
+        return grad.reshape(grad.shape[0], -1).float().pow(2).sum(0)
+
+    def select_columns(self, p: int, norms: Tensor) -> Tensor:
+        self._note("select_columns", p)
+        return norms.topk(self.plan.params[p].k).indices.to(torch.int32)
+
+    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
+        self._note("split_columns", p)
+        flat = grad.reshape(grad.shape[0], -1)
+        important = flat[:, selected.long()].clone()
+        rest = flat.clone()
+        rest[:, selected.long()] = 0
+        rest[:, selected.long()] += important
+        self._staged[p] = rest.reshape(grad.shape)
+
+    def copy_to_host(self, p: int) -> None:
+        self._note("copy_to_host", p)
+        grad = self._staged.pop(p)
+        self.received[p] = self.received[p] + grad if p in self.received else grad
+
+    def adam_columns_(self, p: int, param: Tensor) -> None:
+        self._note("adam_columns_", p)
+
+    def update_on_host(self, p: int) -> None:
+        self._note("update_on_host", p)
+
+    def copy_to_device_(self, p: int, param: Tensor) -> None:
+        assert param.data_ptr() == self.params[p].data_ptr(), "the graph of one parameter ran with another"
+        self._note("copy_to_device_", p)
+
+
+def plan_of(p: int, name: str, param: Tensor, ratio: float, placement: Placement) -> ParamPlan:
+    """Columns of every parameter with two or more dimensions; the others stay on the device."""
+    if param.dim() < 2:
+        shape = tuple(param.shape)
+        return ParamPlan(index=p, name=name, shape=shape, dtype=param.dtype, placement=Placement.DEVICE)
+    length, lines = param.shape[0], param[0].numel()
+    k = 0 if placement is Placement.HOST else max(1, int(ratio * lines))
+    return ParamPlan(
+        index=p, name=name, shape=tuple(param.shape), dtype=param.dtype, placement=placement, dim=1, lines=lines,
+        length=length, k=k, interval=4, phase=p % 4,
+    )  # fmt: skip

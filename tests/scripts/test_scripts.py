@@ -1,0 +1,51 @@
+"""The scripts behind the Makefile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("packages", "refused"),
+    [
+        (["torch", "sympy", "triton"], []),
+        (["torch", "nvidia-cublas", "sympy", "cuda-bindings"], ["cuda-bindings", "nvidia-cublas"]),
+        (["torch", "nvidia_cudnn_cu13"], ["nvidia_cudnn_cu13"]),
+    ],
+)
+def test_cuda_builds_are_refused(packages: list[str], refused: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"install": [{"metadata": {"name": name}} for name in packages]}))
+    process = run("refuse_cuda_build.py", str(report))
+    assert process.returncode == (1 if refused else 0)
+    assert process.stderr == (f"would install: {', '.join(refused)}\n" if refused else "")
+
+
+def test_makefile_hands_options_on() -> None:
+    def dry_run(*arguments: str) -> str:
+        command = ["make", "--no-print-directory", "-n", "PYTHON=python", *arguments]
+        # Under `make test ARGS=...` the environment hands the variables of that make down to this one.
+        clean = {"PATH": os.environ["PATH"]}
+        process = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
+        return process.stdout
+
+    assert (
+        dry_run("train", "ARGS=--compare --steps 9").strip()
+        == "python -m examples.train_gpt --compare --steps 9"
+    )
+    handed_on = dry_run("train", "--", "--compare", "--steps=9").splitlines()[0].split()
+    assert handed_on[:3] == ["python", "-m", "examples.train_gpt"]
+    assert sorted(handed_on[3:]) == ["--compare", "--steps=9"]

@@ -1,0 +1,154 @@
+"""The backend ``"zenflow"`` of ``torch.compile``: Dynamo hands a graph in, Inductor or eager code goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from zenflow_compile import torch_private_compiler as private
+from zenflow_compile.explain import record_graph
+from zenflow_compile.options import BackendOptions, split_backend_options
+from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine
+from zenflow_compile.passes.context import PassContext, Phase
+from zenflow_compile.passes.fetch_parameters import fetch_order
+from zenflow_compile.passes.pipeline import run_pipeline
+from zenflow_compile.runtime import ops
+
+
+def zenflow(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's for training with offloaded optimizer state.
+
+    ``torch.compile(model, backend="zenflow")`` calls this. Parameters that a ``ZenFlowAdamW`` owns get its nodes in
+    forward and backward; with optimizer keywords among ``options``, parameters without an owner get an optimizer made
+    here, whose updates run in the backward; all others train as under Inductor.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its real inputs, among them the parameters themselves.
+        options: keywords of ``ZenFlowAdamW``, ``"config"``, ``"inner"`` (``"inductor"`` or ``"eager"``), ``"mode"``
+            and Inductor's own settings; see ``options.split_backend_options``.
+        mode: Inductor's mode.
+
+    Raises:
+        ValueError: a bad option, or a model wrapped in DistributedDataParallel.
+        TypeError: an unknown option.
+        RuntimeError: the implicit optimizer was closed.
+    """
+    try:
+        chosen = split_backend_options(options, mode)
+        graph = ServedGraph(gm, example_inputs, chosen)
+        graph.prepare(example_inputs, gm)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise private.backend_error(error) from error
+    return graph
+
+
+class ServedGraph:
+    """One graph of Dynamo's, compiled once for every set of parameters that it is called with.
+
+    Dynamo reuses a compiled graph for all parameters of the same shapes: a second model of a class, a repeated block
+    behind graph breaks. Our nodes name one engine and one parameter each, so that parameters with other owners need
+    code of their own. Telling Dynamo so with guards works, but every one of them would then be a recompilation of one
+    frame, dead models included, and past Dynamo's limit of 8 the frame runs uncompiled. So the parameters' owners, which
+    the graph sees at every call as attributes of its inputs, choose the code here. It also follows owners that come and
+    go: a late optimizer, a closed one, a new one.
+    """
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> None:
+        self._options = options
+        self._captured = private.capture(gm, example_inputs)
+        self._params = tuple(
+            (i, value.requires_grad)
+            for i, value in enumerate(example_inputs)
+            if isinstance(value, Tensor) and (isinstance(value, nn.Parameter) or value.requires_grad)
+        )
+        self._variants: dict[tuple[object, ...], Variant] = {}
+        self._compile_id = private.compile_call().compile_id
+
+    def __call__(self, *args: Any) -> Any:
+        variant = self._variants.get(self._owners(args))
+        if variant is None:
+            variant = self.prepare(args)
+        return variant.code(*args)
+
+    def _owners(self, args: Sequence[Any]) -> tuple[object, ...]:
+        """What tells sets of parameters apart: each one's owner object."""
+        return tuple([getattr(args[i], OWNER_ATTRIBUTE, None) for i, _ in self._params])
+
+    def prepare(self, args: Sequence[Any], gm: GraphModule | None = None) -> Variant:
+        """Compile for the parameters among ``args``.
+
+        Args:
+            gm: Dynamo's own graph while Dynamo is here, so that the guards of the compilation reach it; else None.
+
+        Raises: see ``zenflow``.
+        """
+        options = self._options
+        owned = claim(self._captured.graph, args, self._captured.sources, private.compile_call(), options.optimizer)
+        if owned and options.inductor.get("freezing"):
+            raise ValueError(
+                "freezing=True makes the weights constants of compiled inference graphs, which then never see an "
+                "update; leave it at False"
+            )
+        rewrite = rewriter(owned, self._compile_id) if owned else None
+
+        def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if options.inner == "eager":
+                return private.compile_with_aot(graph, inputs, rewrite)
+            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor)
+
+        code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)
+        variant = Variant(code, frozenset(each.engine_id for each in owned))
+        alive = {engine.id for engine in ops.live_engines()}
+        self._variants = {key: old for key, old in self._variants.items() if old.engines <= alive}
+        self._variants[self._owners(args)] = variant
+        return variant
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Code for one set of owners, and the engines that it names."""
+
+    code: Callable[..., Any]
+    engines: frozenset[int]
+
+
+def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, str], None]:
+    """What happens to each AOTAutograd graph: the passes of its phase, once per engine that has parameters in it.
+
+    The backward is compiled at the first ``.backward()``, long after the backend returned: whatever it needs is looked
+    up here, and a closed engine raises there.
+    """
+    params: dict[int, list[tuple[int, int]]] = {}
+    for each in owned:
+        params.setdefault(each.engine_id, []).append((each.p, each.input_index))
+
+    def rewrite(gm: GraphModule, phase: str) -> None:
+        for engine_id, pairs in params.items():
+            engine = live_engine(engine_id)
+            if engine is None:
+                ops.engine(engine_id)  # raises, and says what to do
+                return
+            ctx = PassContext(
+                plan=engine.plan,
+                engine_id=engine_id,
+                phase=Phase(phase),
+                params=tuple(pairs),
+                finalizes_in_backward=engine.finalizes_in_backward,
+            )
+            report = run_pipeline(gm, ctx)
+            if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
+                engine.declare_forward_order(order)
+            engine.graphs.append(record_graph(gm, ctx, report, compile_id))
+
+    return rewrite

@@ -1,0 +1,151 @@
+"""DeepSpeed's JSON, read as keywords for ``ZenFlowAdamW``; docs/options.md says what each means here."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from zenflow_compile.validate import unknown_option
+
+ZENFLOW_KNOBS = (
+    "topk_ratio",
+    "select_strategy",
+    "select_interval",
+    "update_interval",
+    "full_warm_up_rounds",
+    "overlap_step",
+    "offload",
+    "auto_ratio",
+    "pt_reserved_cores_perc",
+    "steps_per_epoch",
+)
+"""Names of DeepSpeed's ``zenflow`` block; here they are options of the same names."""
+
+_TAKES_AUTO = ("select_strategy", "select_interval", "update_interval")
+_ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
+_ADAM_SWITCHES = ("adam_w_mode", "bias_correction", "amsgrad", "torch_adam")
+_READ_FROM_CONFIG = ("zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps")
+_READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload")
+_READ_FROM_OFFLOAD = ("device", "pin_memory")
+
+
+def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Reads a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
+
+    Read are ``zero_optimization.zenflow`` (without it, ``offload_optimizer`` on ``"cpu"`` means policy
+    zero_offload, and neither means resident), ``optimizer``, ``gradient_clipping`` and
+    ``gradient_accumulation_steps``. One warning names everything else. ``"auto"`` is left out where it is a
+    blank that another program fills in, that is everywhere but in the three knobs that have an automatic
+    mode. Ranges are checked where the keywords are used, so that the caller's own can complete or replace
+    them.
+
+    Args:
+        source: path of a JSON file, or the dict it would hold.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is
+            no JSON object.
+        ValueError: not JSON, an optimizer that is not Adam, or optimizer state on a device other than the
+            CPU.
+    """
+    config, where = _load_json(source)
+    zero = _block(config, "zero_optimization", where)
+    zenflow = _block(zero, "zenflow", where)
+    offload = _block(zero, "offload_optimizer", where)
+    found: dict[str, Any] = {"policy": _policy(zero, offload, where)}
+    for name, value in zenflow.items():
+        if name not in ZENFLOW_KNOBS:
+            raise unknown_option(name, ZENFLOW_KNOBS, where=f" in the zenflow block of {where}")
+        if value != "auto" or name in _TAKES_AUTO:
+            found[name] = value
+    ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
+    ignored += [
+        f"zero_optimization.offload_optimizer.{name}" for name in offload if name not in _READ_FROM_OFFLOAD
+    ]
+    if config.get("optimizer") is not None:
+        found.update(_read_adam(_block(config, "optimizer", where), where, ignored))
+    # DeepSpeed writes "no clipping" as 0.
+    if (clipping := config.get("gradient_clipping")) not in ("auto", None, 0):
+        found["max_grad_norm"] = clipping
+    if (backwards := config.get("gradient_accumulation_steps")) not in ("auto", None):
+        found["gradient_accumulation_steps"] = backwards
+    for name, value in config.items():
+        switched_off = isinstance(value, Mapping) and value.get("enabled") is False
+        if name not in _READ_FROM_CONFIG and not switched_off:
+            ignored.append(name)
+    if ignored:
+        warnings.warn(f"{where}: ignored, since they have no effect here: {', '.join(ignored)}", stacklevel=2)
+    return found
+
+
+def _policy(zero: Mapping[str, Any], offload: Mapping[str, Any], where: str) -> str:
+    device = offload.get("device", "cpu" if zero.get("cpu_offload") is True else "none")
+    if device not in ("cpu", "none", None):
+        raise ValueError(
+            f"offload_optimizer.device={device!r} in {where} is not supported in this version; "
+            'use "cpu" (host memory) or "none" (state stays on the device)'
+        )
+    if zero.get("zenflow") is not None:
+        return "zenflow"
+    return "zero_offload" if device == "cpu" else "resident"
+
+
+def _read_adam(optimizer: Mapping[str, Any], where: str, ignored: list[str]) -> dict[str, Any]:
+    """lr, betas, eps and weight_decay of the ``optimizer`` block; refuses what AdamW does not do."""
+    kind = optimizer.get("type")
+    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
+        raise ValueError(
+            f'optimizer.type={kind!r} in {where} must be "Adam" or "AdamW"; train with another optimizer on '
+            'backend="inductor", or change the type'
+        )
+    parameters = _block(optimizer, "params", where)
+    # DeepSpeed's own Adam decays nothing unless told to; torch.optim.AdamW, and ours, decay by 0.01.
+    found = {"weight_decay": 0.0, **{name: parameters[name] for name in _ADAM_KEYWORDS if name in parameters}}
+    needed = {"bias_correction": True, "amsgrad": False}
+    if kind.lower() == "adam" and found["weight_decay"] != 0.0:
+        needed["adam_w_mode"] = True  # L2 regularisation and decoupled decay differ, unless there is no decay
+    for name, value in needed.items():
+        if parameters.get(name, value) not in (value, "auto"):
+            raise ValueError(
+                f"optimizer.params.{name}={parameters[name]!r} in {where} must be {value}: "
+                "the update is AdamW's"
+            )
+    known = (*_ADAM_KEYWORDS, *_ADAM_SWITCHES)
+    ignored += [f"optimizer.params.{name}" for name in parameters if name not in known]
+    ignored += [f"optimizer.{name}" for name in optimizer if name not in ("type", "params")]
+    if isinstance(betas := found.get("betas"), list):
+        found["betas"] = tuple(betas)
+    return {name: value for name, value in found.items() if value != "auto"}
+
+
+def _block(parent: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """The JSON object ``parent[name]``; empty when it is absent or null."""
+    value = parent.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={value!r} in {where} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _load_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The configuration, and what messages call it."""
+    if isinstance(source, Mapping):
+        return source, "the DeepSpeed configuration"
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"config={source!r} must be the path of a DeepSpeed JSON file, or a dict")
+    path = os.fspath(source)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"config={path!r}: there is no such DeepSpeed configuration file")
+    with open(path, encoding="utf-8") as file:
+        try:
+            config = json.load(file)
+        except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+            raise ValueError(f"config={path!r} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"config={path!r} must hold a JSON object, not {type(config).__name__}")
+    return config, path

@@ -1,0 +1,289 @@
+"""``ZenFlowAdamW``: AdamW whose state lives where a plan puts it, as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Parameter
+
+from zenflow_compile.loss_scaling import Carrier
+from zenflow_compile.options import Options
+from zenflow_compile.passes.update_parameters import build_step_graph
+from zenflow_compile.profiling.timeline import record_new_engine
+from zenflow_compile.runtime import checkpoint, ops
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.validate import check_number
+
+
+class ZenFlowAdamW(torch.optim.Optimizer):
+    """AdamW with column-selected updates on the device and asynchronous updates of the rest on the host.
+
+    Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it works
+    as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are those of
+    any PyTorch optimizer. Gradients of offloaded parameters never reach ``.grad``: use :func:`clip_grad_norm_` of this
+    package to clip, or ``max_grad_norm``.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; may differ between groups and change at any time.
+        **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.Options`
+            (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
+
+    Raises:
+        ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
+            this kind owns, or more host memory needed than there is. Nothing has been changed then.
+        TypeError: an unknown option, or a complex, integer or sparse parameter.
+    """
+
+    # torch.amp.GradScaler hands its verdict to step() instead of reading it back itself.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        **options: Any,
+    ) -> None:
+        implicit = bool(options.pop("_implicit", False))
+        self.options = Options.from_keywords(**options)
+        self._engine: Engine | None = None
+        self._carrier: Carrier | None = None
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        _check_device_and_owner([param for group in self.param_groups for param in group["params"]], None)
+        device = self.param_groups[0]["params"][0].device
+        engine = Engine(self.param_groups, self.options, device, implicit=implicit)
+        try:
+            for number, group in enumerate(self.param_groups):
+                engine.add_params(_named(group, engine), number)
+        except BaseException:
+            engine.close(flush=False)
+            raise
+        self._engine = engine
+        engine.attach(self, _backward_ended)
+        self._step_graph: GraphModule = build_step_graph(engine.plan, engine.id)
+        record_new_engine(engine)
+
+    @classmethod
+    def _implicit(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
+        """The optimizer of a model compiled with options and no optimizer object: steps at the end of each backward."""
+        return cls(named_params, _implicit=True, **keywords)
+
+    @property
+    def engine(self) -> Engine:
+        """The runtime behind this optimizer.
+
+        Raises:
+            RuntimeError: the optimizer is closed.
+        """
+        if self._engine is None or self._engine.closed:
+            raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
+        return self._engine
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of optimizer state on the device, staging buffers included."""
+        return self.engine.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of optimizer state, gradient windows and upload buffers in host memory."""
+        return self.engine.host_bytes
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters. Those that exist keep their state, phases and windows.
+
+        Raises:
+            ValueError, TypeError: as at construction; nothing has been changed then.
+        """
+        engine = None if self._engine is None else self.engine
+        param_group = _materialized(param_group)
+        _check_group({**self.defaults, **param_group})
+        params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
+        for param in params:
+            _check_param(param)
+        if engine is not None:
+            _check_device_and_owner(params, engine)
+        super().add_param_group(param_group)
+        if engine is not None:
+            try:
+                engine.add_params(_named(self.param_groups[-1], engine), len(self.param_groups) - 1)
+            except BaseException:
+                self.param_groups.pop()
+                raise
+            self._step_graph = build_step_graph(engine.plan, engine.id)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Apply the gradients of the backwards since the last step.
+
+        Updates of selected columns run now; what closes on the host becomes visible at the parameter's next use.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Raises:
+            RuntimeError: no backward since the last step, a closed optimizer, or asynchronous work that failed
+                (chained to the original error).
+        """
+        engine = self.engine
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not engine.has_gradients:
+            raise RuntimeError(
+                ".step() without a backward: no parameter of this optimizer has a gradient; call loss.backward() first, "
+                "and check that the compiled model has the optimizer's parameters"
+            )
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        unscale = self._unscaled_by() if scale is None else 1.0 / float(scale)
+        engine.begin_update(
+            unscale=unscale,
+            residents_unscaled=scale is None,
+            void=found_inf is not None and float(found_inf) > 0.0,
+        )
+        self._step_graph(*(engine.params[p] for p in engine.offloaded))
+        engine.end_update()
+        self._drop_carrier()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard gradients that no step has used."""
+        self._drop_carrier()
+        super().zero_grad(set_to_none)
+        self.engine.discard()
+
+    def synchronize(self) -> None:
+        """Wait for work in flight and make visible what is due, before weights are read outside of compiled graphs.
+
+        The trajectory stays what it would have been.
+
+        Raises:
+            RuntimeError: work in flight failed.
+        """
+        self.engine.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``."""
+        self._drop_carrier()
+        self.engine.synchronize()
+        return checkpoint.state_dict(self.engine, self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue where ``state_dict`` was taken. Weights may be loaded before or after.
+
+        Raises:
+            ValueError: the state belongs to another model or plan; nothing has been changed then.
+        """
+        self._drop_carrier()
+        checkpoint.load_state_dict(self.engine, self.param_groups, state_dict)
+
+    def close(self) -> None:
+        """End of training: apply the gradients that wait in open windows, land everything, free host memory."""
+        if self._engine is not None:
+            self._drop_carrier()
+            self._engine.close(flush=True)
+
+    def __enter__(self) -> ZenFlowAdamW:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._engine is not None:
+            self._engine.close(flush=exception[0] is None)
+
+    def __del__(self) -> None:
+        # What is due still lands; open windows are not flushed, since the moment of collection is not the user's.
+        if (engine := getattr(self, "_engine", None)) is not None:
+            with suppress(Exception):
+                engine.close(flush=False)
+
+    def _unscaled_by(self) -> float:
+        return 1.0 if self._carrier is None else self._carrier.unscaled_by
+
+    def _drop_carrier(self) -> None:
+        if self._carrier is not None:
+            params = self.param_groups[0]["params"]
+            params[:] = [param for param in params if param is not self._carrier]
+            self._carrier = None
+
+    def _show_carrier(self) -> None:
+        engine = self.engine
+        if self._carrier is None and any(offloaded.contributions for offloaded in engine.offloaded.values()):
+            me = weakref.ref(engine)
+            self._carrier = Carrier.standing_for(lambda: _offloaded_norm(me))
+            self.param_groups[0]["params"].append(self._carrier)
+
+
+def _backward_ended(optimizer: ZenFlowAdamW) -> None:
+    """A backward is over: in the implicit form so is the step, if it was the last of those declared."""
+    engine = optimizer.engine
+    if not engine.implicit:
+        optimizer._show_carrier()
+    elif engine.backwards >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _offloaded_norm(engine: weakref.ref[Engine]) -> Tensor:
+    if (me := engine()) is None:
+        return torch.zeros(())
+    return me.gradient_norm(set(me.offloaded))
+
+
+def _named(group: dict[str, Any], engine: Engine) -> list[tuple[str, Parameter]]:
+    first = len(engine.params)
+    names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
+    return list(zip(names, group["params"], strict=True))
+
+
+def _materialized(group: dict[str, Any]) -> dict[str, Any]:
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    check_number("lr", float(group["lr"]), 0.0)
+    check_number("eps", group["eps"], 0.0)
+    check_number("weight_decay", group["weight_decay"], 0.0)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999)")
+
+
+def _check_param(param: Any) -> None:
+    if not isinstance(param, Tensor):
+        raise TypeError(f"params has a {type(param).__name__}; give tensors, (name, tensor) pairs, or groups of them")
+    if param.is_complex() or not param.is_floating_point():
+        raise TypeError(
+            f"a parameter has dtype {param.dtype}; only real floating-point parameters can be optimized: "
+            "leave it out of the optimizer, or view a complex one as real"
+        )
+    if param.layout != torch.strided:
+        raise TypeError(f"a parameter has layout {param.layout}; only dense (strided) parameters can be optimized")
+    if param.device.type == "meta":
+        raise ValueError("a parameter is on the meta device; materialise the model before creating the optimizer")
+
+
+def _check_device_and_owner(params: Sequence[Tensor], engine: Engine | None) -> None:
+    device = params[0].device if engine is None else engine.device
+    for param in params:
+        if param.device != device:
+            raise ValueError(
+                f"a parameter is on {param.device} and its peers on {device}; move the model to one device first, "
+                "or use one optimizer per device"
+            )
+        if ops.owner_of(param) is not None:
+            raise ValueError(
+                "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"
+            )
+
+

@@ -1,0 +1,283 @@
+"""The knobs, checked before anything is allocated, and the ``options=`` of ``torch.compile`` taken apart.
+
+The knobs that DeepSpeed also has keep its names and the meaning its documentation gives them; docs/options.md
+says, option by option, where behaviour differs from DeepSpeed's and why. Nothing here touches a device or
+imports the runtime. Numbers that steer convergence name the study they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from zenflow_compile.deepspeed_config import read_deepspeed_config
+from zenflow_compile.validate import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_positive,
+    check_ratio,
+    unknown_option,
+)
+
+__all__ = [
+    "ADAM_KEYWORDS",
+    "AUTO_SELECT_INTERVAL",
+    "MAX_AUTO_UPDATE_INTERVAL",
+    "OPTION_NAMES",
+    "BackendOptions",
+    "Options",
+    "read_deepspeed_config",
+    "split_backend_options",
+]
+
+POLICIES = ("resident", "zero_offload", "zenflow")
+SELECT_STRATEGIES = ("auto", "step", "epoch")
+HOST_KERNELS = ("auto", "inductor", "aten")
+
+MAX_AUTO_UPDATE_INTERVAL = 4
+"""Longest window, in steps, that ``update_interval="auto"`` may choose. Source: this project's convergence
+study (docs/options.md, "Where the defaults come from"): a small GPT trained from scratch ends +1.3% above
+AdamW's validation loss at 4 (3 seeds) and +7.6% or more at 8 (1 seed)."""
+
+AUTO_SELECT_INTERVAL = 16
+"""Steps between re-selections under ``select_interval="auto"``. Same study: with an averaged score, more
+often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch (2 seeds)."""
+
+ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user chose, checked; planners and the engine read it and nothing changes it.
+
+    Numbers are stored as plain ``int`` and ``float``, so that ``torch.load(weights_only=True)`` reads a dict
+    of them. A *step* is an attempted optimizer step: one that overflowed counts. Knobs from ``topk_ratio`` to
+    ``auto_ratio`` steer the zenflow policy; the other policies check their ranges and otherwise ignore them.
+
+    Attributes:
+        policy: Where optimizer state lives. ``"resident"``: on the device, as in plain AdamW.
+            ``"zero_offload"``: on the host, every update blocking. ``"zenflow"``: that of the selected
+            columns on the device, the rest on the host.
+        topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
+            at every step. 0 defers everything, 1 nothing.
+        select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (``steps_per_epoch`` is needed
+            then), or ``"auto"``, which chooses unit and number.
+        select_interval: Steps or epochs between re-selections, >= 1; an integer needs strategy ``"step"`` or
+            ``"epoch"``. A parameter re-selects at the first close of its own window at or after that many
+            steps.
+        update_interval: Window length S in steps, >= 1: the gradient of what was not selected is collected
+            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts in [1, 4] to gradient values.
+        full_warm_up_rounds: Steps at the start, >= 0, in which every window closes at once: synchronous,
+            exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
+        overlap_step: Run host updates beside the device's work. False runs them blocking at the step; this
+            changes time, never numbers.
+        staleness: Whole steps, 0 or 1, by which a closed window's result may be seen late. 1 gives the host
+            one more step to hide in; it costs +9 to +19% validation loss from scratch and +0.3% in low-rate
+            fine-tuning.
+        offload: Keep the state of the selected columns off the device too. Not in this version.
+        auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window closes when the norm of what
+            waits reaches this share of the average norm of what is selected.
+        pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch. The others, at least
+            one, run host updates.
+        steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
+        max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
+        gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that updates
+            can start in the last of them. None: any number, and gradients are final at ``step()``.
+        device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
+            they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
+        min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
+        host_kernel: Host Adam: ``"inductor"`` (one fused kernel; needs a C++ compiler), ``"aten"``
+            (``torch._fused_adamw_``, slower), or ``"auto"``, the first where it compiles.
+    """
+
+    policy: str = "zenflow"
+    topk_ratio: float = 0.1
+    select_strategy: str = "auto"
+    select_interval: int | Literal["auto"] = "auto"
+    update_interval: int | Literal["auto"] = 4
+    full_warm_up_rounds: int = 0
+    overlap_step: bool = True
+    staleness: int = 0
+    offload: bool = False
+    auto_ratio: float = 0.99
+    pt_reserved_cores_perc: float = 0.5
+    steps_per_epoch: int | None = None
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int | None = None
+    device_share: float = 0.25
+    min_offload_size: int = 4096
+    host_kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "policy": check_choice("policy", self.policy, POLICIES),
+            "select_strategy": check_choice("select_strategy", self.select_strategy, SELECT_STRATEGIES),
+            "host_kernel": check_choice("host_kernel", self.host_kernel, HOST_KERNELS),
+            "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
+            "staleness": check_integer("staleness", self.staleness, 0, 1),
+            "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
+        }
+        for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "device_share"):
+            checked[name] = check_ratio(name, getattr(self, name))
+        for name in ("select_interval", "update_interval"):
+            if (value := getattr(self, name)) != "auto":
+                checked[name] = check_integer(name, value, 1, remedy=' or "auto"')
+        for name in ("steps_per_epoch", "gradient_accumulation_steps"):
+            if (value := getattr(self, name)) is not None:
+                checked[name] = check_integer(name, value, 1, remedy=" or None")
+        if self.max_grad_norm is not None:
+            remedy = "; None turns clipping off"
+            checked["max_grad_norm"] = check_positive("max_grad_norm", self.max_grad_norm, remedy=remedy)
+        for name in ("overlap_step", "offload"):
+            check_flag(name, getattr(self, name))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.policy == "zenflow":
+            self._check_zenflow()
+
+    def _check_zenflow(self) -> None:
+        """Rules between knobs that the other policies ignore."""
+        if self.offload:
+            raise ValueError(
+                "offload=True (state of the selected columns off the device) is not supported in this "
+                "version; use offload=False with a smaller topk_ratio and device_share=0, or "
+                'policy="zero_offload", which keeps the state of every large parameter on the host'
+            )
+        if self.select_strategy == "auto":
+            if self.select_interval != "auto":
+                raise ValueError(
+                    f'select_interval={self.select_interval} has no unit under select_strategy="auto"; pass '
+                    'select_strategy="step" or "epoch", or leave select_interval="auto"'
+                )
+            return
+        if self.select_interval == "auto":
+            raise ValueError(
+                f'select_interval="auto" under select_strategy="{self.select_strategy}" must be an integer '
+                '>= 1; pass one, or select_strategy="auto" to have both chosen'
+            )
+        if self.select_strategy == "epoch" and self.steps_per_epoch is None:
+            raise ValueError(
+                'steps_per_epoch=None under select_strategy="epoch" must be an integer >= 1; pass it, as in '
+                'steps_per_epoch=len(loader), or use select_strategy="step"'
+            )
+        # update_interval="auto" may close a window at every step: no select_interval is too short for it.
+        steps = self.resolved_select_interval()
+        if self.update_interval != "auto" and steps < self.update_interval:
+            raise ValueError(
+                f"select_interval={self.select_interval} ({steps} steps) must be at least update_interval="
+                f"{self.update_interval}: a parameter re-selects only when its window closes; raise "
+                "select_interval or lower update_interval"
+            )
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> Options:
+        """``Options(**keywords)``, but an unknown name is answered with the nearest valid one.
+
+        Raises:
+            TypeError: an unknown name, or a value of the wrong type.
+            ValueError: a value outside its range, or a combination that makes no sense.
+        """
+        for name in keywords:
+            if name not in OPTION_NAMES:
+                raise unknown_option(name, (*OPTION_NAMES, *ADAM_KEYWORDS))
+        return cls(**keywords)
+
+    @property
+    def max_update_interval(self) -> int:
+        """Longest window in steps, which sizes host memory: 4 under ``"auto"``, 1 without deferral."""
+        if self.policy != "zenflow":
+            return 1
+        return MAX_AUTO_UPDATE_INTERVAL if self.update_interval == "auto" else self.update_interval
+
+    def resolved_select_interval(self, update_interval: int | None = None) -> int:
+        """Steps between re-selections of a parameter whose windows are ``update_interval`` steps long.
+
+        Args:
+            update_interval: the parameter's own window length; by default ``max_update_interval``.
+
+        Returns:
+            Steps, not yet rounded up to a close of the parameter's windows.
+        """
+        if self.select_interval == "auto":
+            return max(AUTO_SELECT_INTERVAL, update_interval or self.max_update_interval)
+        if self.select_strategy == "epoch" and self.steps_per_epoch is not None:
+            return self.select_interval * self.steps_per_epoch
+        return self.select_interval
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(each.name for each in fields(Options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """``mode=`` and ``options=`` of ``torch.compile(backend="zenflow")``, taken apart.
+
+    Attributes:
+        optimizer: Keywords for ``ZenFlowAdamW``, already checked against ``Options``, when the backend is to
+            make the optimizer itself (the implicit form); None when the parameters have an optimizer of their
+            own.
+        inner: What compiles the rewritten graphs: ``"inductor"``, or ``"eager"`` for no code generation.
+        inductor: Inductor's own settings: the mode's, and the explicit ones over them.
+    """
+
+    optimizer: dict[str, Any] | None = None
+    inner: Literal["inductor", "eager"] = "inductor"
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+
+def split_backend_options(
+    options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> BackendOptions:
+    """Takes the options of ``torch.compile(backend="zenflow")`` apart, before anything is compiled.
+
+    ``torch.compile`` refuses ``mode=`` beside ``options=``, so ``options`` may hold a ``"mode"`` of its own.
+
+    Args:
+        options: ``inner``, ``mode``, ``config`` (path or dict for ``read_deepspeed_config``), keywords of
+            ``ZenFlowAdamW``, which replace those of ``config``, and Inductor's own settings.
+        mode: the ``mode=`` of ``torch.compile``.
+
+    Raises:
+        TypeError: an unknown name (with the nearest valid one), or a value of the wrong type.
+        ValueError: a value outside its range, CUDA graphs, or Inductor settings under ``inner="eager"``.
+        FileNotFoundError: ``config`` names no file.
+    """
+    from zenflow_compile import torch_private  # imports torch, which the rest of this file does not need
+
+    rest = dict(options or {})
+    inner = check_choice("inner", rest.pop("inner", "inductor"), ("inductor", "eager"))
+    mode = rest.pop("mode", mode)
+    config = rest.pop("config", None)
+    optimizer = {} if config is None else read_deepspeed_config(config)
+    optimizer_names = (*ADAM_KEYWORDS, *OPTION_NAMES)
+    optimizer.update({name: rest.pop(name) for name in optimizer_names if name in rest})
+    Options.from_keywords(**{name: value for name, value in optimizer.items() if name in OPTION_NAMES})
+
+    inductor: dict[str, Any] = {}
+    if mode is not None:
+        modes = torch_private.inductor_modes()
+        inductor.update(modes[check_choice("mode", mode, tuple(modes))])
+    inductor_names = torch_private.inductor_option_names() if rest else frozenset()
+    for name, value in rest.items():
+        setting = str(name).replace("-", "_")  # torch.compile reads names for Inductor like this too
+        if setting not in inductor_names:
+            known = (*optimizer_names, "config", "inner", "mode", *sorted(inductor_names))
+            raise unknown_option(name, known)
+        inductor[setting] = value
+    if inductor.get("triton.cudagraphs"):
+        raise ValueError(
+            'CUDA graphs (triton.cudagraphs, and so mode="reduce-overhead" and mode="max-autotune") are not '
+            "supported in this version: a replayed graph would repeat the copies it recorded, while the "
+            "engine's windows and buffers move on; use "
+            'mode="max-autotune-no-cudagraphs", or no mode'
+        )
+    if inner == "eager" and inductor:
+        raise ValueError(
+            f'inner="eager" generates no code, so {", ".join(sorted(inductor))} would have no effect; '
+            'remove them, or use inner="inductor"'
+        )
+    return BackendOptions(
+        optimizer=optimizer or None, inner="eager" if inner == "eager" else "inductor", inductor=inductor
+    )

@@ -1,0 +1,59 @@
+"""Backward: gradients leave the device instead of reaching ``.grad``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from zenflow_compile.passes.context import PassContext, Phase, find, gradient, insert_after, token
+from zenflow_compile.runtime import ops
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadGradients:
+    """Split each selected gradient, start its copy, and give autograd ``None`` instead.
+
+    Before::
+
+        selected = zenflow.select_columns(norms, engine, p)
+        ...
+        return (..., grad, ...)
+
+    After::
+
+        selected = zenflow.select_columns(norms, engine, p)
+        zenflow.split_columns(token, grad, selected, engine, p)
+        zenflow.copy_to_host(token, engine, p)
+        ...
+        return (..., None, ...)
+
+    As the gradient is no output any more, its memory is free as soon as it has been split.
+    """
+
+    name: str = "offload_gradients"
+    phases: frozenset[Phase] = frozenset({Phase.BACKWARD})
+    requires: frozenset[str] = frozenset({"selection"})
+    provides: frozenset[str] = frozenset({"offloaded gradients"})
+
+    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
+        graph = gm.graph
+        todo: list[tuple[int, Node, int, Node]] = []
+        for param, index in ctx.offloaded():
+            selected = find(graph, ops.SELECT_COLUMNS, ctx.engine_id, param.index)
+            found = gradient(graph, index)
+            if selected is not None and found is not None:
+                todo.append((param.index, *found, selected))
+        if not todo:
+            return 0
+        start = token(graph, ctx.engine_id)
+        output = graph.output_node()
+        values = list(output.args[0])  # type: ignore[arg-type]
+        for p, grad, position, selected in todo:
+            split = insert_after(
+                graph, selected, ops.SPLIT_COLUMNS, (start, grad, selected, ctx.engine_id, p)
+            )
+            insert_after(graph, split, ops.COPY_TO_HOST, (start, ctx.engine_id, p))
+            values[position] = None
+        output.args = (tuple(values),)
+        return len(todo)

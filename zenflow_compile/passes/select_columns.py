@@ -1,0 +1,60 @@
+"""Backward: which lines of each gradient are important."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from zenflow_compile.passes.context import (
+    PassContext,
+    Phase,
+    check_shape,
+    find,
+    gradient,
+    insert_after,
+    token,
+)
+from zenflow_compile.runtime import ops
+
+
+@dataclass(frozen=True, slots=True)
+class SelectColumns:
+    """Norms and selection right behind the node that produces an offloaded parameter's gradient.
+
+    Before::
+
+        grad = mm(...)                                    # [out, in], an output of the graph
+
+    After::
+
+        token = zenflow.begin_backward(engine)            # the graph's first node
+        grad = mm(...)
+        norms = zenflow.column_norms(grad, engine, p)     # f32[lines]
+        selected = zenflow.select_columns(norms, engine, p)  # i32[k]
+
+    The token is also made where all gradients of the engine stay on the device: an optimizer without ``step()`` learns
+    from it that a backward runs.
+    """
+
+    name: str = "select_columns"
+    phases: frozenset[Phase] = frozenset({Phase.BACKWARD})
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({"selection"})
+
+    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
+        graph = gm.graph
+        if not any(gradient(graph, index) for _, index in ctx.params):
+            return 0
+        todo = [
+            (param, found[0])
+            for param, index in ctx.offloaded()
+            if (found := gradient(graph, index)) and not find(graph, ops.SELECT_COLUMNS, ctx.engine_id, param.index)
+        ]
+        start = token(graph, ctx.engine_id)
+        for param, grad in todo:
+            check_shape(grad, param, "the gradient")
+            place = start if grad.op == "placeholder" else grad
+            norms = insert_after(graph, place, ops.COLUMN_NORMS, (grad, ctx.engine_id, param.index))
+            insert_after(graph, norms, ops.SELECT_COLUMNS, (norms, ctx.engine_id, param.index))
+        return len(todo)

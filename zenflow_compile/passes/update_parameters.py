@@ -1,0 +1,92 @@
+"""The optimizer's own nodes: one emitter, for the tail of a backward graph and for a step graph of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zenflow_compile import torch_private_compiler as private
+from zenflow_compile.passes.context import PassContext, Phase, find, insert, token
+from zenflow_compile.planning.plan import Plan
+from zenflow_compile.runtime import ops
+
+
+def emit_updates(
+    graph: Graph, start: Node, params: Sequence[tuple[int, Node]], plan: Plan, engine_id: int
+) -> None:
+    """Write the update of ``(p, parameter node)`` pairs at the graph's insertion point.
+
+    Everything that the engine needs beyond the parameter it has itself; the parameter is an argument, so that the
+    compiler sees the write and keeps it behind every read. Host-only parameters (k = 0) have no columns to update here.
+
+    Args:
+        start: the token that orders the nodes.
+    """
+    for p, node in params:
+        if plan.params[p].k:
+            insert(graph, ops.ADAM_COLUMNS_, (node, start, engine_id, p))
+        insert(graph, ops.UPDATE_ON_HOST, (start, engine_id, p))
+
+
+def build_step_graph(plan: Plan, engine_id: int) -> GraphModule:
+    """The optimizer step as a graph: its inputs are the offloaded parameters in the plan's order, it returns nothing."""
+    graph = Graph()
+    inputs = [(param.index, graph.placeholder(f"param_{param.index}")) for param in plan.params if param.offloaded]
+    start = graph.call_function(torch.ops.aten.zeros.default, ([1],))  # no backward runs here: a token of its own
+    emit_updates(graph, start, inputs, plan, engine_id)
+    graph.output(())
+    graph.lint()
+    return GraphModule(torch.nn.Module(), graph, class_name="ZenFlowStep")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateParameters:
+    """Updates on the tail of the backward graph, where no ``step()`` will come.
+
+    Before::
+
+        zenflow.copy_to_host(token, engine, p)
+        ...                                               # the rest of the backward reads param
+        return (...)
+
+    After::
+
+        zenflow.copy_to_host(token, engine, p)
+        ...
+        zenflow.adam_columns_(param, token, engine, p)
+        zenflow.update_on_host(token, engine, p)
+        return (...)
+
+    The tail is behind this graph's last read of every parameter. Whether another graph still has to read one, or to add
+    to its gradient, only the engine knows: it may put the update off to the end of the backward. It does that as well
+    for parameters that this graph does not have as inputs.
+    """
+
+    name: str = "update_parameters"
+    phases: frozenset[Phase] = frozenset({Phase.BACKWARD})
+    requires: frozenset[str] = frozenset({"offloaded gradients"})
+    provides: frozenset[str] = frozenset({"updates"})
+
+    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
+        if not ctx.finalizes_in_backward:
+            return 0
+        graph = gm.graph
+        inputs = private.aot_inputs(graph)
+        of_param = dict(ctx.params)
+        todo: list[tuple[int, Node]] = []
+        for node in graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST):
+            _, engine_id, p = node.args
+            if engine_id != ctx.engine_id or not isinstance(p, int):
+                continue
+            param_node = inputs.get(of_param[p])
+            if param_node is not None and not find(graph, ops.UPDATE_ON_HOST, ctx.engine_id, p):
+                todo.append((p, param_node))
+        if not todo:
+            return 0
+        start = token(graph, ctx.engine_id)
+        with graph.inserting_before(graph.output_node()):
+            emit_updates(graph, start, todo, ctx.plan, ctx.engine_id)
+        return len(todo)

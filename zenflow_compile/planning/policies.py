@@ -1,0 +1,210 @@
+"""The planners: every offloading system is an assignment of placements to parameters.
+
+Planning looks at shapes, dtypes and the order of parameters only, so that a compiled and an eager run, and a resumed
+one, get the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+
+OFFLOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PlanningOptions(Protocol):
+    """The options that planning reads."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def topk_ratio(self) -> float: ...
+    @property
+    def max_update_interval(self) -> int: ...
+    @property
+    def staleness(self) -> int: ...
+    @property
+    def overlap_step(self) -> bool: ...
+    @property
+    def device_share(self) -> float: ...
+    @property
+    def min_offload_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What planning may know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    contiguous: bool = True
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def make_plan(specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
+    """Plan all parameters of a new optimizer."""
+    return extend_plan(Plan(policy=options.policy, params=()), specs, options)
+
+
+def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
+    """Plan further parameters; those that are planned already keep their placement and phase.
+
+    Raises:
+        ValueError: the policy is not one of ``resident``, ``zero_offload``, ``zenflow``.
+    """
+    if options.policy not in _PLANNERS:
+        raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
+    new = _PLANNERS[options.policy](specs, len(plan.params), options)
+    return Plan(policy=plan.policy, params=(*plan.params, *_with_phases(plan.params, new)))
+
+
+def _plan_resident(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+    return [_on_device(spec, first + offset) for offset, spec in enumerate(specs)]
+
+
+def _plan_zero_offload(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+    return [
+        _split(spec, first + offset, Placement.HOST, k=0, interval=1, staleness=0, blocking=True)
+        if _offloadable(spec, options)
+        else _on_device(spec, first + offset)
+        for offset, spec in enumerate(specs)
+    ]
+
+
+def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+    kept = _without_slack(specs, options.device_share) if first == 0 else frozenset[int]()
+    plans = []
+    for offset, spec in enumerate(specs):
+        if offset in kept or not _offloadable(spec, options):
+            plans.append(_on_device(spec, first + offset))
+            continue
+        plans.append(
+            _split(
+                spec,
+                first + offset,
+                Placement.SPLIT_COLUMNS,
+                k=_selection_size(max(_two_dimensional(spec)), options.topk_ratio),
+                interval=options.max_update_interval,
+                staleness=options.staleness,
+                blocking=not options.overlap_step,
+            )
+        )
+    return plans
+
+
+_PLANNERS = {"resident": _plan_resident, "zero_offload": _plan_zero_offload, "zenflow": _plan_zenflow}
+
+
+def _on_device(spec: ParamSpec, index: int) -> ParamPlan:
+    return ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
+
+
+def _split(
+    spec: ParamSpec, index: int, placement: Placement, *, k: int, interval: int, staleness: int, blocking: bool
+) -> ParamPlan:
+    rows, columns = _two_dimensional(spec)
+    # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, the others in columns (the project's
+    # convergence study): in both cases the longer side, which also gives the finer choice.
+    dim = 0 if rows > columns else 1
+    return ParamPlan(
+        index=index,
+        name=spec.name,
+        shape=spec.shape,
+        dtype=spec.dtype,
+        placement=placement,
+        dim=dim,
+        lines=max(rows, columns),
+        length=min(rows, columns),
+        k=k,
+        interval=interval,
+        staleness=staleness,
+        blocking=blocking,
+    )
+
+
+def _two_dimensional(spec: ParamSpec) -> tuple[int, int]:
+    return spec.shape[0], spec.numel // spec.shape[0]
+
+
+def _selection_size(lines: int, topk_ratio: float) -> int:
+    """At least one line for any ratio above zero: rounding down would silently turn selection off for small weights."""
+    if topk_ratio == 0.0:
+        return 0
+    return min(lines, max(1, round(lines * topk_ratio)))
+
+
+def _offloadable(spec: ParamSpec, options: PlanningOptions) -> bool:
+    return (
+        len(spec.shape) >= 2
+        and spec.numel >= max(1, options.min_offload_size)
+        and spec.contiguous
+        and spec.dtype in OFFLOADABLE_DTYPES
+    )
+
+
+def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> frozenset[int]:
+    """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements.
+
+    In order of preference: first block, what precedes it (embeddings), what follows the last block (head). The order
+    is that of the measured damage when they are updated late (the project's convergence study).
+    """
+    blocks = repeated_blocks([spec.shape for spec in specs])
+    if blocks is None:
+        return frozenset()
+    start, period, stop = blocks
+    budget = device_share * sum(spec.numel for spec in specs)
+    kept: set[int] = set()
+    for part in (range(start, start + period), range(start), range(stop, len(specs))):
+        size = sum(specs[index].numel for index in part)
+        if size <= budget:
+            kept.update(part)
+            budget -= size
+    return frozenset(kept)
+
+
+def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
+    """Find a model's repeated block in its list of parameter shapes.
+
+    Returns:
+        (start, period, stop): the blocks are ``shapes[start:stop]``, each ``period`` parameters long; the shortest
+        period of the longest repetition. None if nothing of at least two parameters repeats.
+    """
+    best: tuple[int, int, int] | None = None
+    for period in range(2, len(shapes) // 2 + 1):
+        run = 0
+        for index in range(len(shapes) - period):
+            run = run + 1 if shapes[index] == shapes[index + period] else 0
+            repeats = 1 + run // period
+            if repeats >= 2 and (best is None or repeats * period > best[2] - best[0]):
+                start = index + 1 - run
+                best = (start, period, start + repeats * period)
+    return best
+
+
+def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> list[ParamPlan]:
+    """Give every new window the phase that has the fewest bytes so far, largest parameters first."""
+    interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
+    load = [0] * interval
+    for plan in existing:
+        if plan.offloaded:
+            load[plan.phase] += plan.rest * plan.length
+    phases: dict[int, int] = {}
+    for plan in sorted(new, key=lambda plan: -plan.rest * plan.length):
+        if plan.offloaded:
+            phase = load.index(min(load))
+            load[phase] += plan.rest * plan.length
+            phases[plan.index] = phase
+    return [replace(plan, phase=phases.get(plan.index, 0)) for plan in new]
+

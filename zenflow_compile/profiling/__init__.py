@@ -1,0 +1,1 @@
+"""Records what ran when, and says how much of it was hidden."""

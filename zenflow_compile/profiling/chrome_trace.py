@@ -1,0 +1,129 @@
+"""A recording in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Format: Google's "Trace Event Format": a JSON object with ``traceEvents``; times and durations in
+microseconds; "M" names processes and threads, "X" is a span, "i" an instant, "C" a counter. Spans of one
+thread must nest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Event
+
+_LANE_ORDER = (STEP, COMPUTE, WINDOWS, D2H, H2D)
+_NS_PER_US = 1e3
+
+TraceEvent = dict[str, Any]
+
+
+def write_chrome_trace(recordings: Iterable[Recording], path: str | PathLike[str]) -> None:
+    """Writes one trace with a process per recording."""
+    Path(path).write_text(json.dumps(chrome_trace(recordings)), encoding="utf-8")
+
+
+def chrome_trace(recordings: Iterable[Recording]) -> dict[str, Any]:
+    """The trace as a JSON object. Time 0 is the start of the first event of all recordings."""
+    recordings = tuple(recordings)
+    origin = min((event.start_ns for recording in recordings for event in recording.events), default=0)
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [
+            trace_event
+            for pid, recording in enumerate(recordings, start=1)
+            for trace_event in _process(recording, pid, origin)
+        ],
+    }
+
+
+def _process(recording: Recording, pid: int, origin: int) -> Iterator[TraceEvent]:
+    title = recording.title or f"zenflow {recording.policy}".strip()
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": title}}
+    lanes: dict[str, list[Event]] = {}
+    for event in recording.events:
+        lanes.setdefault(event.lane, []).append(event)
+    tid = 0
+    for lane in (*(lane for lane in _LANE_ORDER if lane in lanes), *_others(lanes)):
+        for track, events in enumerate(_nesting_tracks(lanes[lane])):
+            tid += 1
+            name = lane if track == 0 else f"{lane} ({track + 1})"
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": pid,
+                "tid": tid,
+                "args": {"sort_index": tid},
+            }
+            yield from (_span(event, pid, tid, origin) for event in events)
+        if any(event.bytes for event in lanes[lane]):
+            yield from _bytes_in_flight(lane, lanes[lane], pid, origin)
+
+
+def _others(lanes: Iterable[str]) -> list[str]:
+    """Worker lanes, in numeric order, and any that a simulation adds."""
+    return sorted((lane for lane in lanes if lane not in _LANE_ORDER), key=lambda lane: (len(lane), lane))
+
+
+def _nesting_tracks(events: list[Event]) -> list[list[Event]]:
+    """Spreads a lane's events over as few tracks as make the spans of a track nest or follow each other."""
+    tracks: list[list[Event]] = []
+    open_spans: list[list[int]] = []  # per track, the ends of the spans around the current moment
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):
+        for track, ends in zip(tracks, open_spans, strict=True):
+            while ends and ends[-1] <= event.start_ns:
+                ends.pop()
+            if not ends or event.end_ns <= ends[-1]:
+                ends.append(event.end_ns)
+                track.append(event)
+                break
+        else:
+            tracks.append([event])
+            open_spans.append([event.end_ns])
+    return tracks
+
+
+def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
+    args: dict[str, Any] = {"step": event.step}
+    if event.param:
+        args["param"] = event.param
+    if event.bytes:
+        args["bytes"] = event.bytes
+    common = {
+        "name": event.kind,
+        "cat": event.lane,
+        "pid": pid,
+        "tid": tid,
+        "ts": _us(event.start_ns, origin),
+    }
+    if event.lane == WINDOWS:
+        return common | {"ph": "i", "s": "t", "args": args}
+    return common | {"ph": "X", "dur": event.duration_ns / _NS_PER_US, "args": args}
+
+
+def _bytes_in_flight(lane: str, events: list[Event], pid: int, origin: int) -> Iterator[TraceEvent]:
+    """A counter of the bytes being moved or touched at each moment."""
+    changes: dict[int, int] = {}
+    for event in events:
+        changes[event.start_ns] = changes.get(event.start_ns, 0) + event.bytes
+        changes[event.end_ns] = changes.get(event.end_ns, 0) - event.bytes
+    now = 0
+    for moment, change in sorted(changes.items()):
+        now += change
+        yield {
+            "ph": "C",
+            "name": f"{lane} bytes in flight",
+            "pid": pid,
+            "tid": 0,
+            "ts": _us(moment, origin),
+            "args": {"bytes": now},
+        }
+
+
+def _us(moment_ns: int, origin_ns: int) -> float:
+    return (moment_ns - origin_ns) / _NS_PER_US

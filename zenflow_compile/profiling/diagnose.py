@@ -1,0 +1,156 @@
+"""One sentence: what limits a run, and which knob would help.
+
+The decision follows the data's way through a step. Too little stall to matter: the device limits. Waiting by
+design: another policy. Otherwise whichever of host update, D2H and H2D needs more time per step than there is
+to hide it in. If none does, the waits are a matter of when, not of how much: the first layers have no slack,
+or closes start late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zenflow_compile.profiling.summary import Summary
+
+_NO_STALL = 0.02  # share of time below which waiting is not worth a knob
+_SATURATED = 0.7  # share of time above which a lane has no room left for what comes at the wrong moment
+_MOSTLY = 0.5
+_FAR_TOO_MUCH = 2.0  # times the room there is
+
+
+def diagnose(summary: Summary) -> str:
+    """What limits this run and which knob would help, as one plain sentence."""
+    step_ms = summary["step_ms"]
+    stall_ms = summary["stall_ms_per_step"]
+    if step_ms is None or stall_ms is None:
+        return "Nothing was measured: no optimizer step ended while the profile was on."
+    stall_share = summary["stall_share"] or 0.0
+    offloads = bool(summary["host_update_ms_per_step"] or summary["d2h_bytes_per_step"])
+    if stall_share < _NO_STALL:
+        return _no_stall(summary, step_ms) if offloads else _nothing_offloaded(summary, step_ms)
+    waits = f"{milliseconds(stall_ms)} of waiting per step ({percent(stall_share)} of the time)"
+    if summary["blocking"]:
+        remedy = 'policy="zenflow"' if summary["policy"] != "zenflow" else "overlap_step=True"
+        return (
+            f"The step waits for its host update by design (policy {summary['policy']}), {waits}; "
+            f"{remedy} would let it run beneath the next forward."
+        )
+    lane, ratio = max(_demands(summary), key=lambda demand: demand[1], default=("", 0.0))
+    early = (summary["stall_early_share"] or 0.0) >= _MOSTLY
+    # What falls due first is served first. So a lane with too much to do makes the whole forward wait; waits
+    # that end after the first layers are a matter of latency, unless the lane has far too much to do.
+    if ratio >= (_FAR_TOO_MUCH if early else 1.0):
+        return _LANE_SENTENCES[lane](summary, waits)
+    where = _names(tuple(summary["stall_by_param"])[:2])
+    if early:
+        return (
+            f"The first layers' updates have too little time to land{where}, {waits}, though copies and "
+            "workers have room; a larger device_share keeps more of their state on the device."
+        )
+    return (
+        f"Host updates start too late to land in time{where}, {waits}, though copies and workers have room; "
+        "more workers (a lower pt_reserved_cores_perc) would finish each close sooner."
+    )
+
+
+def milliseconds(value: float) -> str:
+    """A duration with three significant digits."""
+    if value >= 9999.5:
+        return f"{value / 1000:.1f} s"
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} ms"
+
+
+def percent(share: float) -> str:
+    """A share; the ends are kept for what is truly none or all."""
+    if 0 < share < 0.01:
+        return "<1%"
+    if 0.99 < share < 1:
+        return ">99%"
+    return f"{100 * share:.0f}%"
+
+
+def _nothing_offloaded(summary: Summary, step_ms: float) -> str:
+    policy = f" (policy {summary['policy']})" if summary["policy"] else ""
+    return (
+        f"Nothing was offloaded{policy}: the {milliseconds(step_ms)} of a step are the device's own; "
+        'policy="zenflow" would move optimizer state off the device.'
+    )
+
+
+def _no_stall(summary: Summary, step_ms: float) -> str:
+    hidden = summary["hidden_fraction"]
+    beneath = "" if hidden is None else f", which hides {percent(hidden)} of the host update"
+    sentence = f"The device's own work limits this run ({milliseconds(step_ms)} per step{beneath})"
+    interval = summary["update_interval"] or 1
+    # Half the interval is at most twice the closes and uploads; gradients go down every step in any case.
+    busiest = max(summary["worker_busy_share"] or 0.0, summary["h2d_busy_share"] or 0.0)
+    if interval > 1 and 2 * busiest < _SATURATED:
+        return (
+            f"{sentence}; there is room for update_interval={interval // 2}, which is closer to exact AdamW."
+        )
+    return f"{sentence}; no offloading knob would make it faster."
+
+
+def _demands(summary: Summary) -> list[tuple[str, float]]:
+    """How much time each lane needs per step over the time it has; 1 and above does not fit.
+
+    Host updates and uploads fall due in the next forward, gradient copies beside the backward; with those not
+    recorded, a lane that is nearly always busy counts as full.
+    """
+    demands = []
+    for lane, need_ms, room_ms, busy_share in (
+        ("worker", _per_worker_ms(summary), summary["forward_ms_per_step"], summary["worker_busy_share"]),
+        ("D2H", summary["d2h_ms_per_step"], summary["backward_ms_per_step"], summary["d2h_busy_share"]),
+        ("H2D", summary["h2d_ms_per_step"], summary["forward_ms_per_step"], summary["h2d_busy_share"]),
+    ):
+        ratio = need_ms / room_ms if need_ms and room_ms else 0.0
+        if (busy_share or 0.0) >= _SATURATED:
+            ratio = max(ratio, _FAR_TOO_MUCH)
+        demands.append((lane, ratio))
+    return demands
+
+
+def _per_worker_ms(summary: Summary) -> float | None:
+    total = summary["host_update_ms_per_step"]
+    return total / summary["workers"] if total and summary["workers"] else None
+
+
+def _worker_sentence(summary: Summary, waits: str) -> str:
+    interval = summary["update_interval"] or 1
+    work = milliseconds(_per_worker_ms(summary) or 0.0)
+    workers = summary["workers"]
+    return (
+        f"The host update limits this run ({work} per step on {'each of ' if workers > 1 else ''}{workers} "
+        f"worker{'s' if workers > 1 else ''}), {waits}; raise update_interval from {interval} to "
+        f"{2 * interval}, raise topk_ratio, or lower pt_reserved_cores_perc for more workers."
+    )
+
+
+def _d2h_sentence(summary: Summary, waits: str) -> str:
+    copies = _copies(summary["d2h_ms_per_step"], summary["d2h_gb_per_s"])
+    return (
+        f"Copies from device to host limit this run ({copies}), {waits}; raise topk_ratio, so that less "
+        "gradient leaves the device."
+    )
+
+
+def _h2d_sentence(summary: Summary, waits: str) -> str:
+    interval = summary["update_interval"] or 1
+    copies = _copies(summary["h2d_ms_per_step"], summary["h2d_gb_per_s"])
+    return (
+        f"Copies from host to device limit this run ({copies}), {waits}; raise update_interval from "
+        f"{interval} to {2 * interval}, so that uploads come less often."
+    )
+
+
+_LANE_SENTENCES = {"worker": _worker_sentence, "D2H": _d2h_sentence, "H2D": _h2d_sentence}
+
+
+def _copies(busy_ms: float | None, gb_per_s: float | None) -> str:
+    rate = "" if gb_per_s is None else f" at {gb_per_s:.1f} GB/s"
+    return f"{milliseconds(busy_ms or 0.0)} per step{rate}"
+
+
+def _names(params: Sequence[str]) -> str:
+    return f" (most at {' and '.join(params)})" if params else ""

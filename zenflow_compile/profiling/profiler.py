@@ -1,0 +1,211 @@
+"""``profile()``: gives running engines a timeline, and reads it afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+from rich.console import Console
+
+from zenflow_compile.planning.plan import Plan
+from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.report import print_report
+from zenflow_compile.profiling.summary import Summary, summarize
+from zenflow_compile.profiling.timeline import STEP, Timeline, attaching_new_engines
+from zenflow_compile.runtime import ops
+
+
+class ProfiledEngine(Protocol):
+    """What a profile needs of an engine."""
+
+    id: int
+    plan: Plan
+    model_bytes: int
+    timeline: Timeline | None
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """One engine under this profile, held weakly: profiling must not keep a dropped model's memory."""
+
+    engine: weakref.ref[ProfiledEngine]
+    timeline: Timeline
+    replaced: Timeline | None
+    plan: Plan
+    model_bytes: int
+
+    def refresh(self) -> None:
+        """Takes over what changed since attaching: parameters may be added while the profile is on."""
+        if (engine := self.engine()) is not None:
+            self.plan, self.model_bytes = engine.plan, engine.model_bytes
+
+
+class Profile:
+    """Records what optimizers do while the ``with`` block is entered; made by ``profile``.
+
+    Results may be read inside the block (what has been recorded so far) and after it.
+    """
+
+    def __init__(self, *optimizers: object, max_events: int = 1_000_000) -> None:
+        for optimizer in optimizers:
+            if not _is_engine(getattr(optimizer, "engine", None)):
+                raise TypeError(
+                    f"profile() got a {type(optimizer).__name__}; it takes ZenFlowAdamW optimizers (that of "
+                    "a model compiled with options only is zf.optimizer_of(model)), or nothing, to record all"
+                )
+        if max_events < 1:
+            raise ValueError(f"max_events={max_events} must be >= 1; leave it out to keep the newest 1000000")
+        self._optimizers = optimizers
+        self._max_events = max_events
+        self._attachments: dict[int, _Attachment] = {}
+        self._exit: ExitStack | None = None
+        self._used = False
+
+    def __enter__(self) -> Self:
+        if self._used:
+            raise RuntimeError("this profile was already entered; make a new one with zf.profile()")
+        self._used = True
+        with ExitStack() as stack:
+            if self._optimizers:
+                for optimizer in self._optimizers:
+                    self.attach(getattr(optimizer, "engine", None))
+            else:
+                for engine in ops.live_engines():
+                    self.attach(engine)
+                stack.enter_context(attaching_new_engines(self.attach))
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits for work in flight, so that its events are in, and detaches.
+
+        Raises:
+            RuntimeError: a worker or a copy failed, as at any other synchronisation. After an exception in
+                the block nothing is waited for, so that it is the one that is seen.
+        """
+        assert self._exit is not None
+        self._exit.close()
+        attached = list(self._attached())
+        try:
+            if error is None:
+                for _, engine in attached:
+                    engine.synchronize()
+        finally:
+            for attachment, engine in attached:
+                attachment.refresh()
+                if engine.timeline is attachment.timeline:
+                    engine.timeline = attachment.replaced
+
+    def attach(self, candidate: object) -> None:
+        """Gives an engine a timeline of this profile. Of nested profiles the innermost records."""
+        if not _is_engine(candidate):
+            return  # an engine that keeps no timeline, as in tests of the passes
+        engine = cast(ProfiledEngine, candidate)
+        if engine.id in self._attachments:
+            return
+        attachment = _Attachment(
+            engine=weakref.ref(engine),
+            timeline=Timeline(max_events=self._max_events),
+            replaced=engine.timeline,
+            plan=engine.plan,
+            model_bytes=engine.model_bytes,
+        )
+        self._attachments[engine.id] = attachment
+        engine.timeline = attachment.timeline
+
+    def recordings(self) -> list[Recording]:
+        """One recording per optimizer that stepped, in the order in which they were first seen."""
+        found = []
+        for attachment in self._attachments.values():
+            attachment.refresh()
+            recording = _recording(attachment)
+            if any(event.lane == STEP for event in recording.events):
+                found.append(recording)
+        if len(found) == 1:
+            return found
+        return [
+            _titled(recording, f"optimizer {i} of {len(found)}") for i, recording in enumerate(found, start=1)
+        ]
+
+    def summary(self) -> Summary:
+        """The numbers of the report; ``Summary`` defines each.
+
+        With several optimizers these are the numbers of the one that manages the most bytes; ``summaries``
+        has all.
+        """
+        recordings = self.recordings() or [Recording(events=())]
+        return summarize(max(recordings, key=lambda recording: recording.model_bytes))
+
+    def summaries(self) -> list[Summary]:
+        """The numbers of every optimizer that stepped, in the order in which they were first seen."""
+        return [summarize(recording) for recording in self.recordings()]
+
+    def report(self, console: Console | None = None, *, steps: int = 4) -> None:
+        """Prints the last ``steps`` steps as lanes over time, the table, and what limits the run.
+
+        ``console`` is standard output by default; its width, colour and encoding are respected.
+        """
+        print_report(self.recordings(), console, steps=steps)
+
+    def export_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Writes a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        write_chrome_trace(self.recordings(), path)
+
+    def _attached(self) -> Iterator[tuple[_Attachment, ProfiledEngine]]:
+        """The engines that are still alive and open; a closed one has landed everything."""
+        live = {engine.id for engine in ops.live_engines()}
+        for attachment in self._attachments.values():
+            engine = attachment.engine()
+            if engine is not None and engine.id in live:
+                yield attachment, engine
+
+
+def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
+    """Records compute, copies, host updates and waits while the ``with`` block is entered.
+
+    Seen are the given optimizers; or, given none, all that are alive when the block is entered and all that
+    are created inside it by the same thread, including those that a first compilation creates. Entering waits
+    for nothing; leaving waits for the work in flight. Steps whose end is inside the block count.
+
+    Args:
+        optimizers: ``ZenFlowAdamW`` optimizers, or none for all of them.
+        max_events: how many events are kept per optimizer, the newest ones (about 200 bytes each).
+
+    Raises:
+        TypeError: an optimizer is not a ``ZenFlowAdamW``.
+        ValueError: ``max_events`` is below 1.
+    """
+    return Profile(*optimizers, max_events=max_events)
+
+
+def _is_engine(candidate: object) -> bool:
+    return all(hasattr(candidate, name) for name in ("timeline", "plan", "model_bytes", "synchronize"))
+
+
+def _recording(attachment: _Attachment) -> Recording:
+    offloaded = [param for param in attachment.plan.params if param.offloaded]
+    elements = sum(param.numel for param in offloaded)
+    return Recording(
+        events=tuple(attachment.timeline.events()),
+        model_bytes=attachment.model_bytes,
+        policy=attachment.plan.policy,
+        update_interval=max((param.interval for param in offloaded), default=None),
+        blocking=bool(offloaded) and all(param.blocking for param in offloaded),
+        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
+        norms=attachment.timeline.norm_sums(),
+    )
+
+
+def _titled(recording: Recording, title: str) -> Recording:
+    return dataclasses.replace(recording, title=title)

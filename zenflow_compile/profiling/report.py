@@ -1,0 +1,191 @@
+"""The report: lanes over time, a table, one sentence. For a terminal, a pipe or a log, from 80 columns on."""
+
+from __future__ import annotations
+
+import textwrap
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
+from zenflow_compile.profiling.gantt import MARKS, Gantt, Mark, draw, duration_label
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.summary import Summary, summarize
+
+_NOT_MEASURED = "-"
+_NARROWEST = 16  # columns of a wrapped text, however narrow the console
+
+
+def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps: int = 4) -> RenderableType:
+    """The report as a rich renderable.
+
+    Args:
+        recording: what to report on.
+        width: columns of the picture.
+        blocks: whether the output can show block characters; plain ASCII otherwise.
+        steps: how many of the last steps the picture shows.
+    """
+    summary = summarize(recording)
+    parts: list[RenderableType] = []
+    if recording.title:
+        parts.append(Text(recording.title, style="bold"))
+    gantt = draw(recording, width=width, steps=steps)
+    if gantt is not None:
+        parts += [picture(gantt, blocks=blocks), Text()]
+    sentence = textwrap.fill(diagnose(summary), max(_NARROWEST, width), break_on_hyphens=False)
+    parts += [table(summary, width=width), Text(), Text(sentence, style="bold")]
+    return Group(*parts)
+
+
+def print_report(recordings: list[Recording], console: Console | None = None, *, steps: int = 4) -> None:
+    """Prints a report per recording; ``console`` is standard output by default."""
+    console = console or Console()
+    blocks = can_show_blocks(console)
+    for position, recording in enumerate(recordings or [Recording(events=())]):
+        if position:
+            console.print()
+        report = render(recording, width=console.width, blocks=blocks, steps=steps)
+        console.print(report, highlight=False, soft_wrap=False)
+
+
+def can_show_blocks(console: Console) -> bool:
+    """Whether every character of the picture can be written to ``console``."""
+    try:
+        "".join(mark.block for mark in MARKS).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def picture(gantt: Gantt, *, blocks: bool) -> Text:
+    """The lanes as text, with a ruler above and a legend below."""
+    text = Text(no_wrap=True, overflow="crop", end="")
+    text.append(f"{duration_label(gantt)}\n", style="bold")
+    text.append(" " * gantt.label_width + gantt.ruler.rstrip() + "\n", style="dim")
+    for row in gantt.rows:
+        text.append(row.label.ljust(gantt.label_width))
+        for mark in row.cells:
+            text.append(_character(mark, blocks), style=mark.style)
+        text.append("\n")
+    text.append_text(_legend(gantt.marks, blocks=blocks, width=gantt.label_width + len(gantt.rows[0].cells)))
+    return text
+
+
+def _legend(marks: tuple[Mark, ...], *, blocks: bool, width: int) -> Text:
+    """``character meaning`` for each mark, in as many lines as they need."""
+    text = Text()
+    column = 0
+    for mark in marks:
+        entry = f"{_character(mark, blocks)} {mark.meaning}"
+        if column and column + 3 + len(entry) > width:
+            text.append("\n")
+            column = 0
+        if column:
+            text.append("   ")
+            column += 3
+        text.append(_character(mark, blocks), style=mark.style)
+        text.append(entry[1:], style="dim")
+        column += len(entry)
+    text.append("\n")
+    return text
+
+
+def _character(mark: Mark, blocks: bool) -> str:
+    return mark.block if blocks else mark.ascii
+
+
+def table(summary: Summary, *, width: int = 80) -> Text:
+    """The numbers, one row each; what was not measured is a dash. Wrapped here, so no line ends in blanks."""
+    rows = _rows(summary)
+    indent = max(len(name) for name, _ in rows) + 2
+    text = Text(end="")
+    for name, value in rows:
+        text.append(name.ljust(indent), style="dim")
+        text.append(f"\n{' ' * indent}".join(textwrap.wrap(value, max(_NARROWEST, width - indent))) + "\n")
+    return text
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    """Name and value of every row, in the order of a reader's questions."""
+    s = summary
+    steps = str(s["steps"])
+    if s["warm_up_steps"]:
+        steps += f", the first {s['warm_up_steps']} left out below (compilation)"
+    rows = [
+        ("steps", steps),
+        ("step time", _join(_ms(s["step_ms"], " median"), _ms(s["step_ms_p95"], " p95"))),
+        ("stall", _join(_ms(s["stall_ms_per_step"], " per step"), _share(s["stall_share"], " of the time"))),
+        (
+            "compute per step",
+            _join(
+                _ms(s["forward_ms_per_step"], " forward"),
+                _ms(s["backward_ms_per_step"], " backward"),
+                _ms(s["update_ms_per_step"], " update"),
+            ),
+        ),
+        (
+            "merge and select",
+            _join(_ms(s["merge_ms_per_step"], " merge"), _ms(s["select_ms_per_step"], " re-selection")),
+        ),
+        (
+            "host update",
+            _join(
+                _ms(s["host_update_ms_per_step"], " per step"),
+                _share(s["hidden_fraction"], " hidden"),
+                _share(s["worker_busy_share"], f" busy ({_count(s['workers'], 'worker')})"),
+            ),
+        ),
+        ("host bandwidth", _rate(s["host_update_gb_per_s"])),
+        ("device to host", _join(_size(s["d2h_bytes_per_step"], " per step"), _rate(s["d2h_gb_per_s"]))),
+        ("host to device", _join(_size(s["h2d_bytes_per_step"], " per step"), _rate(s["h2d_gb_per_s"]))),
+    ]
+    if s["state_moves"]:
+        rows.append(("of it state", _size(s["state_bytes_per_step"], " per step")))
+    sizes = s["traffic_model_sizes_per_step"]
+    rows += [
+        ("traffic", _NOT_MEASURED if sizes is None else f"{sizes:.2f} model sizes per step"),
+        (
+            "selected norm share",
+            _join(
+                _share(s["selected_norm_share"], " of the squared gradient norm"),
+                _share(s["selected_share"], " of the elements"),
+                separator=" in ",
+            ),
+        ),
+        ("windows closed", str(s["windows_closed"])),
+        ("re-selections", str(s["selections"])),
+    ]
+    return rows
+
+
+def _join(*values: str, separator: str = ", ") -> str:
+    """Those of the values that were measured; a dash if none was."""
+    return separator.join(value for value in values if value != _NOT_MEASURED) or _NOT_MEASURED
+
+
+def _ms(value: float | None, suffix: str) -> str:
+    return _NOT_MEASURED if value is None else milliseconds(value) + suffix
+
+
+def _share(value: float | None, suffix: str) -> str:
+    return _NOT_MEASURED if value is None else percent(value) + suffix
+
+
+def _rate(gb_per_s: float | None) -> str:
+    if gb_per_s is None:
+        return _NOT_MEASURED
+    return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 0.1 else f"{1000 * gb_per_s:.2f} MB/s"
+
+
+def _size(count: float | None, suffix: str) -> str:
+    """Bytes in the decimal units that bandwidths are given in."""
+    if count is None:
+        return _NOT_MEASURED
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}{suffix}"
+    return f"{count:.0f} bytes{suffix}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,268 @@
+"""A recording, reduced to numbers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+from statistics import median
+from typing import TypedDict
+
+from zenflow_compile.profiling.intervals import Intervals, exclusive, intersect, length_ns, subtract, union
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Event
+
+_NS_PER_MS = 1e6
+_WARM_UP_FACTOR = 5  # a leading step this many times the median is compilation, not training
+_EARLY = 0.25  # share of a forward that counts as its first layers
+_TOP_WAITERS = 5
+
+
+class Summary(TypedDict):
+    """What a profile says in numbers.
+
+    None where nothing was measured, or where a ratio has no denominator; 0 only where that is a measurement.
+
+    *Measured time* is the time inside the measured steps: all recorded ones but the leading warm-up steps.
+    "Per step" divides by the number of measured steps. Waits, compute and shares of time are cut to measured
+    time. Bytes and host updates count where their own ``step`` is a measured one, so that work which lands
+    later is neither lost nor counted twice. A moment of compute counts once, for the innermost kind: waits
+    before updates, merges and re-selections, these before forward and backward.
+
+    Keys:
+        policy, update_interval, blocking, selected_share: of the plan, see ``Recording``.
+        steps: optimizer steps recorded, warm-up included.
+        warm_up_steps: leading steps longer than 5 medians (compilation); left out of everything but
+            ``steps``, ``windows_closed``, ``selections`` and the norms.
+        step_ms, step_ms_p95: median and 95th percentile (linear interpolation) of a step, end to end.
+        stall_ms_per_step: time in which the training thread or the device waited for a copy or a host update.
+        stall_share: that time as a share of measured time.
+        stall_early_share: share of the stall in waits that began in the first quarter of their step's
+            forward, counted in forward work done until then. None without forward events.
+        stall_by_param: the five parameters that were waited for the longest, ms per step, longest first.
+        forward_ms_per_step, backward_ms_per_step, update_ms_per_step, merge_ms_per_step, select_ms_per_step:
+            time of each kind of compute; None for a kind without events.
+        host_update_ms_per_step: busy time of the workers, summed over workers.
+        hidden_fraction: share of the workers' host-update time, within measured time and as a union per
+            worker, that did not coincide with a wait on the compute lane.
+        workers: worker lanes with at least one event.
+        worker_busy_share: share of these workers' measured time that was host update.
+        d2h_busy_share, h2d_busy_share: share of measured time in which at least one copy of that direction
+            ran.
+        d2h_ms_per_step, h2d_ms_per_step: time in which at least one copy of that direction ran.
+        d2h_bytes_per_step, h2d_bytes_per_step: all bytes of that direction, state moves included.
+        state_bytes_per_step: bytes of re-selections' state moves, both directions.
+        traffic_model_sizes_per_step: bytes of both directions over the bytes of all trainable parameters.
+        host_update_gb_per_s: bytes of host memory read and written by updates, in 1e9, per second in which at
+            least one worker was updating: the bandwidth of all workers together.
+        d2h_gb_per_s, h2d_gb_per_s: likewise for copies.
+        selected_norm_share: share of the squared gradient norm in the selected lines, summed over steps.
+        windows_closed, selections: counts of closes and of re-selections in force, over all recorded steps.
+        state_moves: how many copies carried state.
+    """
+
+    policy: str
+    update_interval: int | None
+    blocking: bool
+    selected_share: float | None
+    steps: int
+    warm_up_steps: int
+    step_ms: float | None
+    step_ms_p95: float | None
+    stall_ms_per_step: float | None
+    stall_share: float | None
+    stall_early_share: float | None
+    stall_by_param: dict[str, float]
+    forward_ms_per_step: float | None
+    backward_ms_per_step: float | None
+    update_ms_per_step: float | None
+    merge_ms_per_step: float | None
+    select_ms_per_step: float | None
+    host_update_ms_per_step: float | None
+    hidden_fraction: float | None
+    workers: int
+    worker_busy_share: float | None
+    d2h_busy_share: float | None
+    h2d_busy_share: float | None
+    d2h_ms_per_step: float | None
+    h2d_ms_per_step: float | None
+    d2h_bytes_per_step: float | None
+    h2d_bytes_per_step: float | None
+    state_bytes_per_step: float | None
+    traffic_model_sizes_per_step: float | None
+    host_update_gb_per_s: float | None
+    d2h_gb_per_s: float | None
+    h2d_gb_per_s: float | None
+    selected_norm_share: float | None
+    windows_closed: int
+    selections: int
+    state_moves: int
+
+
+def summarize(recording: Recording) -> Summary:
+    """Reduces a recording; see ``Summary`` for what each number means."""
+    events = recording.events
+    steps = sorted((event for event in events if event.lane == STEP), key=lambda event: event.end_ns)
+    warm_up = _warm_up_steps([step.duration_ns for step in steps])
+    measured = steps[warm_up:]
+    numbers = {step.step for step in measured}
+    time = union((step.start_ns, step.end_ns) for step in measured)
+    total_ns = length_ns(time)
+    durations_ms = [step.duration_ns / _NS_PER_MS for step in measured]
+    compute = _compute_kinds(events, time)
+    waits = compute["wait"]
+    kinds_seen = {event.kind for event in events if event.lane == COMPUTE}
+
+    def ms_per_step(time_ns: float) -> float | None:
+        return time_ns / _NS_PER_MS / len(measured) if measured else None
+
+    def per_step(amount: float) -> float | None:
+        return amount / len(measured) if measured else None
+
+    def compute_ms(kind: str) -> float | None:
+        return ms_per_step(length_ns(compute[kind])) if kind in kinds_seen else None
+
+    updates = [event for event in events if event.is_worker and event.kind == "host_update"]
+    own_updates = [event for event in updates if event.step in numbers]
+    busy = [intersect(_spans(of_worker), time) for of_worker in _by_lane(updates).values()]
+    busy_ns = sum(length_ns(intervals) for intervals in busy)
+    copies = {lane: [event for event in events if event.lane == lane] for lane in (D2H, H2D)}
+    own_copies = {lane: [event for event in copies[lane] if event.step in numbers] for lane in copies}
+    d2h_bytes = sum(event.bytes for event in own_copies[D2H])
+    h2d_bytes = sum(event.bytes for event in own_copies[H2D])
+    state = [event for lane in own_copies.values() for event in lane if event.kind == "state"]
+    windows = Counter(event.kind for event in events if event.lane == WINDOWS)
+    norms = recording.norms
+
+    return Summary(
+        policy=recording.policy,
+        update_interval=recording.update_interval,
+        blocking=recording.blocking,
+        selected_share=recording.selected_share,
+        steps=len(steps),
+        warm_up_steps=warm_up,
+        step_ms=median(durations_ms) if measured else None,
+        step_ms_p95=_quantile(durations_ms, 0.95) if measured else None,
+        stall_ms_per_step=ms_per_step(length_ns(waits)),
+        stall_share=length_ns(waits) / total_ns if total_ns else None,
+        stall_early_share=_early_share(events, measured, time, compute["forward"]),
+        stall_by_param=_stall_by_param(events, time, len(measured)),
+        forward_ms_per_step=compute_ms("forward"),
+        backward_ms_per_step=compute_ms("backward"),
+        update_ms_per_step=compute_ms("update"),
+        merge_ms_per_step=compute_ms("merge"),
+        select_ms_per_step=compute_ms("select"),
+        host_update_ms_per_step=ms_per_step(
+            sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())
+        ),
+        hidden_fraction=sum(length_ns(subtract(own, waits)) for own in busy) / busy_ns if busy_ns else None,
+        workers=len(recording.worker_lanes),
+        worker_busy_share=busy_ns / (len(busy) * total_ns) if busy and total_ns else None,
+        d2h_busy_share=length_ns(intersect(_spans(copies[D2H]), time)) / total_ns if total_ns else None,
+        h2d_busy_share=length_ns(intersect(_spans(copies[H2D]), time)) / total_ns if total_ns else None,
+        d2h_ms_per_step=ms_per_step(length_ns(_spans(own_copies[D2H]))),
+        h2d_ms_per_step=ms_per_step(length_ns(_spans(own_copies[H2D]))),
+        d2h_bytes_per_step=per_step(d2h_bytes),
+        h2d_bytes_per_step=per_step(h2d_bytes),
+        state_bytes_per_step=per_step(sum(event.bytes for event in state)),
+        traffic_model_sizes_per_step=(
+            per_step((d2h_bytes + h2d_bytes) / recording.model_bytes) if recording.model_bytes else None
+        ),
+        host_update_gb_per_s=_gb_per_s(own_updates),
+        d2h_gb_per_s=_gb_per_s(own_copies[D2H]),
+        h2d_gb_per_s=_gb_per_s(own_copies[H2D]),
+        selected_norm_share=norms.selected / norms.total if norms is not None and norms.total > 0 else None,
+        windows_closed=windows["close"],
+        selections=windows["select"],
+        state_moves=len(state),
+    )
+
+
+def _warm_up_steps(durations_ns: list[int]) -> int:
+    """Leading steps far longer than the rest, at most half of all; of fewer than three there is no rest."""
+    if len(durations_ns) < 3:
+        return 0
+    limit = _WARM_UP_FACTOR * median(durations_ns)
+    count = 0
+    while count < len(durations_ns) // 2 and durations_ns[count] > limit:
+        count += 1
+    return count
+
+
+def _compute_kinds(events: Iterable[Event], time: Intervals) -> dict[str, Intervals]:
+    """Measured time of each kind on the compute lane; nested kinds are cut out of those around them."""
+    spans: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.lane == COMPUTE:
+            spans[event.kind].append(event)
+    innermost_first = ("wait", "select", "merge", "update", "backward", "forward")
+    return exclusive((kind, intersect(_spans(spans[kind]), time)) for kind in innermost_first)
+
+
+def _early_share(
+    events: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals
+) -> float | None:
+    """Share of the stall that began within the first quarter of its step's forward, by work done before."""
+    starts = [start for start, _ in forward]
+    done = [0, *accumulate(end - start for start, end in forward)]
+
+    def work_until(moment: int) -> int:
+        """Forward work done before ``moment``."""
+        index = bisect_right(starts, moment)
+        if index == 0:
+            return 0
+        return done[index - 1] + min(moment, forward[index - 1][1]) - forward[index - 1][0]
+
+    step_starts = [step.start_ns for step in steps]
+    early = total = 0
+    for event in events:
+        if event.lane != COMPUTE or event.kind != "wait":
+            continue
+        index = bisect_right(step_starts, event.start_ns) - 1
+        if index < 0:
+            continue
+        step = steps[index]
+        of_step = work_until(step.end_ns) - work_until(step.start_ns)
+        inside = length_ns(intersect([(event.start_ns, event.end_ns)], time))
+        if not of_step:
+            continue
+        total += inside
+        if work_until(event.start_ns) - work_until(step.start_ns) < _EARLY * of_step:
+            early += inside
+    return early / total if total else None
+
+
+def _stall_by_param(events: Iterable[Event], time: Intervals, steps: int) -> dict[str, float]:
+    """The longest-waited-for parameters, ms per step."""
+    waited_ns: Counter[str] = Counter()
+    for event in events:
+        if event.lane == COMPUTE and event.kind == "wait" and event.param:
+            waited_ns[event.param] += length_ns(intersect([(event.start_ns, event.end_ns)], time))
+    longest = waited_ns.most_common(_TOP_WAITERS)
+    return {param: waited / _NS_PER_MS / steps for param, waited in longest if waited}
+
+
+def _spans(events: Iterable[Event]) -> Intervals:
+    return union((event.start_ns, event.end_ns) for event in events)
+
+
+def _by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
+    lanes: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        lanes[event.lane].append(event)
+    return lanes
+
+
+def _gb_per_s(events: list[Event]) -> float | None:
+    """Bytes per nanosecond in which at least one of the events ran, which is 1e9 bytes per second."""
+    busy_ns = length_ns(_spans(events))
+    return sum(event.bytes for event in events) / busy_ns if busy_ns else None
+
+
+def _quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

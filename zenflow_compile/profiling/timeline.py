@@ -1,0 +1,236 @@
+"""What happened when: the events that a run (measured or simulated) leaves behind.
+
+Recording must cost nothing that shows: it is one tuple appended to a deque. All else happens on reading.
+
+Lanes and the kinds on them:
+
+===============  =======================================================================================
+``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall)
+``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection); with bytes
+``worker N``     ``host_update`` (bytes: host memory read and written)
+``step``         ``step``: one per optimizer step, from the end of the previous one to its own
+``windows``      ``close`` (a window closed), ``select`` (a re-selection took effect); instantaneous
+===============  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+COMPUTE = "compute"
+D2H = "D2H"
+H2D = "H2D"
+STEP = "step"
+WINDOWS = "windows"
+WORKER_PREFIX = "worker"
+
+# What to do with an engine that is born now. Scoped to the `with` block that set it, so no profile outlives
+# its block and threads that train something else are not recorded.
+_ATTACH_NEW: ContextVar[Callable[[object], None] | None] = ContextVar("zenflow_attach_new", default=None)
+
+_DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run
+_DRAIN_BATCH = 256
+
+
+def worker_lane(index: int) -> str:
+    """Name of the lane of worker thread ``index``, counted from 0."""
+    return f"{WORKER_PREFIX} {index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One span on one lane, in nanoseconds of ``time.perf_counter_ns``; of any common clock if simulated."""
+
+    lane: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    step: int
+    param: str = ""
+    bytes: int = 0
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+    @property
+    def is_worker(self) -> bool:
+        return self.lane.startswith(WORKER_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class NormSums:
+    """Squared gradient norms, summed over the recorded steps: of the selected lines, and of all."""
+
+    selected: float
+    total: float
+
+
+_T = TypeVar("_T")
+_Row = tuple[str, str, int, int, int, str, int]
+_DeviceRow = tuple[str, str, torch.cuda.Event, torch.cuda.Event, int, str, int]
+
+
+class Timeline:
+    """Collects events from any thread; keeps the newest ``max_events``, and ``max_norms`` norms."""
+
+    def __init__(self, *, max_events: int = 1_000_000, max_norms: int = 4096) -> None:
+        # deque.append and popleft are atomic under the GIL, and a bounded deque drops its oldest entry by
+        # itself.
+        self._rows: deque[_Row] = deque(maxlen=max_events)
+        self._device_rows: deque[_DeviceRow] = deque()
+        self._norms: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=max_norms)
+        self._reading = threading.Lock()
+
+    def add(
+        self, lane: str, kind: str, start_ns: int, end_ns: int, *, step: int, param: str = "", bytes: int = 0
+    ) -> None:
+        """Records a span that the host measured with ``time.perf_counter_ns``."""
+        self._rows.append((lane, kind, start_ns, end_ns, step, param, bytes))
+
+    def add_device(
+        self,
+        lane: str,
+        kind: str,
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        *,
+        step: int,
+        param: str = "",
+        bytes: int = 0,
+    ) -> None:
+        """Records a span between two recorded events of one device, both made with ``enable_timing=True``.
+
+        Hazard: the events belong to the timeline from here on. One that is recorded again (a pooled event)
+        would silently move a span that was already taken.
+        """
+        self._device_rows.append((lane, kind, start, end, step, param, bytes))
+        if len(self._device_rows) > _DRAIN_ABOVE:
+            self._resolve(at_most=_DRAIN_BATCH, wait=False)
+
+    def add_norms(self, step: int, selected_squared: Tensor, total_squared: Tensor) -> None:
+        """Records squared gradient norms of a step (0-d tensors, read on the device's own time, by
+        ``norm_sums``).
+
+        Hazard: the tensors are kept, not copied; they must not be written again.
+        """
+        self._norms.append((step, selected_squared, total_squared))
+
+    def events(self) -> list[Event]:
+        """All events by start time. Waits for the device events that were added and have not finished."""
+        self._resolve(at_most=None, wait=True)
+        rows = sorted(_snapshot(self._rows), key=lambda row: (row[2], row[3]))
+        return [
+            Event(lane=lane, kind=kind, start_ns=start, end_ns=end, step=step, param=param, bytes=size)
+            for lane, kind, start, end, step, param, size in rows
+        ]
+
+    def norm_sums(self) -> NormSums | None:
+        """Sums over recorded norms without those that overflowed; None if there are none. Synchronises."""
+        pairs = [(selected, total) for _, selected, total in _snapshot(self._norms)]
+        if not pairs:
+            return None
+        # One transfer per device instead of one per tensor.
+        selected = _read_scalars([pair[0] for pair in pairs])
+        total = _read_scalars([pair[1] for pair in pairs])
+        finite = [
+            (s, t) for s, t in zip(selected, total, strict=True) if math.isfinite(s) and math.isfinite(t)
+        ]
+        return NormSums(math.fsum(s for s, _ in finite), math.fsum(t for _, t in finite))
+
+    def clear(self) -> None:
+        """Forgets everything recorded so far."""
+        with self._reading:
+            self._device_rows.clear()
+            self._rows.clear()
+            self._norms.clear()
+
+    def _resolve(self, *, at_most: int | None, wait: bool) -> None:
+        """Turns the oldest device spans into host-clock rows; stops at an unfinished one unless told to wait.
+
+        Each batch is aligned anew: the two clocks drift, and ``elapsed_time`` is a float32 of milliseconds,
+        so a reference far away would cost precision.
+        """
+        if not self._reading.acquire(blocking=wait):
+            return  # another thread is reading: the recording one must not wait for it
+        try:
+            references: dict[torch.device, tuple[torch.cuda.Event, int]] = {}
+            for _ in range(len(self._device_rows) if at_most is None else at_most):
+                lane, kind, start, end, step, param, size = self._device_rows[0]
+                if wait:
+                    end.synchronize()
+                elif not end.query():  # type: ignore[no-untyped-call]
+                    return
+                device = torch.device(end.device)
+                if device not in references:
+                    references[device] = _reference(device)
+                reference, reference_ns = references[device]
+                start_ns = reference_ns - round(start.elapsed_time(reference) * 1e6)
+                end_ns = start_ns + max(0, round(start.elapsed_time(end) * 1e6))
+                self._rows.append((lane, kind, start_ns, end_ns, step, param, size))
+                self._device_rows.popleft()
+        finally:
+            self._reading.release()
+
+
+def record_new_engine(engine: object) -> None:
+    """Attaches a timeline to ``engine`` if a profile is in force; engines call it when they are complete."""
+    if (attach := _ATTACH_NEW.get()) is not None:
+        attach(engine)
+
+
+@contextmanager
+def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
+    """While entered, engines that are created in this context are handed to ``attach``."""
+    token = _ATTACH_NEW.set(attach)
+    try:
+        yield
+    finally:
+        _ATTACH_NEW.reset(token)
+
+
+def _reference(device: torch.device) -> tuple[torch.cuda.Event, int]:
+    """An event of ``device`` and the host time at which it happened.
+
+    Recorded on a stream of its own: on a busy one it would happen only after all queued work, and waiting for
+    it would stall the run.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        event.synchronize()
+    return event, time.perf_counter_ns()
+
+
+def _snapshot(rows: deque[_T]) -> list[_T]:
+    """A copy of a deque that other threads append to."""
+    while True:
+        try:
+            return list(rows)
+        except RuntimeError:  # grew under the iteration; recording takes no lock, so reading is what retries
+            continue
+
+
+def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
+    """Values of one-element tensors that may live on several devices, in order."""
+    values = [0.0] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(position)
+    for positions in by_device.values():
+        stacked = torch.stack([tensors[position].detach().reshape(()).float() for position in positions])
+        for position, value in zip(positions, stacked.tolist(), strict=True):
+            values[position] = value
+    return values

@@ -1,0 +1,130 @@
+"""The update rule, as pure functions: host, device and the tests' oracle share it.
+
+Rule P. A *window* is a number of attempted steps whose gradients are applied together. When it closes, the
+moments take every stored gradient in order, exactly as AdamW would, and the weights then take one step, with
+the rate summed over the window and the closing moments::
+
+    for each slot i:  g = grad_i * grad_scale_i
+                      m = m + (1 - beta1_i) (g - m)
+                      v = beta2_i v + (1 - beta2_i) g^2
+    w = w * prod(1 - lr_i weight_decay_i) - sum(lr_i) * m_hat / (sqrt(v_hat) + eps)
+
+With one slot it *is* AdamW. Weights are not replayed step by step: that would move them by old momentum
+several times before the new gradients count, which lowers the largest stable rate about as a delay does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SlotCoefficients(NamedTuple):
+    """What was in force at the moment when the gradient in a slot became final. Void slots have none."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    grad_scale: float
+    """Factor on the stored gradient: clip factor divided by the loss scale."""
+
+
+class WindowCoefficients(NamedTuple):
+    """What the weights' one step at the close of a window needs."""
+
+    decay: float
+    """prod(1 - lr_i * weight_decay_i)"""
+    rate: float
+    """sum(lr_i)"""
+    bias_correction1: float
+    """1 - beta1 ** step, with the closing slot's beta1"""
+    bias_correction2_sqrt: float
+    """sqrt(1 - beta2 ** step), with the closing slot's beta2"""
+
+    @property
+    def step_size(self) -> float:
+        """The rate with the first moment's bias correction folded in, as in ``torch.optim.AdamW``."""
+        return self.rate / self.bias_correction1
+
+
+def window_coefficients(slots: Sequence[SlotCoefficients], step: int) -> WindowCoefficients:
+    """Coefficients of the closing step.
+
+    Args:
+        slots: the window's slots that are not void, oldest first; at least one.
+        step: how many gradients the moments have taken once this window is in, these slots included.
+
+    Raises:
+        ValueError: no slot, or ``step`` smaller than the number of slots.
+    """
+    if not slots:
+        raise ValueError("slots is empty: a window of void slots closes as a no-op and has no coefficients")
+    if step < len(slots):
+        raise ValueError(
+            f"step={step} must be at least {len(slots)}, the number of slots: it counts the gradients in the "
+            f"moments after the window; add the slots to the count before the close"
+        )
+    closing = slots[-1]
+    return WindowCoefficients(
+        decay=math.prod(1.0 - slot.lr * slot.weight_decay for slot in slots),
+        rate=math.fsum(slot.lr for slot in slots),
+        bias_correction1=1.0 - closing.beta1**step,
+        bias_correction2_sqrt=math.sqrt(1.0 - closing.beta2**step),
+    )
+
+
+@torch.no_grad()
+def rule_p_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradients: Sequence[Tensor],
+    slots: Sequence[SlotCoefficients],
+    *,
+    step: int,
+    eps: float,
+    out: Tensor | None = None,
+) -> None:
+    """Close one window, in place, eagerly, on any device.
+
+    Arithmetic is done in the master's dtype, in the order of operations of ``torch.optim.AdamW`` (single
+    tensor), so that a window of one slot agrees with it to rounding.
+
+    Args:
+        master, exp_avg, exp_avg_sq: state, of one shape and dtype (fp32 in training); updated in place.
+        gradients: one per slot, oldest first, of that shape and any floating dtype; not written.
+        slots: coefficients of those gradients. Void slots are absent from both. With none at all the state
+            stays.
+        step: gradients in the moments after this window.
+        eps: of Adam, outside the root.
+        out: takes the new master, cast to its own dtype; also when every slot was void.
+
+    Raises:
+        ValueError: numbers of gradients and slots differ; or see :func:`window_coefficients`.
+    """
+    if len(gradients) != len(slots):
+        raise ValueError(f"{len(gradients)} gradients for {len(slots)} slots: there must be one each")
+    if slots:
+        window = window_coefficients(slots, step)
+        for gradient, slot in zip(gradients, slots, strict=True):
+            update_moments_(exp_avg, exp_avg_sq, gradient, slot)
+        master.mul_(window.decay)
+        denominator = (exp_avg_sq.sqrt() / window.bias_correction2_sqrt).add_(eps)
+        master.addcdiv_(exp_avg, denominator, value=-window.step_size)
+    if out is not None:
+        out.copy_(master)
+
+
+@torch.no_grad()
+def update_moments_(exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, slot: SlotCoefficients) -> None:
+    """Let the moments take one gradient, in place and in their own dtype."""
+    grad = gradient.to(exp_avg.dtype)
+    if slot.grad_scale != 1.0:
+        grad = grad * slot.grad_scale  # not in place: .to() may have returned the caller's tensor
+    exp_avg.lerp_(grad, 1.0 - slot.beta1)
+    exp_avg_sq.mul_(slot.beta2).addcmul_(grad, grad, value=1.0 - slot.beta2)

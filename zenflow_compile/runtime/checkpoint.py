@@ -1,0 +1,193 @@
+"""An engine's state as plain tensors and numbers, and back.
+
+Moments and masters are stored dense, in the parameter's own shape, whatever side a line was on. What makes a resume
+bitwise (selection, score, open window, schedule) is stored beside them in the order of the host's lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.copies import ThreadTicket
+from zenflow_compile.runtime.device_adam import ResidentState
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.schedule import AdaptiveWindow
+from zenflow_compile.runtime.windows import Close, Slot
+from zenflow_compile.runtime.workers import Job
+
+FORMAT = 1
+_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness")
+
+
+def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a synchronized engine: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
+    state: dict[int, dict[str, Any]] = {}
+    for index, param in enumerate(engine.params):
+        if index in engine.offloaded:
+            state[index] = _offloaded_state(engine, engine.offloaded[index])
+        elif (resident := engine.resident.states.get(param)) is not None:
+            state[index] = {
+                "step": float(resident.step),
+                "exp_avg": resident.exp_avg.cpu().clone(),
+                "exp_avg_sq": resident.exp_avg_sq.cpu().clone(),
+                "master": None if resident.master is None else resident.master.cpu().clone(),
+            }
+    index_of = {id(param): index for index, param in enumerate(engine.params)}
+    return {
+        "state": state,
+        "param_groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [index_of[id(p)] for p in group["params"]]}
+            for group in groups
+        ],
+        "zenflow": {
+            "format": FORMAT,
+            "policy": engine.plan.policy,
+            "step": engine.step,
+            "params": [_described(param) for param in engine.plan.params],
+        },
+    }
+
+
+def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    """Put a state back into an engine of the same plan.
+
+    Raises:
+        ValueError: the state is not of this kind, or of another model or plan; nothing has been changed then.
+    """
+    _check(engine, groups, state)
+    engine.abandon()
+    for group, saved in zip(groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    engine.step = int(state["zenflow"]["step"])
+    engine.recorder.step = engine.step
+    for index, param in enumerate(engine.params):
+        saved = state["state"].get(index)
+        if index in engine.offloaded:
+            _load_offloaded(engine, engine.offloaded[index], saved)
+        elif saved is None:
+            engine.resident.states.pop(param, None)
+        else:
+            master = saved["master"]
+            engine.resident.load(
+                param,
+                ResidentState(
+                    exp_avg=saved["exp_avg"].to(param.device, copy=True),
+                    exp_avg_sq=saved["exp_avg_sq"].to(param.device, copy=True),
+                    step=torch.tensor(saved["step"], dtype=torch.float32, device=param.device),
+                    master=None if master is None else master.to(param.device, copy=True),
+                ),
+            )
+
+
+def _described(plan: ParamPlan) -> dict[str, Any]:
+    return {"name": plan.name, "shape": list(plan.shape), **{name: _plain(getattr(plan, name)) for name in _PLANNED}}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value
+
+
+def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
+    meta = state.get("zenflow") if isinstance(state, Mapping) else None
+    if not isinstance(meta, Mapping) or "state" not in state or "param_groups" not in state:
+        raise ValueError("the state dict is not of a ZenFlowAdamW: it has no 'zenflow' entry; load one of its own")
+    if meta["format"] != FORMAT:
+        raise ValueError(f"the state dict has format {meta['format']}, this version reads {FORMAT}")
+    saved_groups = [len(group["params"]) for group in state["param_groups"]]
+    own_groups = [len(group["params"]) for group in groups]
+    if saved_groups != own_groups:
+        raise ValueError(f"the state dict has param groups of sizes {saved_groups}, this optimizer {own_groups}")
+    if meta["policy"] != engine.plan.policy:
+        raise ValueError(
+            f"the state dict was saved with policy={meta['policy']!r}, this optimizer has {engine.plan.policy!r}; "
+            "create it with the saved policy"
+        )
+    for saved, plan in zip(meta["params"], engine.plan.params, strict=True):
+        own = _described(plan)
+        for key in ("shape", *_PLANNED):
+            if saved[key] != own[key]:
+                raise ValueError(
+                    f"the state dict has {key}={saved[key]!r} for {saved['name']}, this optimizer {own[key]!r} for "
+                    f"{own['name']}; it belongs to another model, or was saved with other options"
+                )
+
+
+def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any]:
+    host, device, plan = offloaded.host, offloaded.device, offloaded.plan
+    window = engine.schedule.window(plan.index) if engine.schedule.adaptive else AdaptiveWindow()
+    selection = device.selection
+    dense = {
+        name: _dense(plan, selection, on_device, on_host)
+        for name, on_device, on_host in zip(("master", "exp_avg", "exp_avg_sq"), device.state(), host.state(), strict=True)
+    }
+    return {
+        "step": device.steps,
+        **dense,
+        "selected": selection.selected.cpu().clone(),
+        "rest": selection.rest.cpu().clone(),
+        "score": device.score.cpu().clone(),
+        "selected_at": device.selected_at,
+        "taken": host.taken,
+        "window": [host.gradients[slot.index].clone() for slot in host.open],
+        "coefficients": [list(slot.coefficients) for slot in host.open],
+        "visible_at": [close.visible_at for close in host.closes],
+        "accumulates": offloaded.accumulates,
+        "eager": offloaded.eager,
+        "single": offloaded.single,
+        "adaptive": [
+            window.attempted,
+            window.waiting,
+            window.selected,
+            window.seen,
+            None if window.latest is None else window.latest.cpu().clone(),
+        ],
+    }
+
+
+def _dense(plan: ParamPlan, selection: device_ops.Selection, on_device: Tensor, on_host: Tensor) -> Tensor:
+    lines = torch.empty((plan.lines, plan.length), dtype=torch.float32)
+    lines[selection.selected.cpu().long()] = on_device.cpu()
+    lines[selection.rest.cpu().long()] = on_host
+    return (lines if plan.dim == 0 else lines.t()).reshape(plan.shape).contiguous()
+
+
+def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[str, Any]) -> None:
+    host, device, plan = offloaded.host, offloaded.device, offloaded.plan
+    selection = device_ops.Selection.of(saved["selected"], plan.lines, engine.device, rest=saved["rest"])
+    device.selection = selection
+    for name, on_device, on_host in zip(("master", "exp_avg", "exp_avg_sq"), device.state(), host.state(), strict=True):
+        matrix = saved[name].reshape(plan.shape[0], -1)
+        lines = matrix if plan.dim == 0 else matrix.t()
+        on_device.copy_(lines[saved["selected"].long()])
+        on_host.copy_(lines[saved["rest"].long()])
+    device.score.copy_(saved["score"])
+    device.steps, device.selected_at = int(saved["step"]), saved["selected_at"]
+    host.taken = int(saved["taken"])
+    for gradient, coefficients in zip(saved["window"], saved["coefficients"], strict=True):
+        index, slot = host.free_slot()
+        slot.copy_(gradient)
+        copied = ThreadTicket()
+        copied.finish()
+        host.commit(Slot(index, SlotCoefficients(*coefficients), copied))
+    for visible_at in saved["visible_at"]:
+        upload = host.next_upload()
+        upload.copy_(host.master)
+        job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
+        host.closes.append(Close(job=job, upload=upload, closed_at=engine.step - 1, visible_at=visible_at))
+    offloaded.accumulates, offloaded.eager, offloaded.single = saved["accumulates"], saved["eager"], saved["single"]
+    attempted, waiting, selected, seen, latest = saved["adaptive"]
+    if engine.schedule.adaptive:
+        latest = None if latest is None else latest.to(engine.device)
+        engine.schedule.restore(plan.index, AdaptiveWindow(attempted, waiting, selected, seen, latest))
+    if saved["visible_at"]:
+        offloaded.trust_weights()  # they are one update behind their masters, on purpose
+    else:
+        offloaded.expect_foreign_weights()

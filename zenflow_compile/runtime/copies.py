@@ -1,0 +1,226 @@
+"""Asynchronous copies between device and host: one lane per direction.
+
+A lane copies in the order of submission and touches engine memory only, which was allocated once: so there is no
+``record_stream`` and no race with the allocator. In-flight copies hold references to both ends.
+
+On CUDA a lane is a stream. Where the device is the CPU itself, a lane is a thread that copies with the GIL released,
+so that copies are as asynchronous there as anywhere.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.recorder import Recorder
+
+
+class Ticket(Protocol):
+    """One copy in flight."""
+
+    def done(self) -> bool:
+        """Whether the copy is complete."""
+        ...
+
+    def wait(self) -> None:
+        """Block the calling thread until the copy is complete; raises what made it fail."""
+        ...
+
+    def wait_on_device(self) -> None:
+        """Make the device's current stream wait for the copy (on the CPU: the calling thread)."""
+        ...
+
+
+class CopyLane(Protocol):
+    """Copies in one direction, in order of submission."""
+
+    bytes_copied: int
+
+    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
+        """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work already queued on the device."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+        ...
+
+
+def make_lane(name: str, device: torch.device, recorder: Recorder) -> CopyLane:
+    """The lane ``name`` ("D2H" or "H2D") of ``device``."""
+    if device.type == "cuda":
+        return StreamLane(name, device, recorder)
+    return ThreadLane(name, recorder)
+
+
+class ThreadTicket:
+    """A copy handed to a :class:`ThreadLane`."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._event.set()
+
+    def done(self) -> bool:
+        return self._event.is_set() and self.error is None
+
+    def wait(self) -> None:
+        self._event.wait()
+        if self.error is not None:
+            raise RuntimeError("an asynchronous copy failed") from self.error
+
+    def wait_on_device(self) -> None:
+        self.wait()
+
+
+class ThreadLane:
+    """A lane of the CPU device: one thread, which ends with its owner's ``close`` or with the process."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self.bytes_copied = 0
+        self._name = name
+        self._recorder = recorder
+        self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, ThreadTicket, int, str, str] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> ThreadTicket:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
+            self._thread.start()
+        ticket = ThreadTicket()
+        self.bytes_copied += source.nbytes
+        self._queue.put((target, source, ticket, step, param, kind))
+        return ticket
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            target, source, ticket, step, param, kind = item
+            begin = time.perf_counter_ns()
+            try:
+                copy_without_gil(target, source)
+            except BaseException as error:
+                ticket.finish(error)
+                continue
+            if (timeline := self._recorder.timeline) is not None:
+                end = time.perf_counter_ns()
+                timeline.add(self._name, kind, begin, end, step=step, param=param, bytes=source.nbytes)
+            ticket.finish()
+
+
+def copy_without_gil(target: Tensor, source: Tensor) -> None:
+    """Copy contiguous CPU tensors of one dtype with one thread.
+
+    ``Tensor.copy_`` would use the intra-op pool, whose threads belong to the training thread.
+    """
+    if target.dtype != source.dtype or target.shape != source.shape:
+        raise ValueError(f"cannot copy {source.dtype}{tuple(source.shape)} into {target.dtype}{tuple(target.shape)}")
+    np.copyto(_bytes_of(target), _bytes_of(source))
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+class StreamTicket:
+    """A copy on a CUDA stream."""
+
+    def __init__(self, start: torch.cuda.Event | None, end: torch.cuda.Event, ends: tuple[Tensor, Tensor]) -> None:
+        self.start = start
+        self.end = end
+        self._ends = ends  # the references keep both buffers alive while the copy is in flight
+
+    def done(self) -> bool:
+        return self.end.query()
+
+    def wait(self) -> None:
+        self.end.synchronize()
+
+    def wait_on_device(self) -> None:
+        torch.cuda.current_stream(self.end.device).wait_event(self.end)
+
+
+class StreamLane:
+    """A lane of a CUDA device: one stream that lives as long as the engine."""
+
+    def __init__(self, name: str, device: torch.device, recorder: Recorder) -> None:
+        self.bytes_copied = 0
+        self._name = name
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._recorder = recorder
+
+    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> StreamTicket:
+        timeline = self._recorder.timeline
+        timed = timeline is not None
+        start = torch.cuda.Event(enable_timing=True) if timed else None
+        end = torch.cuda.Event(enable_timing=timed)
+        # Backwards run on autograd's own thread: the producing stream is the current one here, not the creator's.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if start is not None:
+                start.record(self._stream)
+            target.copy_(source, non_blocking=True)
+            end.record(self._stream)
+        self.bytes_copied += source.nbytes
+        if timeline is not None and start is not None:
+            timeline.add_device(self._name, kind, start, end, step=step, param=param, bytes=source.nbytes)
+        return StreamTicket(start, end, (target, source))
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class StagedBlock(NamedTuple):
+    """A buffer of a ring, in use."""
+
+    index: int
+    tensor: Tensor
+
+
+class StagingRing:
+    """A few equal device buffers that copies pass through.
+
+    Compiler-owned memory never takes part in an asynchronous copy, since the compiler reuses it while the copy runs.
+    A buffer that was read by a copy is handed out again only once the device has waited for that copy.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
+        self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._free: deque[tuple[int, Ticket | None]] = deque((index, None) for index in range(slots))
+
+    @property
+    def free(self) -> int:
+        """Buffers that can be taken now."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the ring."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
+        """The buffer that was free longest, as ``[line, length]``."""
+        size = shape[0] * shape[1] * dtype.itemsize
+        index, ticket = self._free.popleft()
+        if ticket is not None:
+            ticket.wait_on_device()
+        return StagedBlock(index, self._buffers[index][:size].view(dtype).view(shape))
+
+    def give_back(self, block: StagedBlock, after: Ticket | None = None) -> None:
+        """The block is free, once ``after`` (a copy that reads it) is done."""
+        self._free.append((block.index, after))

@@ -1,0 +1,513 @@
+"""The engine: owns everything alive of one optimizer, and does what the graph's nodes ask for.
+
+Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
+
+1. backward: ``column_norms``, ``select_columns``, ``split_columns``, ``copy_to_host`` for every offloaded gradient;
+2. the final moment: ``begin_update`` fixes the coefficients, ``adam_columns_`` and ``update_on_host`` run for every
+   offloaded parameter, ``end_update`` updates what lives on the device whole and advances the step;
+3. the next forward: ``copy_to_device_`` before each first use. What came through hooks lands in ``end_update``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile import torch_private
+from zenflow_compile.options import Options
+from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.policies import ParamSpec, extend_plan
+from zenflow_compile.profiling.timeline import Timeline
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.arena import HostArena, require_host_memory
+from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.copies import StagingRing, make_lane
+from zenflow_compile.runtime.device_adam import ResidentAdam
+from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.offloaded import OffloadedParam, Transport
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.schedule import Schedule
+from zenflow_compile.runtime.windows import HostSide
+from zenflow_compile.runtime.workers import WorkerPool, worker_count
+
+DOWN_SLOTS = 2  # one block being copied while the next is split
+UP_SLOTS = 3  # one being merged, two on their way
+
+_ids = itertools.count()
+
+
+class Engine:
+    """Streams, workers, arenas and windows of one optimizer.
+
+    Attributes:
+        id: what graph nodes call the engine by.
+        groups: the optimizer's ``param_groups``, read at every final moment.
+        step: attempted steps so far.
+        graphs: what the backend rewrote for this engine, for ``explain``.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, implicit: bool) -> None:
+        self.id = next(_ids)
+        self.groups = groups
+        self.options = options
+        self.implicit = implicit
+        self.device = device
+        self.plan = Plan(policy=options.policy, params=())
+        self.params: list[Parameter] = []
+        self.offloaded: dict[int, OffloadedParam] = {}
+        self.resident = ResidentAdam()
+        self.recorder = Recorder(device)
+        self.schedule = Schedule(options)
+        self.step = 0
+        self.backwards = 0
+        self.windows_closed = 0
+        self.selections = 0
+        self.graphs: list[Any] = []
+        self.closed = False
+        self._optimizer: weakref.ref[Any] | None = None
+        self._on_backward_end: Callable[[Any], None] | None = None
+        self._group_of: list[int] = []
+        self._index_of: dict[int, int] = {}
+        self._forward_order: list[int] = []
+        self._arenas: list[HostArena] = []
+        self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._graph_task: int | None = None
+        self._updating = False
+        self._void = False
+        self._unscale = 1.0
+        self._resident_unscale = 1.0
+        self._transport: Transport | None = None
+        self._workers = WorkerPool(worker_count(options.pt_reserved_cores_perc), self.recorder)
+        ops.register_engine(self)
+
+    def attach(self, optimizer: Any, on_backward_end: Callable[[Any], None]) -> None:
+        """Serve ``optimizer``, which owns this engine; ``on_backward_end(optimizer)`` runs after each backward."""
+        self._optimizer = weakref.ref(optimizer)
+        self._on_backward_end = on_backward_end
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that this engine serves; None while it is being made, or when it was collected."""
+        return None if self._optimizer is None else self._optimizer()
+
+    # Parameters.
+
+    def add_params(self, named: Sequence[tuple[str, Parameter]], group: int) -> None:
+        """Plan and allocate further parameters, of param group ``group``. Those that exist keep their phases.
+
+        Raises:
+            ValueError: more host memory is needed than the machine has; nothing has been changed then.
+        """
+        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
+        plan = extend_plan(self.plan, specs, self.options)
+        new = plan.params[len(self.plan.params) :]
+        needed = sum(param.host_bytes for param in new)
+        require_host_memory(needed)
+        arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
+        if needed and self.device.type == "cuda":
+            arena.pin()
+        self._arenas.append(arena)
+        self.plan = plan
+        transport = self._make_transport()
+        for param_plan, (_, param) in zip(new, named, strict=True):
+            self.params.append(param)
+            self._group_of.append(group)
+            self._index_of[id(param)] = param_plan.index
+            if param.requires_grad:
+                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), param_plan.index)))
+            param._zenflow_owner = object()  # type: ignore[attr-defined]  # what compiled graphs are guarded on
+            if param_plan.offloaded:
+                self.offloaded[param_plan.index] = self._make_offloaded(param_plan, param, arena, transport)
+
+    def _make_transport(self) -> Transport:
+        largest = max((p.rest * p.length * p.dtype.itemsize for p in self.plan.params if p.offloaded), default=0)
+        if self._transport is None:
+            to_host = make_lane("D2H", self.device, self.recorder)
+            to_device = make_lane("H2D", self.device, self.recorder)
+        else:
+            self.synchronize()
+            to_host, to_device = self._transport.to_host, self._transport.to_device
+        self._transport = Transport(
+            to_host=to_host,
+            to_device=to_device,
+            down_ring=StagingRing(DOWN_SLOTS, largest, self.device),
+            up_ring=StagingRing(UP_SLOTS, largest, self.device),
+            workers=self._workers,
+            recorder=self.recorder,
+        )
+        for offloaded in self.offloaded.values():
+            offloaded.transport = self._transport
+        return self._transport
+
+    def _make_offloaded(
+        self, plan: ParamPlan, param: Parameter, arena: HostArena, transport: Transport
+    ) -> OffloadedParam:
+        key = (plan.dtype, plan.slots)
+        if key not in self._kernels:
+            self._kernels[key] = make_host_adam(
+                self.options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots
+            )
+        host = HostSide.allocate(plan, arena, self._kernels[key])
+        offloaded = OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self.device), transport)
+        offloaded.accumulates = (self.options.gradient_accumulation_steps or 1) > 1
+        return offloaded
+
+    def index_of(self, param: Tensor) -> int | None:
+        """The index of ``param`` in the plan; None if it is not this engine's."""
+        index = self._index_of.get(id(param))
+        return index if index is not None and self.params[index] is param else None
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters of the optimizer, in their own dtype."""
+        return sum(param.nbytes for param in self.params)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes of optimizer state, selection and staging rings included."""
+        rings = (self._transport.down_ring, self._transport.up_ring) if self._transport else ()
+        return (
+            self.resident.nbytes
+            + sum(offloaded.nbytes for offloaded in self.offloaded.values())
+            + sum(ring.nbytes for ring in rings)
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of optimizer state, gradient windows and upload buffers."""
+        return sum(arena.total_bytes for arena in self._arenas)
+
+    @property
+    def finalizes_in_backward(self) -> bool:
+        """Whether updates may sit on the tail of the backward graph."""
+        return self.implicit and self.options.max_grad_norm is None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What is being recorded into; None unless somebody profiles."""
+        return self.recorder.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self.recorder.attach(timeline)
+
+    # Graph nodes: backward.
+
+    def begin_backward(self) -> None:
+        """A backward of ours runs: learn when it ends."""
+        self._check()
+        task = torch_private.current_graph_task()
+        if task != self._graph_task:
+            self._graph_task = task
+            me = weakref.ref(self)
+            torch_private.queue_backward_callback(lambda: _end_backward(me))
+            self.recorder.begin_phase("backward")
+
+    def end_backward(self) -> None:
+        """Autograd's last callback: the backward is over, and in the implicit form so is the step, if it was the last."""
+        self._graph_task = None
+        self.backwards += 1
+        self.recorder.end_phase()
+        if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
+            self._on_backward_end(optimizer)
+
+    def column_norms(self, p: int, grad: Tensor) -> Tensor:
+        """Squared norms f32[lines] of the gradient that will be split now; zeros while it accumulates."""
+        return self.offloaded[p].receive(grad, split_now=self._split_now)
+
+    def select_columns(self, p: int, norms: Tensor) -> Tensor:
+        """The selection in force, i32[k]."""
+        return self.offloaded[p].select(norms)
+
+    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
+        """Split the gradient received last into engine memory."""
+        self.offloaded[p].split()
+
+    def copy_to_host(self, p: int) -> None:
+        """Start the copy of what was split last."""
+        self.offloaded[p].copy_to_host()
+
+    @property
+    def _split_now(self) -> bool:
+        declared = self.options.gradient_accumulation_steps
+        return declared is None or self.backwards == declared - 1
+
+    def receive_eagerly(self, p: int, grad: Tensor) -> None:
+        """The entry without a graph: the same nodes, for a gradient that reached ``.grad``."""
+        offloaded = self.offloaded[p]
+        offloaded.eager = True
+        self.select_columns(p, self.column_norms(p, grad))
+        offloaded.split()
+        offloaded.copy_to_host()
+
+    # The final moment.
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient that waits for its update."""
+        return bool(self._resident_grads()) or any(o.contributions or o.updated for o in self.offloaded.values())
+
+    def gradient_norm(
+        self, only: set[int] | None = None, *, unscale: float = 1.0, resident_unscale: float = 1.0
+    ) -> Tensor:
+        """L2 norm over all waiting gradients (of the parameters ``only``), 0-d f32.
+
+        Args:
+            unscale, resident_unscale: factors on the gradients of offloaded parameters, and on those in ``.grad``.
+        """
+        squares: list[Tensor] = []
+        for p, offloaded in self.offloaded.items():
+            if offloaded.contributions and (only is None or p in only):
+                offloaded.settle()
+                squares.append(offloaded.device.norms.sum() * (offloaded.clip * unscale) ** 2)
+        if grads := self._resident_grads(only):
+            squares.extend((norm.float() * resident_unscale).square() for norm in torch._foreach_norm(grads))
+        if not squares:
+            return torch.zeros((), device=self.device)
+        return torch.stack(squares).sum().sqrt()
+
+    def begin_update(self, *, unscale: float = 1.0, residents_unscaled: bool = True, void: bool = False) -> None:
+        """All gradients are final.
+
+        Args:
+            unscale: one over the loss scale of offloaded gradients.
+            residents_unscaled: ``.grad`` of parameters on the device whole carries no loss scale any more.
+            void: the step overflowed: it changes nothing.
+        """
+        self._check()
+        self._updating, self._void, self._unscale = True, void, unscale
+        self._resident_unscale = 1.0 if residents_unscaled else unscale
+        for offloaded in self.offloaded.values():
+            if not offloaded.updated:
+                offloaded.notice_foreign_write()
+                offloaded.settle()
+        if not void and (limit := self.options.max_grad_norm) is not None:
+            norm = float(self.gradient_norm(unscale=unscale, resident_unscale=self._resident_unscale))
+            self.clip(min(1.0, limit / (norm + 1e-6)))
+        self._record_norms()
+
+    def _record_norms(self) -> None:
+        """Leave the share of squared gradient norm in the selected lines with the profiler."""
+        if self.timeline is None:
+            return
+        norms = [(o.device.norms, o.device.selection.selected) for o in self.offloaded.values() if o.contributions]
+        if norms:
+            selected = torch.stack([norm.index_select(0, lines).sum() for norm, lines in norms]).sum()
+            self.timeline.add_norms(self.step, selected, torch.stack([norm.sum() for norm, _ in norms]).sum())
+
+    def clip(self, factor: float, only: set[int] | None = None) -> None:
+        """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
+        for p, offloaded in self.offloaded.items():
+            if only is None or p in only:
+                offloaded.clip *= factor
+        if factor != 1.0 and (grads := self._resident_grads(only)):
+            torch._foreach_mul_(grads, factor)
+
+    def adam_columns_(self, p: int, param: Tensor) -> None:
+        """Update the selected columns, if the gradient is final now."""
+        offloaded = self.offloaded[p]
+        if self._may_update(offloaded) and offloaded.contributions and not self._void:
+            slot, eps = self._coefficients(offloaded)
+            offloaded.update_columns(slot, eps, self._unscale)
+
+    def update_on_host(self, p: int) -> None:
+        """Put the gradient into its window, if it is final now; close the window if it is due."""
+        offloaded = self.offloaded[p]
+        if not self._may_update(offloaded):
+            return
+        present = offloaded.contributions > 0 and not self._void
+        slot, eps = self._coefficients(offloaded)
+        closing = self.schedule.closes(
+            offloaded.plan, offloaded.device, self.step, present=present, unscale=self._unscale
+        )
+        offloaded.update_on_host(slot if present else None)
+        offloaded.updated = True
+        if closing and offloaded.close_window(
+            at=self.step, eps=eps, reselect=self.schedule.reselects(offloaded.plan, offloaded.device, self.step)
+        ):
+            self.windows_closed += 1
+            self.recorder.mark("close", param=offloaded.plan.name)
+
+    def _may_update(self, offloaded: OffloadedParam) -> bool:
+        if offloaded.updated:
+            return False
+        # On the tail of a backward only a parameter whose gradients were seen to arrive in one piece is final.
+        return self._updating or (self.finalizes_in_backward and offloaded.single and self._split_now)
+
+    def _coefficients(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
+        group = self.groups[self._group_of[offloaded.plan.index]]
+        return _slot_of(group, self._unscale * offloaded.clip), float(group["eps"])
+
+    def end_update(self) -> None:
+        """Update what lives on the device whole, land what must not wait, advance to the next step."""
+        if not self._void:
+            self._update_residents()
+        self.step += 1
+        self.recorder.end_step(self.step)
+        self._updating = False
+        self.backwards = 0
+        self._unscale = 1.0
+        for offloaded in self.offloaded.values():
+            offloaded.finish_step()
+        for offloaded in self._by_deadline():
+            if offloaded.eager or offloaded.plan.blocking:
+                self._land(offloaded)
+
+    def _update_residents(self) -> None:
+        for number, group in enumerate(self.groups):
+            params = [
+                param
+                for index, param in enumerate(self.params)
+                if index not in self.offloaded and param.grad is not None and self._group_of[index] == number
+            ]
+            grads = [param.grad for param in params if param.grad is not None]
+            if params:
+                self.resident.update(params, grads, _slot_of(group, self._resident_unscale), eps=float(group["eps"]))
+
+    def _resident_grads(self, only: set[int] | None = None) -> list[Tensor]:
+        """``.grad`` of the parameters on the device whole (of those in ``only``), where there is one."""
+        return [
+            param.grad
+            for index, param in enumerate(self.params)
+            if index not in self.offloaded and param.grad is not None and (only is None or index in only)
+        ]
+
+    def abandon(self) -> None:
+        """Drop everything in flight, failed work too: a state is about to be loaded."""
+        self._check()
+        self._updating = False
+        self.backwards = 0
+        for offloaded in self.offloaded.values():
+            offloaded.abandon()
+
+    def discard(self) -> None:
+        """Forget gradients that are not final."""
+        self.backwards = 0
+        for offloaded in self.offloaded.values():
+            offloaded.discard()
+
+    # The next forward.
+
+    def declare_forward_order(self, order: Sequence[int]) -> None:
+        """The parameters in the order of first use in a forward graph: uploads are needed, and served, in this order."""
+        known = set(order)
+        self._forward_order = [*order, *(p for p in self._forward_order if p not in known)]
+        for position, p in enumerate(self._forward_order):
+            if p in self.offloaded:
+                self.offloaded[p].deadline = position
+
+    def copy_to_device_(self, p: int, param: Tensor) -> None:
+        """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
+        self._check()
+        self.recorder.begin_phase("forward")
+        offloaded = self.offloaded[p]
+        offloaded.notice_foreign_write()
+        if offloaded.due(self.step):
+            self._prefetch()
+            self._land(offloaded)
+
+    def _prefetch(self) -> None:
+        assert self._transport is not None
+        for offloaded in self._by_deadline():
+            if self._transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
+                return
+            offloaded.start_upload(self.step)
+
+    def _land(self, offloaded: OffloadedParam) -> None:
+        for close in offloaded.land(self.step):
+            if close.selection is not None:
+                self.selections += 1
+                self.recorder.mark("select", param=offloaded.plan.name)
+
+    def _by_deadline(self) -> list[OffloadedParam]:
+        return sorted(self.offloaded.values(), key=lambda offloaded: offloaded.deadline)
+
+    def synchronize(self) -> None:
+        """Wait for work in flight and make visible what is due. The trajectory stays what it would have been.
+
+        Raises:
+            RuntimeError: work in flight failed.
+        """
+        self._check()
+        for offloaded in self._by_deadline():
+            offloaded.notice_foreign_write()
+            self._land(offloaded)
+            offloaded.host.wait()
+
+    # Life and death.
+
+    def _check(self) -> None:
+        if self.closed:
+            raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
+
+    def close(self, *, flush: bool) -> None:
+        """Land everything, stop the threads, free host memory. Safe to call twice.
+
+        Args:
+            flush: apply the gradients that wait in open windows, too.
+        """
+        if self.closed:
+            return
+        try:
+            for offloaded in self._by_deadline():
+                if flush:
+                    offloaded.close_window(at=self.step, eps=self._coefficients(offloaded)[1], reselect=False)
+                offloaded.land(self.step + 1 + offloaded.plan.staleness)
+        finally:
+            self.closed = True
+            ops.unregister_engine(self.id)
+            self._workers.close()
+            if self._transport is not None:
+                self._transport.to_host.close()
+                self._transport.to_device.close()
+            for hook in self._hooks:
+                hook.remove()
+            for param in self.params:
+                if hasattr(param, "_zenflow_owner"):
+                    del param._zenflow_owner
+            self.offloaded.clear()
+            for arena in self._arenas:
+                arena.close()
+
+
+def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
+    beta1, beta2 = group["betas"]
+    return SlotCoefficients(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=float(group["weight_decay"]),
+        grad_scale=grad_scale,
+    )
+
+
+def _hook(engine: weakref.ref[Engine], p: int) -> Callable[[Tensor], None]:
+    """What runs when a gradient reached ``.grad``; it must not keep the engine alive through the parameter."""
+
+    def accumulated(param: Tensor) -> None:
+        if (me := engine()) is None or param.grad is None:
+            return
+        me.begin_backward()
+        if param.grad.is_sparse:
+            raise TypeError(
+                f"{me.plan.params[p].name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
+                "or leave the parameter out of this optimizer"
+            )
+        if p in me.offloaded:
+            grad, param.grad = param.grad, None
+            me.receive_eagerly(p, grad)
+
+    return accumulated
+
+
+def _end_backward(engine: weakref.ref[Engine]) -> None:
+    if (me := engine()) is not None:
+        me.end_backward()

@@ -1,0 +1,325 @@
+"""One offloaded parameter at run time: its gradient on the way in, its two sides, its updates on the way back.
+
+[Note: speculation] A gradient is split and copied as soon as it exists, although a second contribution (another
+backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and from
+then on this parameter accumulates on the device and is split only when its gradient is final.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
+from zenflow_compile.runtime.copies import CopyLane, StagedBlock, StagingRing, Ticket
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.windows import Close, HostSide, Slot
+from zenflow_compile.runtime.workers import WorkerPool
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What all offloaded parameters of an engine share."""
+
+    to_host: CopyLane
+    to_device: CopyLane
+    down_ring: StagingRing
+    up_ring: StagingRing
+    workers: WorkerPool
+    recorder: Recorder
+
+
+@dataclass(slots=True)
+class Upload:
+    """A landed-to-be update on its way to the device."""
+
+    close: Close
+    block: StagedBlock
+    ticket: Ticket
+
+
+class OffloadedParam:
+    """Runtime state of one parameter whose optimizer state lives, in part or whole, on the host.
+
+    Attributes:
+        contributions: gradients received since the last final moment.
+        accumulates: several contributions per step were seen: split at the final moment only.
+        eager: a contribution came through ``.grad``, so first uses are unknown and updates land inside ``step()``.
+        single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
+        updated: the update of this step has run already.
+        clip: factor on the waiting gradient from clipping.
+    """
+
+    def __init__(self, plan: ParamPlan, param: Parameter, host: HostSide, device: DeviceSide, transport: Transport) -> None:
+        self.plan = plan
+        self.param = param
+        self.host = host
+        self.device = device
+        self.deadline = plan.index
+        self.contributions = 0
+        self.accumulates = False
+        self.eager = False
+        self.single = False
+        self.updated = False
+        self.clip = 1.0
+        self.transport = transport
+        self._split_done = False
+        self._source: Tensor | None = None
+        self._accumulator: Tensor | None = None
+        self._staged: StagedBlock | None = None
+        self._copy: tuple[int, Ticket] | None = None
+        self._upload: Upload | None = None
+        self._version = -1
+        self.reseed()
+
+    # Gradients in.
+
+    def receive(self, grad: Tensor, *, split_now: bool) -> Tensor:
+        """Take one contribution; returns f32[lines] norms of what will be split now, zeros if nothing will.
+
+        Raises:
+            RuntimeError: the update of this step has already run, so this contribution would be lost.
+        """
+        if self.updated:
+            raise RuntimeError(
+                f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
+                "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
+            )
+        self.contributions += 1
+        matrix = grad.detach().reshape(self.param.shape[0], -1)
+        if self._split_done:
+            self._rebuild()
+        if self.contributions == 1 and split_now and not self.accumulates:
+            self._source = matrix
+        else:
+            accumulator = self._accumulator_like(matrix)
+            if self.contributions == 1:
+                accumulator.copy_(matrix)
+            else:
+                accumulator.add_(matrix)
+            self._source = accumulator if split_now and not self.accumulates else None
+        if self._source is None:
+            return torch.zeros(self.plan.lines, dtype=torch.float32, device=grad.device)
+        return device_ops.column_norms(self._source, self.plan.dim)
+
+    def select(self, norms: Tensor) -> Tensor:
+        """Keep the norms for clipping and score; returns a copy of the selection in force, i32[k]."""
+        self.device.norms.copy_(norms)
+        return self.device.selection.selected.clone()
+
+    def split(self) -> None:
+        """Split what was received into the selected gradient and a staged block of the rest, laid out by line."""
+        if self._source is None:
+            return
+        rest_shape = (self.plan.rest, self.plan.length)
+        staged = self.transport.down_ring.take(rest_shape, self.plan.dtype) if self.plan.rest else None
+        rest_out = staged.tensor if staged else self.device.gradient.new_empty(rest_shape)
+        device_ops.split_columns(self._source, self.plan.dim, self.device.selection, self.device.gradient, rest_out)
+        self._staged, self._source, self._split_done = staged, None, True
+
+    def copy_to_host(self) -> None:
+        """Start the copy of the staged block into the window's next slot."""
+        if self._staged is None:
+            return
+        index, slot = self.host.free_slot()
+        ticket = self.transport.to_host.submit(
+            slot, self._staged.tensor, step=self.transport.recorder.step, param=self.plan.name
+        )
+        self.transport.down_ring.give_back(self._staged, ticket)
+        self._staged, self._copy = None, (index, ticket)
+
+    def settle(self) -> None:
+        """Split and copy a gradient that was accumulated until now."""
+        if self.contributions and not self._split_done:
+            self._source = self._accumulator
+            assert self._source is not None
+            self.select(device_ops.column_norms(self._source, self.plan.dim))
+            self.split()
+            self.copy_to_host()
+
+    def discard(self) -> None:
+        """Forget a gradient that is not final. Its slot was never committed, so the next step's copy reuses it."""
+        self.contributions = 0
+        self.clip = 1.0
+        self._split_done = False
+        self._source = self._copy = None
+
+    def _rebuild(self) -> None:
+        rest_in = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
+        if self._copy is not None:
+            index, ticket = self._copy
+            ticket.wait()
+            rest_in = self.host.gradients[index].to(self.param.device)
+        target = self._accumulator_like(self._matrix())
+        device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
+        self._split_done, self._copy = False, None
+        self.accumulates = True
+
+    def _accumulator_like(self, matrix: Tensor) -> Tensor:
+        if self._accumulator is None:
+            self._accumulator = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+        return self._accumulator
+
+    # The final moment.
+
+    def update_columns(self, slot: SlotCoefficients, eps: float, unscale: float) -> None:
+        """AdamW on the selected lines, in place in the parameter; ``unscale`` is one over the loss scale."""
+        self.device.update(self._matrix(), slot, eps)
+        self._written()
+        self.device.feed_score(unscale)
+
+    def update_on_host(self, slot: SlotCoefficients | None) -> None:
+        """The gradient is final: its slot joins the open window. None: the step is void for this parameter."""
+        if slot is not None and self._copy is not None:
+            index, ticket = self._copy
+            self.host.commit(Slot(index, slot, ticket))
+        self.single = self.contributions == 1 and not self.eager
+        self.discard()
+
+    def finish_step(self) -> None:
+        """The optimizer step is over."""
+        self.updated = False
+
+    def close_window(self, *, at: int, eps: float, reselect: bool) -> Close | None:
+        """Hand the open window to the workers; a window of void slots closes as a no-op."""
+        if not self.host.open:
+            return None
+        close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
+        if reselect and self.plan.k and self.plan.rest:
+            close.selection = self.device.best_lines()
+            # State that changes sides must be the newest on both, so this close lands at the next use in any case.
+            close.visible_at = at + 1
+            self.device.selected_at = at
+        self.transport.workers.submit(close.job)
+        return close
+
+    # The way back.
+
+    def due(self, now: int) -> bool:
+        """Whether a closed window is visible to a forward after ``now`` attempted steps and has not landed."""
+        return any(close.visible_at <= now for close in self.host.closes)
+
+    def start_upload(self, now: int) -> bool:
+        """Start the upload of the next visible close if its job is done; whether one is on its way."""
+        if self._upload is not None:
+            return True
+        closes = self.host.closes
+        if not closes or not self.due(now) or not closes[0].job.done():
+            return False
+        close = closes[0]
+        close.job.wait()
+        block = self.transport.up_ring.take((self.plan.rest, self.plan.length), self.plan.dtype)
+        ticket = self.transport.to_device.submit(
+            block.tensor, close.upload, step=self.transport.recorder.step, param=self.plan.name
+        )
+        self._upload = Upload(close, block, ticket)
+        return True
+
+    def land(self, now: int) -> list[Close]:
+        """Make everything visible that is due, waiting for it; returns the closes that landed."""
+        landed = []
+        while self.due(now):
+            landed.append(self._land_one(now))
+        return landed
+
+    def _land_one(self, now: int) -> Close:
+        recorder = self.transport.recorder
+        if not self.start_upload(now):
+            with recorder.compute("wait", param=self.plan.name):
+                self.host.closes[0].job.wait()
+            self.start_upload(now)
+        upload = self._upload
+        assert upload is not None
+        if upload.ticket.done():
+            upload.ticket.wait_on_device()
+        else:
+            with recorder.compute("wait", param=self.plan.name):
+                upload.ticket.wait_on_device()
+        with recorder.compute("merge", param=self.plan.name):
+            device_ops.merge_columns(self._matrix(), self.plan.dim, self.device.selection.rest, upload.block.tensor)
+            self._written()
+        self.transport.up_ring.give_back(upload.block)
+        self._upload = None
+        self.host.closes.pop(0)
+        if upload.close.selection is not None:
+            with recorder.compute("select", param=self.plan.name):
+                self._reselect(upload.close.selection)
+        return upload.close
+
+    def _reselect(self, wanted: Tensor) -> None:
+        self.host.wait()
+        self.device.selection, _ = exchange_lines(
+            self.device.state(), self.host.state(), self.device.selection, wanted
+        )
+
+    # Weights and masters.
+
+    def reseed(self) -> None:
+        """Take the fp32 masters of both sides from the parameter where they do not agree with it.
+
+        A master whose cast equals the weight is kept, so that loading a checkpoint's weights after (or before) its
+        optimizer state loses no precision.
+        """
+        for master, lines in ((self.device.master, self.device.selection.selected), (self.host.master, self.device.selection.rest)):
+            if not lines.numel():
+                continue
+            weights = self._matrix().index_select(self.plan.dim, lines)
+            weights = (weights if self.plan.dim == 0 else weights.t()).to(master.device)
+            same = master.to(self.plan.dtype) == weights
+            master.copy_(torch.where(same, master, weights.float()))
+        self._version = self.param._version
+
+    def notice_foreign_write(self) -> None:
+        """If somebody else wrote the weights since our last write, those weights count: re-seed the masters.
+
+        An update in flight at that moment is dropped: it was computed from weights that are no more.
+        """
+        if self.param._version == self._version:
+            return
+        self.host.wait()
+        if self._upload is not None:
+            self._upload.ticket.wait()
+            self.transport.up_ring.give_back(self._upload.block)
+            self._upload = None
+        for close in self.host.closes:
+            if close.selection is not None:
+                self._reselect(close.selection)
+        self.host.closes.clear()
+        self.reseed()
+
+    def expect_foreign_weights(self) -> None:
+        """Compare weights and masters at the next use: a checkpoint may be loaded in any order."""
+        self._version = -1
+
+    def trust_weights(self) -> None:
+        """The weights are as we left them, whatever their version says."""
+        self._version = self.param._version
+
+    def abandon(self) -> None:
+        """Drop gradients, windows and uploads, failed ones too: a state is about to be loaded."""
+        self.discard()
+        self.updated = False
+        if self._upload is not None:
+            self._upload.ticket.wait()
+            self.transport.up_ring.give_back(self._upload.block)
+            self._upload = None
+        self.host.clear_windows()
+
+    def _matrix(self) -> Tensor:
+        return self.param.detach().view(self.param.shape[0], -1)
+
+    def _written(self) -> None:
+        # Raw writes below autograd must show, or a graph that saved the old weights would use the new ones silently.
+        torch.autograd.graph.increment_version(self.param)
+        self._version = self.param._version
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of this parameter's optimizer state."""
+        return self.device.nbytes

@@ -1,0 +1,170 @@
+"""The graph nodes of zenflow: schemas, fake kernels and the registry of live engines.
+
+This is all that the passes know of the runtime. Every op takes ``(engine, p)``: which engine, and which parameter of
+its plan. Both are small stable integers, so that compiled graphs stay cacheable. Nothing that changes from step to
+step is an argument: the op runs every step and the engine decides what it does.
+
+[Note: tokens] Inductor (2.11 to 2.13) orders effectful ops only when they were traced through AOTAutograd; ops that a
+pass inserts afterwards would be free to move. ``begin_backward`` therefore returns a token that the following ops
+mutate: a plain data dependency, which keeps FX order and protects the ops from dead-code elimination.
+
+[Note: staged gradients] Selected and remaining gradients live in engine-owned memory and are never op outputs: Inductor
+reuses the buffer of an op's output inside the graph while Python still holds a reference to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import Plan
+
+
+class EngineOps(Protocol):
+    """What an engine does for the nodes; the runtime's engine and the recording engine of the tests implement it."""
+
+    id: int
+    plan: Plan
+
+    def index_of(self, param: Tensor) -> int | None: ...
+    def begin_backward(self) -> None: ...
+    def column_norms(self, p: int, grad: Tensor) -> Tensor: ...
+    def select_columns(self, p: int, norms: Tensor) -> Tensor: ...
+    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None: ...
+    def copy_to_host(self, p: int) -> None: ...
+    def adam_columns_(self, p: int, param: Tensor) -> None: ...
+    def update_on_host(self, p: int) -> None: ...
+    def copy_to_device_(self, p: int, param: Tensor) -> None: ...
+
+
+_LIVE: WeakValueDictionary[int, EngineOps] = WeakValueDictionary()
+
+
+def register_engine(engine: EngineOps) -> None:
+    """Make ``engine`` reachable for graph nodes; it stays so until it is collected or unregistered."""
+    _LIVE[engine.id] = engine
+
+
+def unregister_engine(engine_id: int) -> None:
+    """Forget a closed engine, so that no parameter counts as owned by it."""
+    _LIVE.pop(engine_id, None)
+
+
+def live_engines() -> Iterator[EngineOps]:
+    """The engines that are alive now."""
+    return iter(tuple(_LIVE.values()))
+
+
+def owner_of(param: Tensor) -> tuple[EngineOps, int] | None:
+    """The engine that updates ``param`` and the parameter's index in its plan; None if no optimizer owns it."""
+    for engine in live_engines():
+        if (index := engine.index_of(param)) is not None:
+            return engine, index
+    return None
+
+
+def engine(engine_id: int) -> EngineOps:
+    """Resolve an engine.
+
+    Raises:
+        RuntimeError: the engine was closed or collected.
+    """
+    if (found := _LIVE.get(engine_id)) is None:
+        raise RuntimeError(
+            f"the optimizer behind this compiled graph (engine {engine_id}) is closed; "
+            "compile the model again with torch.compile(model, backend='zenflow') after creating a new optimizer"
+        )
+    return found
+
+
+_library = torch.library.Library("zenflow", "DEF")
+_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order)
+
+
+def _begin_backward(engine_id: int) -> Tensor:
+    engine(engine_id).begin_backward()
+    return torch.zeros(1)
+
+
+def _column_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
+    return engine(engine_id).column_norms(p, grad)
+
+
+def _select_columns(norms: Tensor, engine_id: int, p: int) -> Tensor:
+    return engine(engine_id).select_columns(p, norms)
+
+
+def _split_columns(token: Tensor, grad: Tensor, selected: Tensor, engine_id: int, p: int) -> None:
+    engine(engine_id).split_columns(p, grad, selected)
+
+
+def _copy_to_host(token: Tensor, engine_id: int, p: int) -> None:
+    engine(engine_id).copy_to_host(p)
+
+
+def _adam_columns_(param: Tensor, token: Tensor, engine_id: int, p: int) -> None:
+    engine(engine_id).adam_columns_(p, param)
+
+
+def _update_on_host(token: Tensor, engine_id: int, p: int) -> None:
+    engine(engine_id).update_on_host(p)
+
+
+def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
+    # A closed engine has landed all it had: the weights are final, and inference graphs may go on using them.
+    if (found := _LIVE.get(engine_id)) is not None:
+        found.copy_to_device_(p, param)
+
+
+def _plan_of(engine_id: int, p: int) -> tuple[int, int]:
+    param = engine(engine_id).plan.params[p]
+    return param.lines, param.k
+
+
+def _fake_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
+    lines, _ = _plan_of(engine_id, p)
+    return grad.new_empty((lines,), dtype=torch.float32)
+
+
+def _fake_selection(norms: Tensor, engine_id: int, p: int) -> Tensor:
+    _, k = _plan_of(engine_id, p)
+    return norms.new_empty((k,), dtype=torch.int32)
+
+
+_NODES = (
+    ("begin_backward(int engine) -> Tensor", _begin_backward, lambda engine_id: torch.empty(1)),
+    ("column_norms(Tensor grad, int engine, int p) -> Tensor", _column_norms, _fake_norms),
+    ("select_columns(Tensor norms, int engine, int p) -> Tensor", _select_columns, _fake_selection),
+    ("split_columns(Tensor(a!) token, Tensor grad, Tensor selected, int engine, int p) -> ()", _split_columns, None),
+    ("copy_to_host(Tensor(a!) token, int engine, int p) -> ()", _copy_to_host, None),
+    ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
+    ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
+    ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
+)
+
+
+def _define() -> None:
+    for schema, kernel, fake in _NODES:
+        name = schema[: schema.index("(")]
+        _library.define(schema, tags=_TAGS)
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"zenflow::{name}", fake or (lambda *args: None), lib=_library)
+
+
+_define()
+
+BEGIN_BACKWARD = torch.ops.zenflow.begin_backward.default
+COLUMN_NORMS = torch.ops.zenflow.column_norms.default
+SELECT_COLUMNS = torch.ops.zenflow.select_columns.default
+SPLIT_COLUMNS = torch.ops.zenflow.split_columns.default
+COPY_TO_HOST = torch.ops.zenflow.copy_to_host.default
+ADAM_COLUMNS_ = torch.ops.zenflow.adam_columns_.default
+UPDATE_ON_HOST = torch.ops.zenflow.update_on_host.default
+COPY_TO_DEVICE_ = torch.ops.zenflow.copy_to_device_.default
+
+for _op in (BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_):
+    torch.fx.node.has_side_effect(_op)

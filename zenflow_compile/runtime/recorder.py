@@ -1,0 +1,86 @@
+"""Records what runtime objects do into a timeline, if somebody is profiling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zenflow_compile.profiling.timeline import COMPUTE, STEP, WINDOWS, Timeline
+
+
+class Recorder:
+    """Shared by an engine, its lanes and its workers; it keeps none of them alive.
+
+    Work on the device is timed by events of its stream, waits of the host by the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.timeline: Timeline | None = None
+        self.step = 0
+        self._on_stream = device.type == "cuda"
+        self._phase: tuple[str, int | torch.cuda.Event] | None = None
+        self._step_began: int | None = None
+
+    def attach(self, timeline: Timeline | None) -> None:
+        """Record into ``timeline`` from now on; the step that is under way counts from here."""
+        self.timeline = timeline
+        self._phase = None
+        self._step_began = None if timeline is None else time.perf_counter_ns()
+
+    @contextmanager
+    def compute(self, kind: str, *, param: str = "") -> Iterator[None]:
+        """Record what the training thread or its stream does meanwhile as ``kind`` on the compute lane."""
+        if self.timeline is None:
+            yield
+            return
+        begin = self._now() if kind != "wait" else time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._add(kind, begin, self._now() if kind != "wait" else time.perf_counter_ns(), param)
+
+    def begin_phase(self, kind: str) -> None:
+        """The training thread is in ``kind`` ("forward", "backward", "update") from here on."""
+        if self.timeline is None or (self._phase is not None and self._phase[0] == kind):
+            return
+        self.end_phase()
+        self._phase = (kind, self._now())
+
+    def end_phase(self) -> None:
+        """The phase, if any, is over."""
+        if self._phase is not None:
+            (kind, begin), self._phase = self._phase, None
+            self._add(kind, begin, self._now(), "")
+
+    def end_step(self, steps: int) -> None:
+        """An optimizer step is done; ``steps`` were attempted so far."""
+        self.end_phase()
+        if self.timeline is not None and self._step_began is not None:
+            now = time.perf_counter_ns()
+            self.timeline.add(STEP, "step", self._step_began, now, step=self.step)
+            self._step_began = now
+        self.step = steps
+
+    def mark(self, kind: str, *, param: str) -> None:
+        """Something about windows happened: "close" or "select"."""
+        if self.timeline is not None:
+            now = time.perf_counter_ns()
+            self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
+
+    def _now(self) -> int | torch.cuda.Event:
+        if not self._on_stream:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, kind: str, begin: int | torch.cuda.Event, end: int | torch.cuda.Event, param: str) -> None:
+        if self.timeline is None:
+            return
+        if isinstance(begin, int) and isinstance(end, int):
+            self.timeline.add(COMPUTE, kind, begin, end, step=self.step, param=param)
+        elif not isinstance(begin, int) and not isinstance(end, int):
+            self.timeline.add_device(COMPUTE, kind, begin, end, step=self.step, param=param)

@@ -1,0 +1,159 @@
+"""Worker threads that apply closed windows on the host, earliest deadline first.
+
+Workers make no CUDA launches: what they need has been copied to host memory, and what they write is copied back by the
+thread that runs the graph. A failure is kept with its traceback and raised in the training thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from zenflow_compile.profiling.timeline import worker_lane
+from zenflow_compile.runtime.recorder import Recorder
+
+
+class Job:
+    """One closed window: a number of independent tasks that any worker may run."""
+
+    def __init__(
+        self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str, ready: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            tasks: each does a part of the work and returns the bytes of host memory it touched.
+            deadline: position of the parameter in the next forward; smaller runs earlier.
+            ready: blocks until the inputs are in host memory.
+        """
+        self.tasks = tasks
+        self.deadline = deadline
+        self.step = step
+        self.param = param
+        self.ready = ready
+        self._lock = threading.Lock()
+        self._left = len(tasks)
+        self._done = threading.Event()
+        self._settled = threading.Event()
+        self.error: BaseException | None = None
+        if not tasks:
+            self._done.set()
+            self._settled.set()
+
+    def done(self) -> bool:
+        """Whether every task has run, or one failed."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Block until the job is done.
+
+        Raises:
+            RuntimeError: a task failed; chained to the original error and its traceback.
+        """
+        self._done.wait()
+        if self.error is not None:
+            raise RuntimeError(f"the host update of {self.param} at step {self.step} failed") from self.error
+
+    def settle(self) -> None:
+        """Block until no task of this job runs or will run, whether it failed or not."""
+        self._settled.wait()
+
+    def finish_task(self, error: BaseException | None = None) -> None:
+        """One task ended. The first error makes the job done at once; its other tasks are skipped."""
+        with self._lock:
+            self._left -= 1
+            self.error = self.error or error
+            if self._left == 0:
+                self._settled.set()
+            if self._left == 0 or self.error is not None:
+                self._done.set()
+
+
+class WorkerPool:
+    """Threads that serve jobs; started with the first job."""
+
+    def __init__(self, workers: int, recorder: Recorder) -> None:
+        self.workers = workers
+        self._recorder = recorder
+        self._heap: list[tuple[int, int, Job, Callable[[], int]]] = []
+        self._order = itertools.count()
+        self._wake = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def submit(self, job: Job) -> None:
+        """Queue all tasks of ``job``."""
+        if not self._threads:
+            self._start()
+        with self._wake:
+            for task in job.tasks:
+                heapq.heappush(self._heap, (job.deadline, next(self._order), job, task))
+            self._wake.notify(len(job.tasks))
+
+    def close(self) -> None:
+        """Finish what is queued, then stop the threads."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _start(self) -> None:
+        self._threads = [
+            threading.Thread(target=self._run, args=(index,), name=f"zenflow-worker-{index}", daemon=True)
+            for index in range(self.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int) -> None:
+        _pin_to_core(index)
+        lane = worker_lane(index)
+        while True:
+            with self._wake:
+                while not self._heap and not self._closing:
+                    self._wake.wait()
+                if not self._heap:
+                    return
+                _, _, job, task = heapq.heappop(self._heap)
+            if job.error is not None:
+                job.finish_task()
+                continue
+            try:
+                job.ready()
+                begin = time.perf_counter_ns()
+                touched = task()
+            except BaseException as error:
+                job.finish_task(error)
+                continue
+            if (timeline := self._recorder.timeline) is not None:
+                end = time.perf_counter_ns()
+                timeline.add(lane, "host_update", begin, end, step=job.step, param=job.param, bytes=touched)
+            job.finish_task()
+
+
+def worker_count(reserved_share: float) -> int:
+    """Workers for a machine that leaves ``reserved_share`` of its physical cores to PyTorch; at least one.
+
+    Only cores that this process may use count: a container often sees fewer than the machine has.
+    """
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    usable = min(physical, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical)
+    return max(1, int(usable * (1.0 - reserved_share)))
+
+
+def _pin_to_core(index: int) -> None:
+    """Pin the calling worker, counted from the last usable core; the training thread keeps its own mask."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(threading.get_native_id(), {cores[-1 - index % len(cores)]})
+    except OSError:
+        pass  # a sandbox may forbid it: pinning is for speed alone

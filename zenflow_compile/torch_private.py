@@ -1,0 +1,234 @@
+"""Every private PyTorch API that the package leans on, each behind a function that says where it was seen."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def one_intra_op_thread() -> Iterator[None]:
+    """Let the calling thread, and no other, run PyTorch's CPU operators on one core.
+
+    ``torch.set_num_threads`` would change the training thread's count too. OpenMP's own setting belongs to
+    the calling thread. Reached through libtorch's dependencies, so that it is the OpenMP runtime that PyTorch
+    uses, whatever its name; where there is none this does nothing. Seen in torch 2.11 and 2.13.
+    """
+    openmp = _openmp()
+    if openmp is None:
+        yield
+        return
+    torch.get_num_threads()  # a thread's first operator sets its count: let that happen before ours
+    before = openmp.omp_get_max_threads()
+    openmp.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        openmp.omp_set_num_threads(before)
+
+
+@cache
+def _openmp() -> ctypes.PyDLL | None:
+    """PyTorch's OpenMP runtime. PyDLL, since a CDLL call gives up the GIL and may wait 5 ms to get it
+    back."""
+    suffix = {"darwin": "dylib"}.get(sys.platform, "so")
+    try:
+        library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
+        library.omp_set_num_threads.restype = None
+        library.omp_get_max_threads.restype = ctypes.c_int
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def fused_adamw_(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grads: Sequence[Tensor],
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Take ``grads`` one after another into one fp32 parameter, in place, in one call that releases the GIL.
+
+    ``step`` is the count that bias correction uses for all of them. The kernel goes through its lists in
+    order, so a tensor may be in them several times. Seen in torch 2.11 and 2.13.
+    """
+    count = len(grads)
+    torch._fused_adamw_(
+        [param] * count, list(grads), [exp_avg] * count, [exp_avg_sq] * count, [], [step] * count,
+        amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+    )  # fmt: skip
+
+
+def copy_and_scale_(targets: list[Tensor], sources: list[Tensor], scales: list[float] | None) -> None:
+    """``target = source * scale`` for each, computed in the target's dtype. Seen in torch 2.11 and 2.13."""
+    torch._foreach_copy_(targets, sources)
+    if scales is not None:
+        torch._foreach_mul_(targets, scales)
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Names that Inductor takes as settings, such as ``"triton.cudagraphs"``. Seen in torch 2.11 and 2.13."""
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Inductor's settings for every ``mode`` of ``torch.compile``. Seen in torch 2.11 and 2.13."""
+    from torch._inductor import list_mode_options
+
+    return {mode: dict(settings) for mode, settings in list_mode_options().items()}
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use, or None where there is none. Seen in torch 2.11 and 2.13."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
+def compile_host_kernel(
+    function: Callable[..., None], flat: Sequence[torch.dtype], small: Sequence[Tensor]
+) -> Callable[[list[Tensor]], object]:
+    """Compile an in-place function of CPU tensors into C++ that runs on the calling thread and does not hold
+    the GIL.
+
+    Inductor's code generator is called directly, past Dynamo and AOTAutograd: so there are no guards to
+    evaluate in worker threads, nothing ever recompiles, and the user's ``torch._dynamo`` resets and settings
+    have no say. Only ``cpp_wrapper`` code releases the GIL. Compiled code is cached on disk by Inductor's FX
+    graph cache.
+
+    Args:
+        function: takes ``flat`` tensors, then ``small`` ones; functional operators, results by ``copy_`` at
+            its end.
+        flat: dtypes of the 1-D contiguous tensors that share one length, which stays dynamic.
+        small: examples of the tensors whose shapes are constant.
+
+    Returns:
+        The kernel, which takes all of them as one list, and empties it.
+
+    Raises:
+        RuntimeError: the length was specialised, so that the code would be wrong for another.
+        Exception: whatever the compiler raises.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    def traced(*args: Tensor) -> tuple[()]:
+        function(*args)
+        return ()  # Inductor takes graphs that return a sequence
+
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env)
+    length = mode.from_tensor(
+        torch.empty(1 << 16, dtype=torch.float32, device="cpu"),
+        source=ConstantSource("length"),
+        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]),
+    ).shape[0]
+    options = {
+        "cpp_wrapper": True,
+        "cpp.threads": 1,  # no OpenMP region: workers are the parallelism
+        # Without contraction a vector loop and its tail round alike, so that where ranges are cut changes
+        # nothing.
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.enable_unsafe_math_opt_flag": False,
+    }
+    tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+    with torch.no_grad(), tracing, V.set_fake_mode(mode), config.patch(options):
+        with mode:
+            inputs = [torch.empty(length, dtype=dtype, device="cpu") for dtype in flat]
+            inputs += [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in small]
+            graph = make_fx(traced, decomposition_table=select_decomp_table())(*inputs)
+        compiled: Any = compile_fx_inner(graph, inputs, cpp_wrapper=True, is_inference=True)
+    if shape_env.guards:
+        raise RuntimeError(f"the kernel's length was specialised: {[str(g.expr) for g in shape_env.guards]}")
+
+    # Not ``compiled(...)``: that goes through process-wide bookkeeping of compilations, and workers run
+    # beside them.
+    kernel: Callable[[list[Tensor]], object] = compiled.current_callable
+    return kernel
+
+
+def register_host_memory(address: int, size_bytes: int) -> None:
+    """Page-lock host memory, so that CUDA copies from and to it asynchronously. Releases the GIL meanwhile.
+
+    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
+
+    Raises:
+        RuntimeError: CUDA's reason for refusing.
+    """
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = cudart.cudaHostRegister(address, size_bytes, 1)  # 1: cudaHostRegisterPortable, for every device
+    if int(error) != 0:
+        # CUDA keeps the error for whoever asks next, which is the check after the next launch: spend it here.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo ``register_host_memory``. An error is ignored: CUDA does not know this memory then.
+
+    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
+    """
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def fused_adamw_multi_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """One AdamW step for a list of parameters of one dtype, in place. Seen in torch 2.11 and 2.13."""
+    torch._fused_adamw_(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps,
+        amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+    )  # fmt: skip
+
+
+def current_graph_task() -> int:
+    """Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Have ``callback`` run when the current backward is over. Seen in torch 2.11 and 2.13.
+
+    FSDP2 relies on the same hook; it must be called while a backward runs.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

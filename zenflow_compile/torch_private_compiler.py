@@ -1,0 +1,329 @@
+"""The private PyTorch API of the compilers that the backend leans on: Dynamo, AOTAutograd, Inductor.
+
+The other half of ``torch_private``, which has what the runtime needs; nothing else in the package uses private API.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCall:
+    """Who asked for a graph.
+
+    Attributes:
+        wrapper: the object that ``torch.compile`` made for this one call of it; None outside ``torch.compile``. It must
+            not own anything: Dynamo keeps it until ``torch._dynamo.reset()``.
+        module: the module that was compiled; None when a plain function was.
+        local_scope: local variables of the frame that the graph was captured from.
+        global_scope: its global variables.
+        compile_id: ``"frame/recompilation"`` for people to read; empty when the graph runs, not when it is captured.
+    """
+
+    wrapper: Any = None
+    module: torch.nn.Module | None = None
+    local_scope: Mapping[str, Any] = field(default_factory=dict)
+    global_scope: Mapping[str, Any] = field(default_factory=dict)
+    compile_id: str = ""
+
+
+def compile_call() -> CompileCall:
+    """Find the ``torch.compile`` call behind the graph that is being captured, or is running, by walking up the stack.
+
+    Dynamo tells a backend the graph and nothing about who asked for it. Seen in torch 2.11 and 2.13.
+    """
+    from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, innermost_backend
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._guards import CompileContext
+
+    found: dict[str, Any] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if "local_scope" not in found:
+            if isinstance(owner, OutputGraph):  # capturing
+                found.update(local_scope=owner.local_scope, global_scope=owner.global_scope)
+            elif not frame.f_globals.get("__name__", "").startswith(("torch.", "zenflow_compile.")):  # running
+                found.update(local_scope=frame.f_locals, global_scope=frame.f_globals)
+        if isinstance(owner, OptimizeContext) and "wrapper" not in found:
+            found["wrapper"] = innermost_backend(owner.callback)
+            bound = getattr(frame.f_locals.get("fn"), "__self__", frame.f_locals.get("fn"))
+            if isinstance(bound, torch.nn.Module):
+                found["module"] = bound
+        elif "wrapper" in found:  # torch.compile(module): its own frames are just above
+            if isinstance(owner, OptimizedModule):
+                found["module"] = owner._orig_mod
+            if not isinstance(owner, torch.nn.Module) or isinstance(owner, OptimizedModule):
+                break
+        frame = frame.f_back
+    context = CompileContext.try_get()
+    return CompileCall(**found, compile_id=str(context.compile_id) if context else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """Dynamo's graph with all that is needed to compile it once more, after Dynamo has finished with it.
+
+    Attributes:
+        graph: the graph; compilers get copies, since they edit what they get.
+        sources: where Dynamo found each input; None where unknown.
+        fakes: its inputs as fake tensors: the shapes, which may be symbolic, and no memory.
+        fake_mode: their mode; None outside Dynamo.
+        grad_enabled: whether gradients were on, which decides between a training and an inference graph.
+        compile_context: Dynamo's name for the compilation.
+    """
+
+    graph: torch.fx.GraphModule
+    sources: tuple[Any, ...]
+    fakes: tuple[Any, ...]
+    fake_mode: Any
+    grad_enabled: bool
+    compile_context: Any
+
+
+def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
+    """Keep what the backend was called with, but none of the tensors. Seen in torch 2.11 and 2.13."""
+    from torch._guards import CompileContext, TracingContext
+
+    context = TracingContext.try_get()
+    fakes = tuple(inputs)
+    if context is not None and (mode := context.fake_mode) is not None:
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            # Dynamo's own choice of what is symbolic; a tensor that it did not see has its shape for good.
+            symbolic = context.tensor_to_context.get(value)
+            if symbolic is None:
+                return mode.from_tensor(value, static_shapes=True)
+            return mode.from_tensor(
+                value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source, trace=False
+            )
+
+        fakes = tuple(fake(value) for value in inputs)
+    return CapturedGraph(
+        graph=copy.deepcopy(gm),
+        sources=tuple(getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")),
+        fakes=fakes,
+        fake_mode=context.fake_mode if context is not None else None,
+        grad_enabled=torch.is_grad_enabled(),
+        compile_context=CompileContext.try_get(),
+    )
+
+
+def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``compiler(graph, inputs)`` on a captured graph from inside a running program.
+
+    This is what Dynamo does for specialisations, and AOTAutograd for backwards that it compiles late. The guards that
+    the first compilation added hold for this one: it is the same graph with the same shapes. Seen in 2.11 and 2.13.
+    """
+    from torch._guards import TracingContext, compile_context, tracing
+
+    gm = copy.deepcopy(captured.graph)
+    with (
+        tracing(TracingContext(captured.fake_mode)),
+        compile_context(captured.compile_context),
+        torch.set_grad_enabled(captured.grad_enabled),
+    ):
+        compiled: Callable[..., Any] = compiler(gm, captured.fakes)
+    return compiled
+
+
+def active_ddp(call: CompileCall) -> bool:
+    """Whether the frame being compiled runs inside DistributedDataParallel. Seen in torch 2.11 and 2.13."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.nn.parallel import DistributedDataParallel
+
+    candidates = (call.module, *call.local_scope.values())
+    return DistributedDataParallel._get_active_ddp_module() is not None or any(
+        isinstance(value, DistributedDataParallel) for value in candidates
+    )
+
+
+def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
+    """The outermost module on Dynamo's way to an input. Seen in torch 2.11 and 2.13."""
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    scope = {"L": call.local_scope, "G": call.global_scope}
+    for prefix in reversed(chain):
+        try:
+            value = eval(prefix.name, scope)
+        except Exception:  # names may use helpers that only Dynamo's guard code has
+            continue
+        if isinstance(value, torch.nn.Module):
+            return value
+    return None
+
+
+def backend_error(error: Exception) -> Exception:
+    """``error`` as one that Dynamo passes on as it is: of the same type and text, not a BackendCompilerFailed.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(type(error).__name__, (ShortenTraceback, type(error)), {"__module__": type(error).__module__})
+    made: Exception = kind(*error.args, first_useful_frame=None)
+    return made
+
+
+def aot_inputs(graph: torch.fx.Graph) -> dict[int, torch.fx.Node]:
+    """Placeholders of an AOTAutograd graph by the index of the Dynamo graph's input that they are.
+
+    AOTAutograd describes every input, so that tokens, symbolic sizes, saved tensors and removed duplicates cannot shift
+    a count. Inputs that it replaced (the parts of a tensor subclass, the base of several views) are not in the result.
+    Seen in torch 2.11 and 2.13.
+
+    Raises:
+        RuntimeError: the graph has no descriptions.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    placeholders = graph.find_nodes(op="placeholder")
+    if placeholders and not any("desc" in node.meta for node in placeholders):
+        raise RuntimeError(f"torch {torch.__version__} does not describe AOTAutograd's inputs; torch 2.11 to 2.13 do")
+    described = ((node.meta.get("desc"), node) for node in placeholders)
+    return {desc.idx: node for desc, node in described if isinstance(desc, PlainAOTInput)}
+
+
+def aot_gradients(graph: torch.fx.Graph) -> dict[int, int]:
+    """Positions, in a backward graph's outputs, of the gradients of the Dynamo graph's inputs, by input index.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    output = graph.output_node()
+    descriptions = output.meta.get("desc") or ()
+    return {
+        desc.grad_of.idx: position
+        for position, desc in enumerate(descriptions)
+        if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput)
+    }
+
+
+def outputs_changed(graph: torch.fx.Graph) -> None:
+    """Tell Inductor about outputs that became None, and that reads and writes moved.
+
+    Inductor numbers the stretches of a graph between mutations once, before our nodes exist; with the old numbers its
+    passes would move reads of a parameter over a write of ours. Seen in torch 2.11 and 2.13.
+    """
+    for node in graph.nodes:
+        node.meta.pop("mutation_region_id", None)
+    output = graph.output_node()
+    if (visible := output.meta.get("user_visible_output_idxs")) is not None:
+        values = output.args[0]
+        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], torch.fx.Node)]
+
+
+def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
+    """The mode in which the graph's example values are made; a null context for a graph without any.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
+    return mode if mode is not None else nullcontext()
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    rewrite: Callable[[torch.fx.GraphModule, str], None] | None,
+    config_patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """Inductor, with ``rewrite(graph, phase)`` called on each AOTAutograd graph, or plain where that is None.
+
+    AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation, so that it is off for
+    ours; the FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
+    ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    if rewrite is None:
+        plain: Callable[..., Any] = compile_fx(gm, inputs, config_patches=config_patches)
+        return plain
+
+    def inner_compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
+        phase = "forward"
+        if keywords.get("is_backward"):
+            phase = "backward"
+        elif keywords.get("is_inference"):
+            phase = "inference"
+        rewrite(graph, phase)
+        return compile_fx_inner(graph, example_inputs, **keywords)
+
+    # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
+    settings = {"reorder_for_peak_memory": False, **config_patches}
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
+    return compiled
+
+
+def compile_with_aot(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    rewrite: Callable[[torch.fx.GraphModule, str], None] | None,
+) -> Callable[..., Any]:
+    """AOTAutograd's graphs, rewritten, run node by node: no code generation. Seen in torch 2.11 and 2.13.
+
+    The default partitioner is used, which recomputes nothing that the user did not mark with checkpoint: results are
+    then eager's, bit for bit in most graphs.
+    """
+    from functorch.compile import default_partition, make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(phase: str) -> Callable[..., Any]:
+        def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            if rewrite is not None:
+                rewrite(graph, phase)
+            return make_boxed_func(graph)
+
+        return compile_graph
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=default_partition,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled
+
+
+def register_host_memory(address: int, size_bytes: int) -> None:
+    """Page-lock host memory, so that CUDA copies from and to it asynchronously. Releases the GIL meanwhile.
+
+    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
+
+    Raises:
+        RuntimeError: CUDA's reason for refusing.
+    """
+    cudart = torch.cuda.cudart()
+    error = int(cudart.cudaHostRegister(address, size_bytes, 1))  # 1: cudaHostRegisterPortable, for every device
+    if error:
+        # CUDA keeps the error for whoever asks next, which is the check after the next kernel launch: spend it here.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(cudart.cudaError(error))}")
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo ``register_host_memory``. An error is ignored: then CUDA does not know the memory any more.
+
+    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
+    """
+    torch.cuda.cudart().cudaHostUnregister(address)
