@@ -93,11 +93,13 @@ def _longest_gaps(begin: Callable[[], None], done: threading.Event, seconds: flo
     before = asked = clock()
     end = before + seconds
     begin()  # within the first gap: what it starts may take the GIL before it returns
-    while not done.is_set() and before < end:
+    finished = False
+    while not finished:  # once more after the end: with the GIL held, that is the first iteration
+        finished = done.is_set() or before >= end
         now = clock()
         gap = now - before
         longest_raw = max(longest_raw, gap)
-        if now - asked > 1e-3:  # often enough that waits outside of this gap hardly count as its own
+        if finished or now - asked > 1e-3:  # often, so that waits outside of this gap hardly count as its own
             queued_before, queued = queued, _seconds_in_run_queue()
             longest = max(longest, gap - (queued - queued_before))
             now = asked = clock()  # asking is no gap

@@ -50,7 +50,9 @@ def clip_grad_norm_(
             owned.setdefault(cast(Engine, owner[0]), set()).add(owner[1])
         elif param.grad is not None:
             loose.append(param.grad)
-    squares = [engine.gradient_norm(only).square() for engine, only in owned.items()]
+    squares = [
+        engine.gradient_norm(only, unscale=engine.optimizer.unscaled_by).square() for engine, only in owned.items()
+    ]
     if loose:
         squares.append(torch.nn.utils.get_total_norm(loose, foreach=foreach).float().square())
     if not squares:

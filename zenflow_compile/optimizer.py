@@ -145,7 +145,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 "and check that the compiled model has the optimizer's parameters"
             )
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        unscale = self._unscaled_by() if scale is None else 1.0 / float(scale)
+        unscale = self.unscaled_by if scale is None else 1.0 / float(scale)
         engine.begin_update(
             unscale=unscale,
             residents_unscaled=scale is None,
@@ -206,7 +206,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             with suppress(Exception):
                 engine.close(flush=False)
 
-    def _unscaled_by(self) -> float:
+    @property
+    def unscaled_by(self) -> float:
+        """What ``GradScaler.unscale_`` multiplied the waiting gradients with; 1.0 if it did not run."""
         return 1.0 if self._carrier is None else self._carrier.unscaled_by
 
     def _drop_carrier(self) -> None:

@@ -140,6 +140,7 @@ def compile_host_kernel(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    from torch.utils._python_dispatch import _disable_current_modes
 
     def traced(*args: Tensor) -> tuple[()]:
         function(*args)
@@ -147,11 +148,6 @@ def compile_host_kernel(
 
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env)
-    length = mode.from_tensor(
-        torch.empty(1 << 16, dtype=torch.float32, device="cpu"),
-        source=ConstantSource("length"),
-        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]),
-    ).shape[0]
     options = {
         "cpp_wrapper": True,
         "cpp.threads": 1,  # no OpenMP region: workers are the parallelism
@@ -161,7 +157,13 @@ def compile_host_kernel(
         "cpp.enable_unsafe_math_opt_flag": False,
     }
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
-    with torch.no_grad(), tracing, V.set_fake_mode(mode), config.patch(options):
+    # An engine may be made while the user's model is being compiled, under that compilation's modes.
+    with _disable_current_modes(), torch.no_grad(), tracing, V.set_fake_mode(mode), config.patch(options):
+        length = mode.from_tensor(
+            torch.empty(1 << 16, dtype=torch.float32, device="cpu"),
+            source=ConstantSource("length"),
+            symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]),
+        ).shape[0]
         with mode:
             inputs = [torch.empty(length, dtype=dtype, device="cpu") for dtype in flat]
             inputs += [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in small]

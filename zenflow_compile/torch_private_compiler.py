@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -213,18 +213,28 @@ def aot_gradients(graph: torch.fx.Graph) -> dict[int, int]:
     }
 
 
-def outputs_changed(graph: torch.fx.Graph) -> None:
-    """Tell Inductor about outputs that became None, and that reads and writes moved.
+def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> None:
+    """Tell Inductor what a rewrite changed that it would not see by itself.
 
-    Inductor numbers the stretches of a graph between mutations once, before our nodes exist; with the old numbers its
-    passes would move reads of a parameter over a write of ours. Seen in torch 2.11 and 2.13.
+    Inductor numbers the stretches of a graph between mutations once, before our nodes exist: with the old numbers its
+    passes would move reads of a parameter over a write of ours. It converts an output that a convolution likes better
+    in another layout, and if the output is an input saved for the backward, everything in the graph then uses the
+    converted copy, our write to the parameter too: an output that counts as visible to the user keeps its layout.
+    Seen in torch 2.11 and 2.13.
+
+    Args:
+        written: inputs that inserted nodes write to.
     """
     for node in graph.nodes:
         node.meta.pop("mutation_region_id", None)
     output = graph.output_node()
     if (visible := output.meta.get("user_visible_output_idxs")) is not None:
-        values = output.args[0]
-        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], torch.fx.Node)]
+        values, keep = output.args[0], set(written)
+        output.meta["user_visible_output_idxs"] = [
+            i
+            for i, value in enumerate(values)
+            if isinstance(value, torch.fx.Node) and (i in visible or value in keep)
+        ]
 
 
 def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gil_gap import measure, spin_beside
 from zenflow_compile import torch_private
@@ -78,7 +79,7 @@ def expect(
 def test_equals_the_eager_rule(kernel: Literal["aten", "inductor"], dtype: torch.dtype, count: int) -> None:
     adam = make_host_adam(kernel, gradient_dtype=dtype, out_dtype=dtype, max_slots=MAX_SLOTS)
     assert adam.name == kernel
-    for numel in (1, 7, 100_003):
+    for numel in (0, 1, 7, 100_003):
         state = State.random(numel, dtype)
         before = state.copy()
         gradients = random_gradients(numel, count, dtype)
@@ -265,7 +266,7 @@ def test_compiled_kernels_do_not_know_the_users_torch_settings(monkeypatch: pyte
 
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
             adam = make_host_adam(
                 "inductor", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS
             )

@@ -112,6 +112,13 @@ def token(graph: Graph, engine_id: int) -> Node:
         return insert(graph, ops.BEGIN_BACKWARD, (engine_id,))
 
 
+def written_inputs(graph: Graph) -> set[Node]:
+    """The inputs that our nodes write to."""
+    targets = (ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_)
+    nodes = (node for op in targets for node in graph.find_nodes(op="call_function", target=op))
+    return {node.args[0] for node in nodes if isinstance(node.args[0], Node)}
+
+
 def gradient(graph: Graph, input_index: int) -> tuple[Node, int] | None:
     """A backward graph's gradient of one of Dynamo's inputs and its position among the outputs; None without one."""
     position = private.aot_gradients(graph).get(input_index)

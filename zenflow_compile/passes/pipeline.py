@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.passes.context import GraphPass, PassContext, Phase
+from zenflow_compile.passes.context import GraphPass, PassContext, Phase, written_inputs
 from zenflow_compile.passes.fetch_parameters import FetchParameters
 from zenflow_compile.passes.offload_gradients import OffloadGradients
 from zenflow_compile.passes.select_columns import SelectColumns
@@ -53,7 +53,7 @@ def run_pipeline(gm: GraphModule, ctx: PassContext, passes: Sequence[GraphPass] 
         counts.append((graph_pass.name, count))
         if count and log.isEnabledFor(logging.DEBUG):
             log.debug("%s, %s: %d rewrites\n%s", ctx.phase, graph_pass.name, count, gm.graph)
-    private.outputs_changed(gm.graph)
+    private.graph_rewritten(gm.graph, written_inputs(gm.graph))
     gm.graph.lint()
     gm.recompile()
     report = PassReport(ctx.phase, tuple(counts))

@@ -169,8 +169,7 @@ def _coefficient_table(slots: Sequence[SlotCoefficients], *, step: int, eps: flo
 
 
 def _fused_rule_p(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor, *rest: Tensor) -> None:
-    """What Inductor compiles: functional up to its last four lines. ``rest``: the gradients, then the
-    table."""
+    """What Inductor compiles: functional up to its last four lines. ``rest``: gradients, then the table."""
     *gradients, coefficients = rest
     m, v = exp_avg, exp_avg_sq
     for i, gradient in enumerate(gradients):
