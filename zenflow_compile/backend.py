@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.explain import record_graph
 from zenflow_compile.options import BackendOptions, split_backend_options
-from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine
+from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.pipeline import run_pipeline
@@ -45,11 +45,13 @@ def zenflow(
         RuntimeError: the implicit optimizer was closed.
     """
     try:
+        refuse_ddp(private.compile_call())
         chosen = split_backend_options(options, mode)
         graph = ServedGraph(gm, example_inputs, chosen)
-        graph.prepare(example_inputs, gm)
+        owned = graph.claim(example_inputs)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise private.backend_error(error) from error
+    graph.compile(example_inputs, owned, gm)  # not in there: Dynamo has control flow of its own in exceptions
     return graph
 
 
@@ -58,17 +60,17 @@ class ServedGraph:
 
     Dynamo reuses a compiled graph for all parameters of the same shapes: a second model of a class, a repeated block
     behind graph breaks. Our nodes name one engine and one parameter each, so that parameters with other owners need
-    code of their own. Telling Dynamo so with guards works, but every one of them would then be a recompilation of one
-    frame, dead models included, and past Dynamo's limit of 8 the frame runs uncompiled. So the parameters' owners, which
-    the graph sees at every call as attributes of its inputs, choose the code here. It also follows owners that come and
-    go: a late optimizer, a closed one, a new one.
+    code of their own. Telling Dynamo so with guards works, but each of them would then be a recompilation of one frame,
+    dead models included, and past Dynamo's limit of 8 the frame runs uncompiled. So the parameters' owners, which the
+    graph sees at every call as attributes of its inputs, choose the code here. It also follows owners that come and go:
+    a late optimizer, a closed one, a new one.
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> None:
         self._options = options
         self._captured = private.capture(gm, example_inputs)
         self._params = tuple(
-            (i, value.requires_grad)
+            i
             for i, value in enumerate(example_inputs)
             if isinstance(value, Tensor) and (isinstance(value, nn.Parameter) or value.requires_grad)
         )
@@ -78,28 +80,32 @@ class ServedGraph:
     def __call__(self, *args: Any) -> Any:
         variant = self._variants.get(self._owners(args))
         if variant is None:
-            variant = self.prepare(args)
+            variant = self.compile(args, self.claim(args))
         return variant.code(*args)
 
     def _owners(self, args: Sequence[Any]) -> tuple[object, ...]:
         """What tells sets of parameters apart: each one's owner object."""
-        return tuple([getattr(args[i], OWNER_ATTRIBUTE, None) for i, _ in self._params])
+        return tuple([getattr(args[i], OWNER_ATTRIBUTE, None) for i in self._params])
 
-    def prepare(self, args: Sequence[Any], gm: GraphModule | None = None) -> Variant:
-        """Compile for the parameters among ``args``.
-
-        Args:
-            gm: Dynamo's own graph while Dynamo is here, so that the guards of the compilation reach it; else None.
-
-        Raises: see ``zenflow``.
-        """
-        options = self._options
-        owned = claim(self._captured.graph, args, self._captured.sources, private.compile_call(), options.optimizer)
+    def claim(self, args: Sequence[Any]) -> tuple[Owned, ...]:
+        """Find the owners of the parameters among ``args``. Raises: see ``zenflow``."""
+        options, captured = self._options, self._captured
+        owned = claim(captured.graph, args, captured.sources, private.compile_call(), options.optimizer)
         if owned and options.inductor.get("freezing"):
             raise ValueError(
                 "freezing=True makes the weights constants of compiled inference graphs, which then never see an "
                 "update; leave it at False"
             )
+        return owned
+
+    def compile(self, args: Sequence[Any], owned: Sequence[Owned], gm: GraphModule | None = None) -> Variant:
+        """Compile for the parameters among ``args``.
+
+        Args:
+            owned: what ``claim`` found for them.
+            gm: Dynamo's own graph while Dynamo is here, so that the guards of the compilation reach it; else None.
+        """
+        options = self._options
         rewrite = rewriter(owned, self._compile_id) if owned else None
 
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -213,11 +213,14 @@ def megabytes(count: int) -> str:
 
 def render_graph(record: GraphRecord, full: bool) -> RenderableType:
     """Inserted nodes with their reasons among the nodes around them."""
-    title = "step graph (what step() runs)" if record.phase is Phase.STEP else f"{record.phase} graph"
+    title = f"{record.phase} graph"
+    if record.phase is Phase.STEP:
+        title += " (what step(), or else the end of a backward, runs for what the graphs above do not update)"
     if record.compile_id:
         title += f" [{record.compile_id}]"
     text = Text()
-    text.append(f"{title}: {record.inserted} of {len(record.lines)} nodes inserted\n", style="bold")
+    title = textwrap.fill(f"{title}: {record.inserted} of {len(record.lines)} nodes inserted", WIDTH - 1)
+    text.append(f"{title}\n", style="bold")
     if counts := [f"{name} {count}" for name, count in record.counts if count]:
         text.append(f"  passes: {', '.join(counts)}\n", style="dim")
     shown = set(range(len(record.lines))) if full else neighbours(record.lines)

@@ -91,12 +91,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     @property
     def device_bytes(self) -> int:
         """Bytes of optimizer state on the device, staging buffers included."""
-        return self.engine.device_bytes
+        return self.engine.roster.device_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of optimizer state, gradient windows and upload buffers in host memory."""
-        return self.engine.host_bytes
+        return self.engine.roster.host_bytes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. Those that exist keep their state, phases and windows.
@@ -122,7 +122,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             self._step_graph = build_step_graph(engine.plan, engine.id)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients of the backwards since the last step.
 
         Updates of selected columns run now; what closes on the host becomes visible at the parameter's next use.
@@ -178,7 +178,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.engine.synchronize()
         return checkpoint.state_dict(self.engine, self.param_groups)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after.
 
         Raises:

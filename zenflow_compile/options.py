@@ -34,6 +34,7 @@ __all__ = [
 
 POLICIES = ("resident", "zero_offload", "zenflow")
 SELECT_STRATEGIES = ("auto", "step", "epoch")
+HostKernel = Literal["auto", "inductor", "aten"]
 HOST_KERNELS = ("auto", "inductor", "aten")
 
 MAX_AUTO_UPDATE_INTERVAL = 4
@@ -108,7 +109,7 @@ class Options:
     gradient_accumulation_steps: int | None = None
     device_share: float = 0.25
     min_offload_size: int = 4096
-    host_kernel: str = "auto"
+    host_kernel: HostKernel = "auto"
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {

@@ -42,7 +42,7 @@ class Owned:
     """One input of Dynamo's graph that an engine owns.
 
     Attributes:
-        engine_id: that engine. Compiled graphs live long, so that nothing here keeps the engine alive.
+        engine_id: that engine; compiled graphs live long, and nothing here keeps the engine alive.
         p: index in the engine's plan.
         input_index: index among the inputs of Dynamo's graph.
     """
@@ -100,10 +100,9 @@ def claim(
         keywords: of ``ZenFlowAdamW`` for the implicit form; None if parameters have optimizers of their own.
 
     Raises:
-        ValueError: DistributedDataParallel, or parameters inside the graph instead of among its inputs.
+        ValueError: parameters are inside the graph instead of among its inputs.
         RuntimeError: the implicit optimizer of this ``torch.compile`` call was closed, and training goes on.
     """
-    refuse_ddp(call)
     if any(ops.owner_of(param) is not None for param in gm.parameters()):
         raise ValueError(
             "torch._dynamo.config.inline_inbuilt_nn_modules=False makes parameters constants of the graph, which this "
@@ -153,7 +152,7 @@ def add_state_dict_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
                 for param in module.parameters(recurse=False)
             )
             if (holds or module is root) and hook not in module._state_dict_pre_hooks.values():
-                module.register_state_dict_pre_hook(hook)
+                module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def ensure_implicit_optimizer(

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+REWRITE_VERSION = "1"
+"""To be raised when passes leave the same nodes but other metadata than before. Inductor's FX graph cache keys on nodes
+alone: an update of this package would else load code that its predecessor's metadata made."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompileCall:
@@ -65,7 +69,7 @@ def compile_call() -> CompileCall:
             if not isinstance(owner, torch.nn.Module) or isinstance(owner, OptimizedModule):
                 break
         frame = frame.f_back
-    context = CompileContext.try_get()
+    context: Any = CompileContext.try_get()
     return CompileCall(**found, compile_id=str(context.compile_id) if context else "")
 
 
@@ -102,7 +106,8 @@ def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
             if not isinstance(value, torch.Tensor):
                 return value
             # Dynamo's own choice of what is symbolic; a tensor that it did not see has its shape for good.
-            symbolic = context.tensor_to_context.get(value)
+            contexts: Any = context.tensor_to_context
+            symbolic = contexts.get(value)
             if symbolic is None:
                 return mode.from_tensor(value, static_shapes=True)
             return mode.from_tensor(
@@ -144,10 +149,9 @@ def active_ddp(call: CompileCall) -> bool:
         return False
     from torch.nn.parallel import DistributedDataParallel
 
+    ddp: Any = DistributedDataParallel
     candidates = (call.module, *call.local_scope.values())
-    return DistributedDataParallel._get_active_ddp_module() is not None or any(
-        isinstance(value, DistributedDataParallel) for value in candidates
-    )
+    return ddp._get_active_ddp_module() is not None or any(isinstance(value, ddp) for value in candidates)
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
@@ -229,7 +233,8 @@ def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> 
         node.meta.pop("mutation_region_id", None)
     output = graph.output_node()
     if (visible := output.meta.get("user_visible_output_idxs")) is not None:
-        values, keep = output.args[0], set(written)
+        values: Any = output.args[0]
+        keep = set(written)
         output.meta["user_visible_output_idxs"] = [
             i
             for i, value in enumerate(values)
@@ -276,8 +281,13 @@ def compile_with_inductor(
         rewrite(graph, phase)
         return compile_fx_inner(graph, example_inputs, **keywords)
 
-    # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
-    settings = {"reorder_for_peak_memory": False, **config_patches}
+    settings = {
+        # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
+        "reorder_for_peak_memory": False,
+        # A note that Inductor never reads here, but that is in the key of its FX graph cache.
+        "aot_inductor.metadata": {"zenflow": REWRITE_VERSION},
+        **config_patches,
+    }
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
     return compiled
@@ -293,8 +303,9 @@ def compile_with_aot(
     The default partitioner is used, which recomputes nothing that the user did not mark with checkpoint: results are
     then eager's, bit for bit in most graphs.
     """
-    from functorch.compile import default_partition, make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import default_partition
 
     def compiler(phase: str) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -312,28 +323,3 @@ def compile_with_aot(
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled
-
-
-def register_host_memory(address: int, size_bytes: int) -> None:
-    """Page-lock host memory, so that CUDA copies from and to it asynchronously. Releases the GIL meanwhile.
-
-    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
-
-    Raises:
-        RuntimeError: CUDA's reason for refusing.
-    """
-    cudart = torch.cuda.cudart()
-    error = int(cudart.cudaHostRegister(address, size_bytes, 1))  # 1: cudaHostRegisterPortable, for every device
-    if error:
-        # CUDA keeps the error for whoever asks next, which is the check after the next kernel launch: spend it here.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(cudart.cudaError(error))}")
-
-
-def unregister_host_memory(address: int) -> None:
-    """Undo ``register_host_memory``. An error is ignored: then CUDA does not know the memory any more.
-
-    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
-    """
-    torch.cuda.cudart().cudaHostUnregister(address)

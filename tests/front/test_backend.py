@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.recording import RecordingEngine
-from zenflow_compile.backend import zenflow
+from zenflow_compile.backend import ServedGraph, zenflow
 from zenflow_compile.ownership import engines_of, optimizer_of
 from zenflow_compile.planning.plan import Placement
 
@@ -266,6 +267,27 @@ def test_module_compiled_in_place(recording: Callable[..., RecordingEngine]) -> 
     assert optimizer_of(model) is engine
 
 
+def test_found_by_name(recording: Callable[..., RecordingEngine]) -> None:
+    model = MLP()
+    engine = recording(model)
+    torch.compile(model, backend="zenflow", options=EAGER)(vectors()).sum().backward()
+    assert engine.runs("copy_to_host") == {0: 1, 2: 1}
+
+
+def test_a_dead_model_leaves_no_code_behind() -> None:
+    """More models of one class than Dynamo's recompile limit: each is served, and the code of dead ones goes."""
+    graph = None
+    for _ in range(12):
+        model = MLP()
+        engine = RecordingEngine(model.named_parameters())
+        torch.compile(model, backend=zenflow, options=EAGER)(vectors()).sum().backward()
+        assert engine.runs("copy_to_host") == {0: 1, 2: 1}
+        del model, engine
+        gc.collect()
+        graph = graph or next(each for each in gc.get_objects() if type(each) is ServedGraph)
+    assert len(graph._variants) == 1
+
+
 def test_evaluation_fetches_and_leaves_gradients_alone(recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model)
@@ -365,16 +387,33 @@ def test_models_can_be_collected() -> None:
     assert [reference() for reference in references] == [None, None]
 
 
-def test_ddp_is_refused(recording: Callable[..., RecordingEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("optimize_ddp", [True, False])
+@pytest.mark.parametrize("compiled_inside", [False, True])
+def test_ddp_is_refused(
+    compiled_inside: bool, optimize_ddp: bool, recording: Callable[..., RecordingEngine]
+) -> None:
     model = MLP()
-    recording(model)
+    engine = recording(model)
     ddp = torch.nn.parallel.DistributedDataParallel
-    monkeypatch.setattr(ddp, "_get_active_ddp_module", classmethod(lambda cls: object()))
+    if compiled_inside:
+        wrapped: Any = ddp(torch.compile(model, backend=zenflow, options=EAGER))
+    else:
+        wrapped = torch.compile(ddp(model), backend=zenflow, options=EAGER)
     with (
-        torch._dynamo.config.patch(optimize_ddp=False),
+        torch._dynamo.config.patch(optimize_ddp=optimize_ddp),
         pytest.raises(ValueError, match=r"DistributedDataParallel.*model\.module"),
     ):
-        torch.compile(model, backend=zenflow, options=EAGER)(vectors())
+        wrapped(vectors())
+    assert not engine.executed
+    assert not engine.graphs
 
 
 @pytest.mark.parametrize(

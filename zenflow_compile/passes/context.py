@@ -75,10 +75,8 @@ class GraphPass(Protocol):
 def find(graph: Graph, op: Any, engine_id: int, p: int | None = None) -> Node | None:
     """The node of this op for this engine (and parameter), if there is one."""
     wanted = (engine_id,) if p is None else (engine_id, p)
-    for node in graph.find_nodes(op="call_function", target=op):
-        if node.args[-len(wanted) :] == wanted:
-            return node
-    return None
+    nodes: list[Node] = graph.find_nodes(op="call_function", target=op)
+    return next((node for node in nodes if node.args[-len(wanted) :] == wanted), None)
 
 
 def insert(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:

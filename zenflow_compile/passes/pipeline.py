@@ -74,7 +74,7 @@ def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:
             raise ValueError(f"pass {graph_pass.name} rewrites {known} graphs, not {phase} graphs")
         if missing := graph_pass.requires - have:
             raise ValueError(
-                f"pass {graph_pass.name} needs {', '.join(sorted(missing))} first; there is {sorted(have) or 'nothing'}: "
+                f"pass {graph_pass.name} needs {', '.join(sorted(missing))} first and finds {sorted(have)}: "
                 f"put a pass that provides it before {graph_pass.name} in the {phase} pipeline"
             )
         have |= graph_pass.provides

@@ -32,7 +32,7 @@ def emit_updates(
 
 
 def build_step_graph(plan: Plan, engine_id: int) -> GraphModule:
-    """The optimizer step as a graph: its inputs are the offloaded parameters in the plan's order, it returns nothing."""
+    """The optimizer step as a graph: from the offloaded parameters, in the plan's order, to nothing."""
     graph = Graph()
     inputs = [(param.index, graph.placeholder(f"param_{param.index}")) for param in plan.params if param.offloaded]
     start = graph.call_function(torch.ops.aten.zeros.default, ([1],))  # no backward runs here: a token of its own

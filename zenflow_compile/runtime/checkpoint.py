@@ -24,16 +24,17 @@ from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
 
 FORMAT = 1
+_STATE = ("master", "exp_avg", "exp_avg_sq")
 _PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a synchronized engine: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
+    """The state of a synchronized engine, with nothing in flight: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
     state: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(engine.params):
         if index in engine.offloaded:
             state[index] = _offloaded_state(engine, engine.offloaded[index])
-        elif (resident := engine.resident.states.get(param)) is not None:
+        elif (resident := engine.roster.resident.states.get(param)) is not None:
             state[index] = {
                 "step": float(resident.step),
                 "exp_avg": resident.exp_avg.cpu().clone(),
@@ -44,7 +45,10 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     return {
         "state": state,
         "param_groups": [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [index_of[id(p)] for p in group["params"]]}
+            {
+                **{key: _own(value) for key, value in group.items() if key != "params"},
+                "params": [index_of[id(param)] for param in group["params"] if id(param) in index_of],
+            }
             for group in groups
         ],
         "zenflow": {
@@ -65,7 +69,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
     _check(engine, groups, state)
     engine.abandon()
     for group, saved in zip(groups, state["param_groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        group.update({key: _own(value) for key, value in saved.items() if key not in ("params", "param_names")})
     engine.step = int(state["zenflow"]["step"])
     engine.recorder.step = engine.step
     for index, param in enumerate(engine.params):
@@ -73,10 +77,10 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         if index in engine.offloaded:
             _load_offloaded(engine, engine.offloaded[index], saved)
         elif saved is None:
-            engine.resident.states.pop(param, None)
+            engine.roster.resident.states.pop(param, None)
         else:
             master = saved["master"]
-            engine.resident.load(
+            engine.roster.resident.load(
                 param,
                 ResidentState(
                     exp_avg=saved["exp_avg"].to(param.device, copy=True),
@@ -85,6 +89,11 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
                     master=None if master is None else master.to(param.device, copy=True),
                 ),
             )
+
+
+def _own(value: Any) -> Any:
+    """A group's value of its own: schedulers write into learning rates that are tensors."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _described(plan: ParamPlan) -> dict[str, Any]:
@@ -110,6 +119,11 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
             f"the state dict was saved with policy={meta['policy']!r}, this optimizer has {engine.plan.policy!r}; "
             "create it with the saved policy"
         )
+    if len(meta["params"]) != len(engine.plan.params):
+        raise ValueError(
+            f"the state dict has {len(meta['params'])} parameters, this optimizer {len(engine.plan.params)}; "
+            "it belongs to another model"
+        )
     for saved, plan in zip(meta["params"], engine.plan.params, strict=True):
         own = _described(plan)
         for key in ("shape", *_PLANNED):
@@ -118,18 +132,24 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
                     f"the state dict has {key}={saved[key]!r} for {saved['name']}, this optimizer {own[key]!r} for "
                     f"{own['name']}; it belongs to another model, or was saved with other options"
                 )
+        entry = state["state"].get(plan.index)
+        if entry is None and plan.offloaded:
+            raise ValueError(f"the state dict has no state for {saved['name']}; it is not complete")
+        if entry is not None and list(entry["exp_avg"].shape) != list(plan.shape):
+            raise ValueError(
+                f"the state dict has moments of shape {list(entry['exp_avg'].shape)} for {saved['name']}, whose shape "
+                f"is {list(plan.shape)}; it is damaged, or belongs to another model"
+            )
 
 
 def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any]:
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
     window = engine.schedule.window(plan.index) if engine.schedule.adaptive else AdaptiveWindow()
     selection = device.selection
-    dense = {
-        name: _dense(plan, selection, on_device, on_host)
-        for name, on_device, on_host in zip(("master", "exp_avg", "exp_avg_sq"), device.state(), host.state(), strict=True)
-    }
+    sides = zip(_STATE, device.state(), host.state(), strict=True)
+    dense = {name: _dense(plan, selection, on_device, on_host) for name, on_device, on_host in sides}
     return {
-        "step": device.steps,
+        "step": device.steps if plan.k else host.taken,
         **dense,
         "selected": selection.selected.cpu().clone(),
         "rest": selection.rest.cpu().clone(),
@@ -139,6 +159,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
         "window": [host.gradients[slot.index].clone() for slot in host.open],
         "coefficients": [list(slot.coefficients) for slot in host.open],
         "visible_at": [close.visible_at for close in host.closes],
+        "shown": offloaded.shown_weights() if host.closes else None,
         "accumulates": offloaded.accumulates,
         "eager": offloaded.eager,
         "single": offloaded.single,
@@ -161,15 +182,16 @@ def _dense(plan: ParamPlan, selection: device_ops.Selection, on_device: Tensor, 
 
 def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[str, Any]) -> None:
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
-    selection = device_ops.Selection.of(saved["selected"], plan.lines, engine.device, rest=saved["rest"])
+    selected, rest = saved["selected"].clone(), saved["rest"].clone()
+    selection = device_ops.Selection.of(selected, plan.lines, engine.device, rest=rest)
     device.selection = selection
-    for name, on_device, on_host in zip(("master", "exp_avg", "exp_avg_sq"), device.state(), host.state(), strict=True):
+    for name, on_device, on_host in zip(_STATE, device.state(), host.state(), strict=True):
         matrix = saved[name].reshape(plan.shape[0], -1)
         lines = matrix if plan.dim == 0 else matrix.t()
         on_device.copy_(lines[saved["selected"].long()])
         on_host.copy_(lines[saved["rest"].long()])
     device.score.copy_(saved["score"])
-    device.steps, device.selected_at = int(saved["step"]), saved["selected_at"]
+    device.steps, device.selected_at = int(saved["step"]) if plan.k else 0, saved["selected_at"]
     host.taken = int(saved["taken"])
     for gradient, coefficients in zip(saved["window"], saved["coefficients"], strict=True):
         index, slot = host.free_slot()
@@ -187,7 +209,4 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
     if engine.schedule.adaptive:
         latest = None if latest is None else latest.to(engine.device)
         engine.schedule.restore(plan.index, AdaptiveWindow(attempted, waiting, selected, seen, latest))
-    if saved["visible_at"]:
-        offloaded.trust_weights()  # they are one update behind their masters, on purpose
-    else:
-        offloaded.expect_foreign_weights()
+    offloaded.expect_weights(saved["shown"])

@@ -111,7 +111,8 @@ def exchange_lines(
         The new selection and the bytes that were moved in one direction.
     """
     device = selection.selected.device
-    selected, rest = selection.selected.cpu(), selection.rest.cpu()
+    # Copies: on the CPU device .cpu() is the selection itself, which a loaded state dict may share.
+    selected, rest = selection.selected.cpu().clone(), selection.rest.cpu().clone()
     wanted = wanted.cpu()
     device_rows = torch.nonzero(torch.isin(selected, wanted, invert=True)).flatten()
     host_rows = torch.nonzero(torch.isin(rest, wanted)).flatten()

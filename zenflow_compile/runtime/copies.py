@@ -9,28 +9,47 @@ so that copies are as asynchronous there as anywhere.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
 from collections import deque
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.recorder import Recorder
 
 
+class CopyFailed(RuntimeError):
+    """An asynchronous copy failed; chained to what made it fail."""
+
+
 class Ticket(Protocol):
-    """One copy in flight."""
+    """One copy in flight.
+
+    Attributes:
+        error: what made the copy fail; None while it runs and after a success.
+    """
+
+    @property
+    def error(self) -> BaseException | None: ...
 
     def done(self) -> bool:
         """Whether the copy is complete."""
         ...
 
     def wait(self) -> None:
-        """Block the calling thread until the copy is complete; raises what made it fail."""
+        """Block the calling thread until the copy is complete.
+
+        Raises:
+            CopyFailed: it failed; chained to the original error.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Block the calling thread until the copy touches neither end any more, whether it failed or not."""
         ...
 
     def wait_on_device(self) -> None:
@@ -51,6 +70,10 @@ class CopyLane(Protocol):
         """Finish what was submitted, then stop."""
         ...
 
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` belongs to the lane, so that it cannot wait for the lane's work."""
+        ...
+
 
 def make_lane(name: str, device: torch.device, recorder: Recorder) -> CopyLane:
     """The lane ``name`` ("D2H" or "H2D") of ``device``."""
@@ -64,19 +87,28 @@ class ThreadTicket:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.error = error
+        self._error = error
         self._event.set()
 
     def done(self) -> bool:
-        return self._event.is_set() and self.error is None
+        return self._event.is_set() and self._error is None
 
     def wait(self) -> None:
         self._event.wait()
-        if self.error is not None:
-            raise RuntimeError("an asynchronous copy failed") from self.error
+        if self._error is not None:
+            raise CopyFailed(
+                "an asynchronous copy between device and host failed; load the last saved state, or start anew"
+            ) from self._error
+
+    def settle(self) -> None:
+        self._event.wait()
 
     def wait_on_device(self) -> None:
         self.wait()
@@ -94,8 +126,9 @@ class ThreadLane:
 
     def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> ThreadTicket:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread
         ticket = ThreadTicket()
         self.bytes_copied += source.nbytes
         self._queue.put((target, source, ticket, step, param, kind))
@@ -106,6 +139,10 @@ class ThreadLane:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is the lane's own."""
+        return thread is self._thread
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -126,14 +163,16 @@ def copy_without_gil(target: Tensor, source: Tensor) -> None:
     """Copy contiguous CPU tensors of one dtype with one thread.
 
     ``Tensor.copy_`` would use the intra-op pool, whose threads belong to the training thread.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or a tensor is not contiguous or not on the CPU.
     """
     if target.dtype != source.dtype or target.shape != source.shape:
         raise ValueError(f"cannot copy {source.dtype}{tuple(source.shape)} into {target.dtype}{tuple(target.shape)}")
-    np.copyto(_bytes_of(target), _bytes_of(source))
-
-
-def _bytes_of(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    for tensor in (target, source):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"cannot copy a tensor on {tensor.device} with strides {tensor.stride()}")
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # a foreign call: it runs without the GIL
 
 
 class StreamTicket:
@@ -144,11 +183,18 @@ class StreamTicket:
         self.end = end
         self._ends = ends  # the references keep both buffers alive while the copy is in flight
 
+    @property
+    def error(self) -> BaseException | None:
+        return None  # CUDA reports a failed copy itself, from the next call that waits
+
     def done(self) -> bool:
-        return self.end.query()
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self.end.synchronize()
+
+    def settle(self) -> None:
+        self.wait()
 
     def wait_on_device(self) -> None:
         torch.cuda.current_stream(self.end.device).wait_event(self.end)
@@ -161,14 +207,14 @@ class StreamLane:
         self.bytes_copied = 0
         self._name = name
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> StreamTicket:
         timeline = self._recorder.timeline
         timed = timeline is not None
-        start = torch.cuda.Event(enable_timing=True) if timed else None
-        end = torch.cuda.Event(enable_timing=timed)
+        start = torch.cuda.Event(enable_timing=True) if timed else None  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         # Backwards run on autograd's own thread: the producing stream is the current one here, not the creator's.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -184,11 +230,14 @@ class StreamLane:
     def close(self) -> None:
         self._stream.synchronize()
 
+    def runs(self, thread: threading.Thread) -> bool:
+        return False
+
 
 class StagedBlock(NamedTuple):
     """A buffer of a ring, in use."""
 
-    index: int
+    number: int
     tensor: Tensor
 
 
@@ -201,7 +250,15 @@ class StagingRing:
 
     def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
         self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self._free: deque[tuple[int, Ticket | None]] = deque((index, None) for index in range(slots))
+        self._free: deque[tuple[int, Ticket | None]] = deque((number, None) for number in range(slots))
+
+    def fit(self, slot_bytes: int) -> None:
+        """Make the buffers large enough for blocks of ``slot_bytes``; none may be in use."""
+        if slot_bytes > self._buffers[0].numel():
+            self.settle()
+            self._buffers = [
+                torch.empty(slot_bytes, dtype=torch.uint8, device=buffer.device) for buffer in self._buffers
+            ]
 
     @property
     def free(self) -> int:
@@ -216,11 +273,19 @@ class StagingRing:
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
         """The buffer that was free longest, as ``[line, length]``."""
         size = shape[0] * shape[1] * dtype.itemsize
-        index, ticket = self._free.popleft()
+        number, ticket = self._free[0]
         if ticket is not None:
-            ticket.wait_on_device()
-        return StagedBlock(index, self._buffers[index][:size].view(dtype).view(shape))
+            ticket.wait_on_device()  # if the copy failed this raises, and the buffer stays where it is
+        self._free.popleft()
+        return StagedBlock(number, self._buffers[number][:size].view(dtype).view(shape))
 
     def give_back(self, block: StagedBlock, after: Ticket | None = None) -> None:
         """The block is free, once ``after`` (a copy that reads it) is done."""
-        self._free.append((block.index, after))
+        self._free.append((block.number, after))
+
+    def settle(self) -> None:
+        """Wait for the copies that read free buffers, and forget how they ended."""
+        for _, ticket in self._free:
+            if ticket is not None:
+                ticket.settle()
+        self._free = deque((number, None) for number, _ in self._free)

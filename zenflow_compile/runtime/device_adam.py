@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile import torch_private
-from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
+
+# Elements of cast or scaled gradients that are alive at once, unless one parameter has more: 256 MiB.
+_SCRATCH_ELEMENTS = 1 << 26
 
 
 @dataclass(slots=True)
@@ -18,90 +21,167 @@ class ResidentState:
     """Moments of one parameter, and an fp32 master where the weights are not fp32 themselves.
 
     Attributes:
+        exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights.
         step: f32[], gradients taken, on the parameter's device as the fused kernel wants it.
+        master: of the same dtype as the moments; None for fp32 and fp64 weights.
+        version: of the parameter after our last write; None where that is unknown, as after loading.
     """
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
     master: Tensor | None
+    version: int | None = None
 
     @classmethod
     def zeros_like(cls, param: Tensor) -> ResidentState:
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        """State of a parameter that has taken no gradient yet, in the parameter's memory layout."""
+        dtype = _state_dtype(param)
         return cls(
             exp_avg=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
             exp_avg_sq=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
             step=torch.zeros((), dtype=torch.float32, device=param.device),
             master=None if param.dtype == dtype else param.detach().to(dtype, copy=True),
+            version=param._version,
         )
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
         return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
 
+    def reseed_master(self, param: Tensor) -> None:
+        """Let the weights count where somebody else wrote them; where they are the master's cast, the master stays."""
+        if self.master is not None:
+            same = self.master.to(param.dtype) == param.detach()
+            self.master.copy_(torch.where(same, self.master, param.detach().to(self.master.dtype)))
+
 
 class ResidentAdam:
-    """Fused multi-tensor AdamW over parameters and their gradients; state appears with a parameter's first gradient."""
+    """Fused multi-tensor AdamW over parameters and their gradients.
+
+    Attributes:
+        states: appear with a parameter's first gradient; a parameter that gets none in a step keeps its step count.
+    """
 
     def __init__(self) -> None:
         self.states: dict[Parameter, ResidentState] = {}
-        self._versions: dict[Parameter, int] = {}
 
     @property
     def nbytes(self) -> int:
         """Device memory of the state."""
         return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors())
 
+    @torch.no_grad()
     def update(
         self, params: Sequence[Parameter], grads: Sequence[Tensor], slot: SlotCoefficients, *, eps: float
     ) -> None:
         """One AdamW step for parameters that share coefficients. ``grads`` are not written.
 
-        For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit (with a grad_scale of 1).
-        """
-        for dtype in dict.fromkeys(param.dtype for param in params):
-            members = [(p, g) for p, g in zip(params, grads, strict=True) if p.dtype == dtype]
-            self._update([p for p, _ in members], [g for _, g in members], slot, eps)
+        For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
+        ``slot.grad_scale`` before. Low-precision gradients are cast first and scaled then, in fp32.
 
-    @torch.no_grad()
-    def _update(self, params: list[Parameter], grads: list[Tensor], slot: SlotCoefficients, eps: float) -> None:
+        Args:
+            params: all on one device; those without a gradient in this step are left out.
+            grads: one each, of the parameter's shape.
+        """
+        for batch in _batches(list(zip(params, grads, strict=True)), slot):
+            self._update(batch, slot, eps)
+
+    def load(self, param: Parameter, state: ResidentState) -> None:
+        """Put back a checkpoint's state. Weights are compared with the master at the next update, so that they may be
+        loaded before or after it.
+
+        Raises:
+            ValueError: a tensor of the state has another shape than the parameter, or the master is missing.
+        """
+        like = ResidentState.zeros_like(param)
+        if (like.master is None) != (state.master is None):
+            raise ValueError(
+                f"the state of a {param.dtype} parameter must {'not ' if like.master is None else ''}have a master; "
+                "load the state of an optimizer over weights of this dtype"
+            )
+        for target, source in zip(like.tensors(), state.tensors(), strict=True):
+            if target.shape != source.shape:
+                raise ValueError(
+                    f"state of shape {list(source.shape)} for a parameter of shape {list(param.shape)}; "
+                    "load the state of an optimizer over the same model"
+                )
+        for target, source in zip(like.tensors(), state.tensors(), strict=True):
+            target.copy_(source)  # into the parameter's memory layout, which the fused kernel counts on
+        like.version = None
+        self.states[param] = like
+
+    def _update(self, batch: list[tuple[Parameter, Tensor]], slot: SlotCoefficients, eps: float) -> None:
+        params = [param for param, _ in batch]
         states = [self._state(param) for param in params]
-        weights = [param.detach() if state.master is None else state.master for param, state in zip(params, states, strict=True)]
-        grads = [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
+        weights = [
+            param.detach() if state.master is None else state.master
+            for param, state in zip(params, states, strict=True)
+        ]
+        grads = [_as_kernel_reads(grad, weight) for (_, grad), weight in zip(batch, weights, strict=True)]
         if slot.grad_scale != 1.0:
             grads = list(torch._foreach_mul(grads, slot.grad_scale))
-        steps = [state.step for state in states]
-        torch._foreach_add_(steps, 1.0)
-        torch_private.fused_adamw_multi_(
-            weights,
-            grads,
-            [state.exp_avg for state in states],
-            [state.exp_avg_sq for state in states],
-            steps,
-            lr=slot.lr,
-            beta1=slot.beta1,
-            beta2=slot.beta2,
-            weight_decay=slot.weight_decay,
-            eps=eps,
-        )
+        torch._foreach_add_([state.step for state in states], 1.0)
+        fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
+        if fused:
+            torch_private.fused_adamw_multi_(
+                [weights[i] for i in fused],
+                [grads[i] for i in fused],
+                [states[i].exp_avg for i in fused],
+                [states[i].exp_avg_sq for i in fused],
+                [states[i].step for i in fused],
+                lr=slot.lr,
+                beta1=slot.beta1,
+                beta2=slot.beta2,
+                weight_decay=slot.weight_decay,
+                eps=eps,
+            )
+        for i in sorted(set(range(len(batch))) - set(fused)):
+            # A view with holes, or that overlaps itself: the fused kernel runs over memory, not over elements.
+            state, plain = states[i], slot._replace(grad_scale=1.0)
+            step = int(state.step)
+            rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
+        masters = [(param.detach(), state.master) for param, state in zip(params, states, strict=True)]
+        cast = [(param, master) for param, master in masters if master is not None]
+        if cast:
+            torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
         for param, state in zip(params, states, strict=True):
-            if state.master is not None:
-                param.detach().copy_(state.master)
             torch.autograd.graph.increment_version(param)
-            self._versions[param] = param._version
+            state.version = param._version
 
     def _state(self, param: Parameter) -> ResidentState:
         state = self.states.get(param)
         if state is None:
             state = self.states[param] = ResidentState.zeros_like(param)
-        elif state.master is not None and self._versions.get(param) != param._version:
-            # Somebody else wrote the weights: they count, except where they are just what the master casts to.
-            same = state.master.to(param.dtype) == param.detach()
-            state.master.copy_(torch.where(same, state.master, param.detach().to(state.master.dtype)))
+        elif state.version != param._version:
+            state.reseed_master(param)
         return state
 
-    def load(self, param: Parameter, state: ResidentState) -> None:
-        """Put back a checkpoint's state; weights are compared with the master at the next update."""
-        self.states[param] = state
-        self._versions.pop(param, None)
+
+def _state_dtype(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _as_kernel_reads(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient in the weight's dtype and memory layout: the fused kernel takes its tensors to be laid out alike."""
+    if grad.dtype == weight.dtype and grad.stride() == weight.stride():
+        return grad.detach()
+    return torch.empty_like(weight, memory_format=torch.preserve_format).copy_(grad.detach())
+
+
+def _batches(pairs: list[tuple[Parameter, Tensor]], slot: SlotCoefficients) -> Iterator[list[tuple[Parameter, Tensor]]]:
+    """Parameters for one fused call: of one dtype, and few enough to bound the gradients that are made for the call."""
+    for dtype in dict.fromkeys(param.dtype for param, _ in pairs):
+        batch: list[tuple[Parameter, Tensor]] = []
+        scratch = 0
+        for param, grad in pairs:
+            if param.dtype != dtype:
+                continue
+            made = slot.grad_scale != 1.0 or grad.dtype != _state_dtype(param)
+            if batch and made and scratch + param.numel() > _SCRATCH_ELEMENTS:
+                yield batch
+                batch, scratch = [], 0
+            batch.append((param, grad))
+            scratch += param.numel() if made else 0
+        if batch:
+            yield batch

@@ -1,17 +1,26 @@
-"""What the device does to a gradient and a parameter, line by line: dispatch to Triton on CUDA, PyTorch elsewhere.
+"""What the device does to a gradient and a parameter, line by line: Triton on CUDA, PyTorch elsewhere.
 
 A *line* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, columns]``. Blocks of lines are laid out
 ``[line, length]``, whatever the dim, so that one line is contiguous.
+
+[Note: raw writes] The kernels write below autograd. Whoever lets them write a parameter bumps its version.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
+
+# Elements that the references work on at a time, so that what they make in between stays small and in a core's cache.
+# Transposed, a piece should also have many rows: pieces of a quarter of this size gain nothing.
+_CHUNK_ELEMENTS = 1 << 20
+_SQUARES_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +39,30 @@ class Selection:
 
     @classmethod
     def of(cls, selected: Tensor, lines: int, device: torch.device, rest: Tensor | None = None) -> Selection:
-        """A selection of ``lines`` lines; ``rest`` in ascending order unless given."""
+        """A selection of ``lines`` lines; ``rest`` in ascending order unless given.
+
+        It is put together on the host: indices that are on a CUDA device are waited for.
+
+        Raises:
+            ValueError: a line is out of range, missing, or there twice.
+        """
+        chosen = selected.cpu().long()
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < lines:
+            raise ValueError(f"selected has lines outside [0, {lines - 1}]: {selected.tolist()[:8]}...")
         if rest is None:
             others = torch.ones(lines, dtype=torch.bool)
-            others[selected.cpu().long()] = False
+            others[chosen] = False
             rest = torch.nonzero(others).flatten()
-        order = torch.cat([selected.cpu().long(), rest.cpu().long()])
+        order = torch.cat([chosen, rest.cpu().long()])
+        if not torch.equal(order.sort().values, torch.arange(lines)):
+            raise ValueError(
+                f"selected ({chosen.numel()}) and rest ({rest.numel()}) must hold each of {lines} lines once; "
+                "some line is missing or there twice"
+            )
         position = torch.empty(lines, dtype=torch.int32)
         position[order] = torch.arange(lines, dtype=torch.int32)
         return cls(
-            selected=selected.to(device=device, dtype=torch.int32),
+            selected=chosen.to(device=device, dtype=torch.int32),
             rest=rest.to(device=device, dtype=torch.int32),
             position=position.to(device),
         )
@@ -56,35 +79,77 @@ class Selection:
 
 
 def column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """Squared L2 norm of every line, f32[lines], accumulated in fp32 in a fixed order.
+    """Squared L2 norm of every line, f32[lines], accumulated in fp32 in an order that depends on the shape alone.
 
     Args:
         matrix: [rows, columns], any floating dtype and strides.
     """
-    return torch.linalg.vector_norm(matrix, dim=1 - dim, dtype=torch.float32).square_()
+    if kernels := _kernels_for(matrix):
+        norms: Tensor = kernels.column_norms(matrix, dim)
+        return norms
+    return reference_column_norms(matrix, dim)
 
 
 def split_columns(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> None:
-    """Copy the selected lines into ``selected_out`` [k, length] and the others into ``rest_out`` [rest, length]."""
-    lines = matrix if dim == 0 else matrix.t()
-    if selected_out.shape[0]:
-        torch.index_select(lines, 0, selection.selected, out=selected_out)
-    if rest_out.shape[0]:
-        torch.index_select(lines, 0, selection.rest, out=rest_out)
+    """Copy the selected lines into ``selected_out`` [k, length] and the others into ``rest_out`` [rest, length].
+
+    Args:
+        matrix: [rows, columns], any strides; read once.
+        selected_out, rest_out: contiguous, of the matrix's dtype.
+
+    Raises:
+        ValueError: a block's shape or dtype does not fit.
+    """
+    _check_blocks(matrix, dim, selection, selected_out, rest_out)
+    if kernels := _kernels_for(matrix):
+        kernels.split_columns(matrix, dim, selection, selected_out, rest_out)
+    else:
+        reference_split_columns(matrix, dim, selection, selected_out, rest_out)
 
 
-def unsplit_columns(
-    matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, rest_in: Tensor
-) -> None:
-    """Inverse of :func:`split_columns`: put the lines of both blocks back into ``matrix_out`` [rows, columns]."""
-    merge_columns(matrix_out, dim, selection.selected, selected_in)
-    merge_columns(matrix_out, dim, selection.rest, rest_in)
+def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> Tensor:
+    """:func:`column_norms` and :func:`split_columns` in one read of the matrix.
+
+    Raises:
+        ValueError: a block's shape or dtype does not fit.
+    """
+    _check_blocks(matrix, dim, selection, selected_out, rest_out)
+    if kernels := _kernels_for(matrix):
+        norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, rest_out)
+        return norms
+    reference_split_columns(matrix, dim, selection, selected_out, rest_out)
+    return reference_column_norms(matrix, dim)
+
+
+def unsplit_columns(matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, rest_in: Tensor) -> None:
+    """Inverse of :func:`split_columns`: put the lines of both blocks back into ``matrix_out`` [rows, columns].
+
+    Raises:
+        ValueError: a block's shape or dtype does not fit.
+    """
+    _check_blocks(matrix_out, dim, selection, selected_in, rest_in)
+    if kernels := _kernels_for(matrix_out):
+        kernels.unsplit_columns(matrix_out, dim, selection, selected_in, rest_in)
+    else:
+        reference_merge_columns(matrix_out, dim, selection.selected, selected_in)
+        reference_merge_columns(matrix_out, dim, selection.rest, rest_in)
 
 
 def merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Tensor) -> None:
-    """Write ``values`` [n, length] into the lines ``lines`` i32[n] of ``matrix``, in place; the others stay."""
-    if lines.numel():
-        matrix.index_copy_(dim, lines.long(), values if dim == 0 else values.t())
+    """Write ``values`` [n, length] into the lines ``lines`` i32[n] of ``matrix``, in place; the others keep their bits.
+
+    Args:
+        lines: no line twice.
+        values: contiguous, of the matrix's dtype.
+
+    Raises:
+        ValueError: the shape or dtype of ``values`` does not fit.
+    """
+    _check_block("values", values, matrix, dim, lines.numel())
+    if kernels := _kernels_for(matrix):
+        kernels.merge_columns(matrix, dim, lines, values)
+    else:
+        reference_merge_columns(matrix, dim, lines, values)
 
 
 def adam_columns_(
@@ -103,9 +168,118 @@ def adam_columns_(
     """One AdamW step on the selected lines' fp32 state ``[k, length]``, cast into the matrix.
 
     Args:
-        gradient: [k, length] in the matrix's dtype.
+        matrix: [rows, columns], fp32, bf16 or fp16; only its selected lines are written, none is read.
+        gradient: [k, length] in any floating dtype; not written.
+        master, exp_avg, exp_avg_sq: contiguous, updated in place.
         step: gradients that the moments have taken after this one.
     """
-    if selection.selected.numel():
+    if kernels := _kernels_for(matrix):
+        kernels.adam_columns_(
+            matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, slot, step=step, eps=eps
+        )
+    elif selection.selected.numel():
         rule_p_(master, exp_avg, exp_avg_sq, [gradient], [slot], step=step, eps=eps)
-        merge_columns(matrix, dim, selection.selected, master.to(matrix.dtype))
+        reference_merge_columns(matrix, dim, selection.selected, master.to(matrix.dtype))
+
+
+# The references, which the tests hold against the kernels.
+
+
+def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
+    """:func:`column_norms` in PyTorch."""
+    matrix, dim = row_major(matrix, dim)
+    if dim == 0:
+        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
+    # Down the columns that is 5 to 10 times slower than this. PyTorch's sums over one axis of equal shapes run in equal
+    # order, on CPU and CUDA: there are no atomics in them.
+    partials = []
+    for chunk in torch.split(matrix, _rows_per_chunk(matrix, _SQUARES_ELEMENTS)):
+        squares = chunk.square() if chunk.dtype == torch.float32 else chunk.to(torch.float32).square_()
+        partials.append(squares.sum(0))
+    return partials[0] if len(partials) == 1 else torch.stack(partials).sum(0)
+
+
+def reference_split_columns(
+    matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor
+) -> None:
+    """:func:`split_columns` in PyTorch."""
+    matrix, dim = row_major(matrix, dim)
+    blocks = [(selection.selected, selected_out), (selection.rest, rest_out)]
+    blocks = [(lines, out) for lines, out in blocks if lines.numel()]
+    if dim == 0:
+        for lines, out in blocks:
+            torch.index_select(matrix, 0, lines, out=out)
+        return
+    rows = _rows_per_chunk(matrix, _CHUNK_ELEMENTS)
+    for first in range(0, matrix.shape[0], rows):
+        # Whole rows at a time: only then does PyTorch's copy transpose in blocks instead of striding through memory.
+        transposed = matrix[first : first + rows].t().contiguous()
+        for lines, out in blocks:
+            torch.index_select(transposed, 0, lines, out=out[:, first : first + rows])
+
+
+@torch.no_grad()
+def reference_merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Tensor) -> None:
+    """:func:`merge_columns` in PyTorch."""
+    if not lines.numel():
+        return
+    matrix, dim = row_major(matrix, dim)
+    index = lines.long()
+    if dim == 0:
+        matrix.index_copy_(0, index, values)
+    elif 2 * lines.numel() < matrix.shape[1]:
+        matrix.index_copy_(1, index, values.t().contiguous())
+    else:
+        rows = _rows_per_chunk(matrix, _CHUNK_ELEMENTS)
+        for first in range(0, matrix.shape[0], rows):
+            chunk = matrix[first : first + rows]
+            transposed = chunk.t().contiguous()
+            transposed.index_copy_(0, index, values[:, first : first + rows])
+            chunk.copy_(transposed.t())
+
+
+def row_major(matrix: Tensor, dim: int) -> tuple[Tensor, int]:
+    """The same lines with the elements of a row adjacent, if one of its two axes allows that."""
+    if matrix.stride(1) != 1 and matrix.stride(0) == 1:
+        return matrix.t(), 1 - dim
+    return matrix, dim
+
+
+def _rows_per_chunk(matrix: Tensor, elements: int) -> int:
+    return max(1, elements // max(1, matrix.shape[1]))
+
+
+def _check_blocks(matrix: Tensor, dim: int, selection: Selection, selected: Tensor, rest: Tensor) -> None:
+    if selection.lines != matrix.shape[dim]:
+        raise ValueError(
+            f"the selection is of {selection.lines} lines, but the matrix {list(matrix.shape)} "
+            f"has {matrix.shape[dim]} along dim {dim}"
+        )
+    _check_block("the selected block", selected, matrix, dim, selection.selected.numel())
+    _check_block("the block of the rest", rest, matrix, dim, selection.rest.numel())
+
+
+def _check_block(name: str, block: Tensor, matrix: Tensor, dim: int, lines: int) -> None:
+    # The kernels would cast silently, and write beyond a block that is too small.
+    expected = (lines, matrix.shape[1 - dim])
+    if block.shape != expected or block.dtype != matrix.dtype or not block.is_contiguous():
+        raise ValueError(
+            f"{name} is {block.dtype}{list(block.shape)} with strides {list(block.stride())}; "
+            f"it must be contiguous {matrix.dtype}{list(expected)}"
+        )
+
+
+def _kernels_for(matrix: Tensor) -> ModuleType | None:
+    return _kernels() if matrix.is_cuda else None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels, or None where there is no Triton: its wheels are for Linux only."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return None
+    from zenflow_compile.runtime import kernels
+
+    return kernels

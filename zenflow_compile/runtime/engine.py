@@ -21,24 +21,14 @@ from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.options import Options
-from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.planning.policies import ParamSpec, extend_plan
+from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import Timeline
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.arena import HostArena, require_host_memory
-from zenflow_compile.runtime.columns import DeviceSide
-from zenflow_compile.runtime.copies import StagingRing, make_lane
-from zenflow_compile.runtime.device_adam import ResidentAdam
-from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
-from zenflow_compile.runtime.offloaded import OffloadedParam, Transport
+from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.schedule import Schedule
-from zenflow_compile.runtime.windows import HostSide
-from zenflow_compile.runtime.workers import WorkerPool, worker_count
-
-DOWN_SLOTS = 2  # one block being copied while the next is split
-UP_SLOTS = 3  # one being merged, two on their way
 
 _ids = itertools.count()
 
@@ -59,11 +49,9 @@ class Engine:
         self.options = options
         self.implicit = implicit
         self.device = device
-        self.plan = Plan(policy=options.policy, params=())
-        self.params: list[Parameter] = []
-        self.offloaded: dict[int, OffloadedParam] = {}
-        self.resident = ResidentAdam()
         self.recorder = Recorder(device)
+        self.roster = Roster(groups, options, device, self.recorder)
+        self.offloaded = self.roster.offloaded
         self.schedule = Schedule(options)
         self.step = 0
         self.backwards = 0
@@ -73,19 +61,14 @@ class Engine:
         self.closed = False
         self._optimizer: weakref.ref[Any] | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
-        self._group_of: list[int] = []
-        self._index_of: dict[int, int] = {}
         self._forward_order: list[int] = []
-        self._arenas: list[HostArena] = []
-        self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
+        self._in_flight: list[OffloadedParam] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._graph_task: int | None = None
         self._updating = False
         self._void = False
         self._unscale = 1.0
         self._resident_unscale = 1.0
-        self._transport: Transport | None = None
-        self._workers = WorkerPool(worker_count(options.pt_reserved_cores_perc), self.recorder)
         ops.register_engine(self)
 
     def attach(self, optimizer: Any, on_backward_end: Callable[[Any], None]) -> None:
@@ -106,84 +89,33 @@ class Engine:
         Raises:
             ValueError: more host memory is needed than the machine has; nothing has been changed then.
         """
-        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
-        plan = extend_plan(self.plan, specs, self.options)
-        new = plan.params[len(self.plan.params) :]
-        needed = sum(param.host_bytes for param in new)
-        require_host_memory(needed)
-        arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
-        if needed and self.device.type == "cuda":
-            arena.pin()
-        self._arenas.append(arena)
-        self.plan = plan
-        transport = self._make_transport()
-        for param_plan, (_, param) in zip(new, named, strict=True):
-            self.params.append(param)
-            self._group_of.append(group)
-            self._index_of[id(param)] = param_plan.index
-            if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), param_plan.index)))
-            param._zenflow_owner = object()  # type: ignore[attr-defined]  # what compiled graphs are guarded on
-            if param_plan.offloaded:
-                self.offloaded[param_plan.index] = self._make_offloaded(param_plan, param, arena, transport)
-
-    def _make_transport(self) -> Transport:
-        largest = max((p.rest * p.length * p.dtype.itemsize for p in self.plan.params if p.offloaded), default=0)
-        if self._transport is None:
-            to_host = make_lane("D2H", self.device, self.recorder)
-            to_device = make_lane("H2D", self.device, self.recorder)
-        else:
+        if self.params:
             self.synchronize()
-            to_host, to_device = self._transport.to_host, self._transport.to_device
-        self._transport = Transport(
-            to_host=to_host,
-            to_device=to_device,
-            down_ring=StagingRing(DOWN_SLOTS, largest, self.device),
-            up_ring=StagingRing(UP_SLOTS, largest, self.device),
-            workers=self._workers,
-            recorder=self.recorder,
-        )
-        for offloaded in self.offloaded.values():
-            offloaded.transport = self._transport
-        return self._transport
+        for index in self.roster.add(named, group):
+            param = self.params[index]
+            if param.requires_grad:
+                hook = _hook(weakref.ref(self), index)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            param._zenflow_owner = object()  # type: ignore[attr-defined]  # what compiled graphs are guarded on
 
-    def _make_offloaded(
-        self, plan: ParamPlan, param: Parameter, arena: HostArena, transport: Transport
-    ) -> OffloadedParam:
-        key = (plan.dtype, plan.slots)
-        if key not in self._kernels:
-            self._kernels[key] = make_host_adam(
-                self.options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots
-            )
-        host = HostSide.allocate(plan, arena, self._kernels[key])
-        offloaded = OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self.device), transport)
-        offloaded.accumulates = (self.options.gradient_accumulation_steps or 1) > 1
-        return offloaded
+    @property
+    def plan(self) -> Plan:
+        """The plan of all parameters."""
+        return self.roster.plan
+
+    @property
+    def params(self) -> list[Parameter]:
+        """All parameters, in the plan's order."""
+        return self.roster.params
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not this engine's."""
-        index = self._index_of.get(id(param))
-        return index if index is not None and self.params[index] is param else None
+        return self.roster.index_of(param)
 
     @property
     def model_bytes(self) -> int:
         """Bytes of all parameters of the optimizer, in their own dtype."""
-        return sum(param.nbytes for param in self.params)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device bytes of optimizer state, selection and staging rings included."""
-        rings = (self._transport.down_ring, self._transport.up_ring) if self._transport else ()
-        return (
-            self.resident.nbytes
-            + sum(offloaded.nbytes for offloaded in self.offloaded.values())
-            + sum(ring.nbytes for ring in rings)
-        )
-
-    @property
-    def host_bytes(self) -> int:
-        """Host bytes of optimizer state, gradient windows and upload buffers."""
-        return sum(arena.total_bytes for arena in self._arenas)
+        return self.roster.model_bytes
 
     @property
     def finalizes_in_backward(self) -> bool:
@@ -212,7 +144,7 @@ class Engine:
             self.recorder.begin_phase("backward")
 
     def end_backward(self) -> None:
-        """Autograd's last callback: the backward is over, and in the implicit form so is the step, if it was the last."""
+        """Autograd's last callback: the backward is over; in the implicit form so is the step, if it was the last."""
         self._graph_task = None
         self.backwards += 1
         self.recorder.end_phase()
@@ -253,7 +185,9 @@ class Engine:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient that waits for its update."""
-        return bool(self._resident_grads()) or any(o.contributions or o.updated for o in self.offloaded.values())
+        return bool(self.roster.residents()) or any(
+            o.contributions or o.updated or o.param.grad is not None for o in self.offloaded.values()
+        )
 
     def gradient_norm(
         self, only: set[int] | None = None, *, unscale: float = 1.0, resident_unscale: float = 1.0
@@ -268,7 +202,7 @@ class Engine:
             if offloaded.contributions and (only is None or p in only):
                 offloaded.settle()
                 squares.append(offloaded.device.norms.sum() * (offloaded.clip * unscale) ** 2)
-        if grads := self._resident_grads(only):
+        if grads := [grad for _, grad, _ in self.roster.residents(only)]:
             squares.extend((norm.float() * resident_unscale).square() for norm in torch._foreach_norm(grads))
         if not squares:
             return torch.zeros((), device=self.device)
@@ -285,7 +219,10 @@ class Engine:
         self._check()
         self._updating, self._void, self._unscale = True, void, unscale
         self._resident_unscale = 1.0 if residents_unscaled else unscale
-        for offloaded in self.offloaded.values():
+        for p, offloaded in self.offloaded.items():
+            if (grad := offloaded.param.grad) is not None:  # written by hand: no backward of ours has seen it
+                offloaded.param.grad = None
+                self.receive_eagerly(p, grad)
             if not offloaded.updated:
                 offloaded.notice_foreign_write()
                 offloaded.settle()
@@ -298,7 +235,8 @@ class Engine:
         """Leave the share of squared gradient norm in the selected lines with the profiler."""
         if self.timeline is None:
             return
-        norms = [(o.device.norms, o.device.selection.selected) for o in self.offloaded.values() if o.contributions]
+        present = [o for o in self.offloaded.values() if o.contributions or o.updated]
+        norms = [(offloaded.device.norms, offloaded.device.selection.selected) for offloaded in present]
         if norms:
             selected = torch.stack([norm.index_select(0, lines).sum() for norm, lines in norms]).sum()
             self.timeline.add_norms(self.step, selected, torch.stack([norm.sum() for norm, _ in norms]).sum())
@@ -308,12 +246,13 @@ class Engine:
         for p, offloaded in self.offloaded.items():
             if only is None or p in only:
                 offloaded.clip *= factor
-        if factor != 1.0 and (grads := self._resident_grads(only)):
+        if factor != 1.0 and (grads := [grad for _, grad, _ in self.roster.residents(only)]):
             torch._foreach_mul_(grads, factor)
 
     def adam_columns_(self, p: int, param: Tensor) -> None:
         """Update the selected columns, if the gradient is final now."""
         offloaded = self.offloaded[p]
+        _check_storage(offloaded, param)
         if self._may_update(offloaded) and offloaded.contributions and not self._void:
             slot, eps = self._coefficients(offloaded)
             offloaded.update_columns(slot, eps, self._unscale)
@@ -331,7 +270,10 @@ class Engine:
         offloaded.update_on_host(slot if present else None)
         offloaded.updated = True
         if closing and offloaded.close_window(
-            at=self.step, eps=eps, reselect=self.schedule.reselects(offloaded.plan, offloaded.device, self.step)
+            at=self.step,
+            eps=eps,
+            reselect=self.schedule.reselects(offloaded.plan, offloaded.device, self.step),
+            promptly=self.schedule.warming_up(self.step),
         ):
             self.windows_closed += 1
             self.recorder.mark("close", param=offloaded.plan.name)
@@ -343,7 +285,7 @@ class Engine:
         return self._updating or (self.finalizes_in_backward and offloaded.single and self._split_now)
 
     def _coefficients(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
-        group = self.groups[self._group_of[offloaded.plan.index]]
+        group = self.roster.group_of(offloaded.plan.index)
         return _slot_of(group, self._unscale * offloaded.clip), float(group["eps"])
 
     def end_update(self) -> None:
@@ -357,28 +299,19 @@ class Engine:
         self._unscale = 1.0
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
-        for offloaded in self._by_deadline():
+        self._in_flight = [offloaded for offloaded in self._by_deadline() if offloaded.host.closes]
+        for offloaded in self._in_flight:
             if offloaded.eager or offloaded.plan.blocking:
                 self._land(offloaded)
 
     def _update_residents(self) -> None:
-        for number, group in enumerate(self.groups):
-            params = [
-                param
-                for index, param in enumerate(self.params)
-                if index not in self.offloaded and param.grad is not None and self._group_of[index] == number
-            ]
-            grads = [param.grad for param in params if param.grad is not None]
-            if params:
-                self.resident.update(params, grads, _slot_of(group, self._resident_unscale), eps=float(group["eps"]))
-
-    def _resident_grads(self, only: set[int] | None = None) -> list[Tensor]:
-        """``.grad`` of the parameters on the device whole (of those in ``only``), where there is one."""
-        return [
-            param.grad
-            for index, param in enumerate(self.params)
-            if index not in self.offloaded and param.grad is not None and (only is None or index in only)
-        ]
+        residents = self.roster.residents()
+        for group in self.groups:
+            members = [(param, grad) for param, grad, own in residents if own is group]
+            if members:
+                slot = _slot_of(group, self._resident_unscale)
+                params, grads = zip(*members, strict=True)
+                self.roster.resident.update(params, grads, slot, eps=float(group["eps"]))
 
     def abandon(self) -> None:
         """Drop everything in flight, failed work too: a state is about to be loaded."""
@@ -397,7 +330,7 @@ class Engine:
     # The next forward.
 
     def declare_forward_order(self, order: Sequence[int]) -> None:
-        """The parameters in the order of first use in a forward graph: uploads are needed, and served, in this order."""
+        """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
         known = set(order)
         self._forward_order = [*order, *(p for p in self._forward_order if p not in known)]
         for position, p in enumerate(self._forward_order):
@@ -409,15 +342,16 @@ class Engine:
         self._check()
         self.recorder.begin_phase("forward")
         offloaded = self.offloaded[p]
+        _check_storage(offloaded, param)
         offloaded.notice_foreign_write()
         if offloaded.due(self.step):
             self._prefetch()
             self._land(offloaded)
 
     def _prefetch(self) -> None:
-        assert self._transport is not None
-        for offloaded in self._by_deadline():
-            if self._transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
+        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.closes]
+        for offloaded in self._in_flight:
+            if self.roster.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
                 return
             offloaded.start_upload(self.step)
 
@@ -459,23 +393,17 @@ class Engine:
         try:
             for offloaded in self._by_deadline():
                 if flush:
-                    offloaded.close_window(at=self.step, eps=self._coefficients(offloaded)[1], reselect=False)
+                    offloaded.close_window(at=self.step, eps=self._coefficients(offloaded)[1], reselect=False, promptly=True)
                 offloaded.land(self.step + 1 + offloaded.plan.staleness)
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
-            self._workers.close()
-            if self._transport is not None:
-                self._transport.to_host.close()
-                self._transport.to_device.close()
             for hook in self._hooks:
                 hook.remove()
             for param in self.params:
                 if hasattr(param, "_zenflow_owner"):
                     del param._zenflow_owner
-            self.offloaded.clear()
-            for arena in self._arenas:
-                arena.close()
+            self.roster.close()
 
 
 def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
@@ -487,6 +415,15 @@ def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
         weight_decay=float(group["weight_decay"]),
         grad_scale=grad_scale,
     )
+
+
+def _check_storage(offloaded: OffloadedParam, param: Tensor) -> None:
+    """A graph that reads a copy of the weight would never see an update: raise rather than train on old weights."""
+    if param.data_ptr() != offloaded.param.data_ptr():
+        raise RuntimeError(
+            f"the compiled graph has a copy of {offloaded.plan.name} instead of the parameter; if the model was moved "
+            "or its storage replaced, create the optimizer and compile again, else please report this"
+        )
 
 
 def _hook(engine: weakref.ref[Engine], p: int) -> Callable[[Tensor], None]:

@@ -56,7 +56,9 @@ class OffloadedParam:
         clip: factor on the waiting gradient from clipping.
     """
 
-    def __init__(self, plan: ParamPlan, param: Parameter, host: HostSide, device: DeviceSide, transport: Transport) -> None:
+    def __init__(
+        self, plan: ParamPlan, param: Parameter, host: HostSide, device: DeviceSide, transport: Transport
+    ) -> None:
         self.plan = plan
         self.param = param
         self.host = host
@@ -76,6 +78,7 @@ class OffloadedParam:
         self._copy: tuple[int, Ticket] | None = None
         self._upload: Upload | None = None
         self._version = -1
+        self._shown: Tensor | None = None
         self.reseed()
 
     # Gradients in.
@@ -91,10 +94,15 @@ class OffloadedParam:
                 f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
                 "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
             )
+        if self.contributions == 0:
+            self._keep_selection()
         self.contributions += 1
-        matrix = grad.detach().reshape(self.param.shape[0], -1)
+        matrix: Tensor = grad.detach().reshape(self.param.shape[0], -1)
         if self._split_done:
             self._rebuild()
+        if self.clip != 1.0 and self.contributions > 1 and self._accumulator is not None:
+            self._accumulator.mul_(self.clip)  # what was clipped is what waited then, not what comes now
+            self.clip = 1.0
         if self.contributions == 1 and split_now and not self.accumulates:
             self._source = matrix
         else:
@@ -106,7 +114,19 @@ class OffloadedParam:
             self._source = accumulator if split_now and not self.accumulates else None
         if self._source is None:
             return torch.zeros(self.plan.lines, dtype=torch.float32, device=grad.device)
-        return device_ops.column_norms(self._source, self.plan.dim)
+        norms: Tensor = device_ops.column_norms(self._source, self.plan.dim)
+        return norms
+
+    def _keep_selection(self) -> None:
+        """Call off a re-selection that has not landed: no line may change hands while a gradient waits.
+
+        A forward through the graph landed it before this gradient existed; one that did not go through it, as of a model
+        that is called without its compiled form for once, comes here. The parameter re-selects at its next close.
+        """
+        for close in self.host.closes:
+            if close.selection is not None:
+                close.selection = None
+                self.device.selected_at = close.selected_before
 
     def select(self, norms: Tensor) -> Tensor:
         """Keep the norms for clipping and score; returns a copy of the selection in force, i32[k]."""
@@ -118,10 +138,11 @@ class OffloadedParam:
         if self._source is None:
             return
         rest_shape = (self.plan.rest, self.plan.length)
-        staged = self.transport.down_ring.take(rest_shape, self.plan.dtype) if self.plan.rest else None
-        rest_out = staged.tensor if staged else self.device.gradient.new_empty(rest_shape)
+        if self.plan.rest:
+            self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
+        rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
         device_ops.split_columns(self._source, self.plan.dim, self.device.selection, self.device.gradient, rest_out)
-        self._staged, self._source, self._split_done = staged, None, True
+        self._source, self._split_done = None, True
 
     def copy_to_host(self) -> None:
         """Start the copy of the staged block into the window's next slot."""
@@ -149,6 +170,12 @@ class OffloadedParam:
         self.clip = 1.0
         self._split_done = False
         self._source = self._copy = None
+        self._give_back_staged()
+
+    def _give_back_staged(self) -> None:
+        if self._staged is not None:  # an error came between split and copy
+            self.transport.down_ring.give_back(self._staged)
+            self._staged = None
 
     def _rebuild(self) -> None:
         rest_in = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
@@ -156,6 +183,9 @@ class OffloadedParam:
             index, ticket = self._copy
             ticket.wait()
             rest_in = self.host.gradients[index].to(self.param.device)
+        elif self._staged is not None:
+            rest_in = self._staged.tensor.clone()
+            self._give_back_staged()
         target = self._accumulator_like(self._matrix())
         device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
         self._split_done, self._copy = False, None
@@ -186,16 +216,22 @@ class OffloadedParam:
         """The optimizer step is over."""
         self.updated = False
 
-    def close_window(self, *, at: int, eps: float, reselect: bool) -> Close | None:
-        """Hand the open window to the workers; a window of void slots closes as a no-op."""
+    def close_window(self, *, at: int, eps: float, reselect: bool, promptly: bool) -> Close | None:
+        """Hand the open window to the workers; a window of void slots closes as a no-op.
+
+        Args:
+            promptly: visible in the next forward, whatever the staleness.
+        """
         if not self.host.open:
             return None
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
         if reselect and self.plan.k and self.plan.rest:
             close.selection = self.device.best_lines()
-            # State that changes sides must be the newest on both, so this close lands at the next use in any case.
-            close.visible_at = at + 1
+            close.selected_before = self.device.selected_at
             self.device.selected_at = at
+            promptly = True  # state that changes sides must be the newest on both
+        if promptly:
+            close.visible_at = at + 1
         self.transport.workers.submit(close.job)
         return close
 
@@ -266,50 +302,88 @@ class OffloadedParam:
         A master whose cast equals the weight is kept, so that loading a checkpoint's weights after (or before) its
         optimizer state loses no precision.
         """
-        for master, lines in ((self.device.master, self.device.selection.selected), (self.host.master, self.device.selection.rest)):
-            if not lines.numel():
-                continue
-            weights = self._matrix().index_select(self.plan.dim, lines)
-            weights = (weights if self.plan.dim == 0 else weights.t()).to(master.device)
-            same = master.to(self.plan.dtype) == weights
-            master.copy_(torch.where(same, master, weights.float()))
+        selection = self.device.selection
+        for master, lines in ((self.device.master, selection.selected), (self.host.master, selection.rest)):
+            if lines.numel():
+                weights = self._weights(lines).to(master.device)
+                same = master.to(self.plan.dtype) == weights
+                master.copy_(torch.where(same, master, weights.float()))
+        self._shown = None
         self._version = self.param._version
 
-    def notice_foreign_write(self) -> None:
+    def notice_foreign_write(self) -> bool:
         """If somebody else wrote the weights since our last write, those weights count: re-seed the masters.
 
         An update in flight at that moment is dropped: it was computed from weights that are no more.
+
+        Returns:
+            Whether there was such a write.
         """
         if self.param._version == self._version:
-            return
+            return False
         self.host.wait()
-        if self._upload is not None:
-            self._upload.ticket.wait()
-            self.transport.up_ring.give_back(self._upload.block)
-            self._upload = None
+        if self._shown is not None and self._shows(self._shown):
+            self._shown = None
+            self._version = self.param._version
+            return False
+        self._drop_upload()
         for close in self.host.closes:
             if close.selection is not None:
                 self._reselect(close.selection)
         self.host.closes.clear()
         self.reseed()
+        return True
 
-    def expect_foreign_weights(self) -> None:
-        """Compare weights and masters at the next use: a checkpoint may be loaded in any order."""
-        self._version = -1
+    def expect_weights(self, shown: Tensor | None) -> None:
+        """Compare weights and masters at the next use: a checkpoint may be loaded in any order.
 
-    def trust_weights(self) -> None:
-        """The weights are as we left them, whatever their version says."""
-        self._version = self.param._version
+        Args:
+            shown: [rest, length] on the host, the weights of the host's lines, where an update that has not landed puts
+                them behind their masters.
+        """
+        self._version, self._shown = -1, shown
+
+    def shown_weights(self) -> Tensor:
+        """The weights of the host's lines as they are now, [rest, length] on the host."""
+        return self._weights(self.device.selection.rest).cpu().contiguous()
+
+    def _shows(self, shown: Tensor) -> bool:
+        """Whether the weights are those that a checkpoint was taken with, one update of the host behind its master."""
+        selected = self._weights(self.device.selection.selected)
+        return torch.equal(self.shown_weights(), shown) and torch.equal(
+            selected, self.device.master.to(self.plan.dtype)
+        )
+
+    def _weights(self, lines: Tensor) -> Tensor:
+        """The weights of ``lines``, [n, length]."""
+        weights = self._matrix().index_select(self.plan.dim, lines)
+        return weights if self.plan.dim == 0 else weights.t()
+
+    def raise_failures(self) -> None:
+        """Raise what failed in the background by now; waits for nothing.
+
+        Raises:
+            RuntimeError: a job or a copy failed; chained to the original error.
+        """
+        self.host.raise_failures()
+        for in_flight in (self._copy and self._copy[1], self._upload and self._upload.ticket):
+            if in_flight is not None and in_flight.error is not None:
+                in_flight.wait()
 
     def abandon(self) -> None:
         """Drop gradients, windows and uploads, failed ones too: a state is about to be loaded."""
+        if self._copy is not None:
+            self._copy[1].settle()  # or it would write into a slot that is loaded next
         self.discard()
         self.updated = False
+        self._drop_upload()
+        self.host.clear_windows()
+
+    def _drop_upload(self) -> None:
         if self._upload is not None:
-            self._upload.ticket.wait()
+            self._upload.ticket.settle()
             self.transport.up_ring.give_back(self._upload.block)
             self._upload = None
-        self.host.clear_windows()
 
     def _matrix(self) -> Tensor:
         return self.param.detach().view(self.param.shape[0], -1)

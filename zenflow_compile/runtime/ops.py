@@ -28,8 +28,9 @@ class EngineOps(Protocol):
     """What an engine does for the nodes; the runtime's engine and the recording engine of the tests implement it."""
 
     id: int
-    plan: Plan
 
+    @property
+    def plan(self) -> Plan: ...
     def index_of(self, param: Tensor) -> int | None: ...
     def begin_backward(self) -> None: ...
     def column_norms(self, p: int, grad: Tensor) -> Tensor: ...
@@ -81,7 +82,7 @@ def engine(engine_id: int) -> EngineOps:
     return found
 
 
-_library = torch.library.Library("zenflow", "DEF")
+_library = torch.library.Library("zenflow", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order)
 
 
@@ -150,8 +151,8 @@ _NODES = (
 def _define() -> None:
     for schema, kernel, fake in _NODES:
         name = schema[: schema.index("(")]
-        _library.define(schema, tags=_TAGS)
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        _library.define(schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+        _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"zenflow::{name}", fake or (lambda *args: None), lib=_library)
 
 

@@ -53,13 +53,17 @@ class Schedule:
         self._adaptive = options.policy == "zenflow" and options.update_interval == "auto"
         self._windows: dict[int, AdaptiveWindow] = {}
 
+    def warming_up(self, step: int) -> bool:
+        """Whether every window closes at ``step`` and is visible to the next forward: synchronous, exact AdamW."""
+        return step < self._options.full_warm_up_rounds
+
     def closes(self, plan: ParamPlan, device: DeviceSide, step: int, *, present: bool, unscale: float) -> bool:
         """Whether the parameter's window closes with attempted step ``step`` (from 0).
 
         Args:
             present: the step is not void for the parameter; ``unscale``: one over its loss scale.
         """
-        if step < self._options.full_warm_up_rounds:
+        if self.warming_up(step):
             return True
         if not self._adaptive:
             return step % plan.interval == plan.phase

@@ -38,6 +38,8 @@ class Close:
     visible_at: int
     selection: Tensor | None = None
     """i32[k] on the device: the lines selected from here on; None where the selection stays."""
+    selected_before: int | None = None
+    """Attempted step of the re-selection before this one."""
 
 
 @dataclass(slots=True)
@@ -131,15 +133,37 @@ class HostSide:
             if job is not None:
                 job.settle()
         for slot in self.open:
-            slot.copied.wait()
+            slot.copied.settle()
         self.open, self.closes = [], []
         self._slot_users = [None] * len(self.gradients)
         self._next_slot = 0
 
     def wait(self) -> None:
-        """Wait until no job writes this state."""
+        """Wait until no job writes this state.
+
+        Raises:
+            RuntimeError: a job failed.
+        """
         for close in self.closes:
             close.job.wait()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the gradients of the open window are in it.
+
+        Raises:
+            RuntimeError: a copy failed.
+        """
+        for slot in self.open:
+            slot.copied.wait()
+
+    def raise_failures(self) -> None:
+        """Raise the failure of a job or a copy, if there is one by now; waits for nothing."""
+        for close in self.closes:
+            if close.job.error is not None:
+                close.job.wait()
+        for slot in self.open:
+            if slot.copied.error is not None:
+                slot.copied.wait()
 
     def _tasks(self, slots: list[Slot], upload: Tensor, *, step: int, eps: float) -> list[Callable[[], int]]:
         master, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in self.state())

@@ -12,10 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import psutil
 
 from zenflow_compile.profiling.timeline import worker_lane
+from zenflow_compile.runtime.copies import CopyFailed
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -56,12 +58,21 @@ class Job:
             RuntimeError: a task failed; chained to the original error and its traceback.
         """
         self._done.wait()
-        if self.error is not None:
-            raise RuntimeError(f"the host update of {self.param} at step {self.step} failed") from self.error
+        if (error := self.error) is not None:
+            cause = error.__cause__ if isinstance(error, CopyFailed) else error
+            raise RuntimeError(
+                f"the host update of {self.param} at step {self.step} failed; load the last saved state, or start anew"
+            ) from cause
 
     def settle(self) -> None:
         """Block until no task of this job runs or will run, whether it failed or not."""
         self._settled.wait()
+
+    def abort(self, error: BaseException) -> None:
+        """The job was never queued: it counts as failed, so that nobody waits for it."""
+        self.error = error
+        self._settled.set()
+        self._done.set()
 
     def finish_task(self, error: BaseException | None = None) -> None:
         """One task ended. The first error makes the job done at once; its other tasks are skipped."""
@@ -87,9 +98,17 @@ class WorkerPool:
         self._closing = False
 
     def submit(self, job: Job) -> None:
-        """Queue all tasks of ``job``."""
+        """Queue all tasks of ``job``.
+
+        Raises:
+            RuntimeError: the system does not start a thread; the job counts as failed then.
+        """
         if not self._threads:
-            self._start()
+            try:
+                self._start()
+            except BaseException as error:
+                job.abort(error)
+                raise
         with self._wake:
             for task in job.tasks:
                 heapq.heappush(self._heap, (job.deadline, next(self._order), job, task))
@@ -104,13 +123,21 @@ class WorkerPool:
             thread.join()
         self._threads = []
 
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is one of the workers, so that it cannot wait for their work."""
+        return thread in self._threads
+
     def _start(self) -> None:
-        self._threads = [
-            threading.Thread(target=self._run, args=(index,), name=f"zenflow-worker-{index}", daemon=True)
-            for index in range(self.workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for index in range(self.workers):
+            name = f"zenflow-worker-{index}"
+            thread = threading.Thread(target=self._run, args=(index,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no further thread: those that run serve all jobs
+                if not self._threads:
+                    raise
+                return
+            self._threads.append(thread)
 
     def _run(self, index: int) -> None:
         _pin_to_core(index)
@@ -153,7 +180,5 @@ def _pin_to_core(index: int) -> None:
     if not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
-    try:
+    with suppress(OSError):  # a sandbox may forbid it: pinning is for speed alone
         os.sched_setaffinity(threading.get_native_id(), {cores[-1 - index % len(cores)]})
-    except OSError:
-        pass  # a sandbox may forbid it: pinning is for speed alone

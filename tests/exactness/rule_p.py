@@ -1,0 +1,161 @@
+"""The oracle: windows, phases, selection and rule P written down as plainly as possible, with no asynchrony.
+
+It shares nothing with the runtime but the plan, which says what is decided before anything runs: which parameters are
+split, along which dimension, into how many lines, and at which phase their windows close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zenflow_compile.planning.plan import ParamPlan
+
+SCORE_DECAY = 0.9
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one step is taken with."""
+
+    lr: float
+    weight_decay: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass
+class SplitParam:
+    """One split parameter: fp32 state ``[lines, length]`` of all its lines, wherever they would live.
+
+    Attributes:
+        selected: bool[lines], the lines that are updated at every step.
+        taken: gradients that the moments of selected lines, and at a close those of the others, have taken.
+        window: the gradients that wait, with what their steps were to be taken with.
+        landing: (forward from which it is seen, lines, their new values), oldest first.
+    """
+
+    param: nn.Parameter
+    plan: ParamPlan
+    master: Tensor = field(init=False)
+    exp_avg: Tensor = field(init=False)
+    exp_avg_sq: Tensor = field(init=False)
+    selected: Tensor = field(init=False)
+    score: Tensor = field(init=False)
+    taken: int = 0
+    selected_at: int | None = None
+    window: list[tuple[Tensor, Hyper]] = field(default_factory=list)
+    landing: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    selections: int = 0
+
+    def __post_init__(self) -> None:
+        self.master = self.lines(self.param.detach()).float().clone()
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.selected = torch.arange(self.plan.lines) < self.plan.k
+        self.score = torch.zeros(self.plan.lines)
+
+    def lines(self, tensor: Tensor) -> Tensor:
+        """A view ``[lines, length]``."""
+        matrix = tensor.view(tensor.shape[0], -1)
+        return matrix if self.plan.dim == 0 else matrix.t()
+
+    def show(self, mask: Tensor, values: Tensor) -> None:
+        """Write lines into the parameter."""
+        self.lines(self.param.detach())[mask] = values
+
+    def take(self, mask: Tensor, grad: Tensor, hyper: Hyper) -> None:
+        """Let moments take a gradient."""
+        grad = grad[mask]
+        self.exp_avg[mask] = hyper.beta1 * self.exp_avg[mask] + (1 - hyper.beta1) * grad
+        self.exp_avg_sq[mask] = hyper.beta2 * self.exp_avg_sq[mask] + (1 - hyper.beta2) * grad**2
+
+    def move(self, mask: Tensor, hypers: Sequence[Hyper]) -> None:
+        """One step of the weights: decay multiplied, rates summed, the newest moments."""
+        last = hypers[-1]
+        mean = self.exp_avg[mask] / (1 - last.beta1**self.taken)
+        root = (self.exp_avg_sq[mask] / (1 - last.beta2**self.taken)).sqrt()
+        decay = math.prod(1 - hyper.lr * hyper.weight_decay for hyper in hypers)
+        rate = sum(hyper.lr for hyper in hypers)
+        self.master[mask] = self.master[mask] * decay - rate * mean / (root + last.eps)
+
+    def step(self, grad: Tensor | None, hyper: Hyper, at: int, *, closes: bool, select_interval: int) -> None:
+        """Attempted step ``at``; without a gradient it is void."""
+        if grad is not None:
+            grad = self.lines(grad.contiguous()).float()
+            self.taken += 1
+            self.score = SCORE_DECAY * self.score + (1 - SCORE_DECAY) * grad.square().sum(1)
+            self.take(self.selected, grad, hyper)
+            self.move(self.selected, [hyper])
+            self.show(self.selected, self.master[self.selected])
+            self.window.append((grad, hyper))
+        if closes and self.window:
+            rest = ~self.selected
+            for waiting, its_hyper in self.window:
+                self.take(rest, waiting, its_hyper)
+            self.move(rest, [its_hyper for _, its_hyper in self.window])
+            self.window = []
+            self.landing.append((at + 1 + self.plan.staleness, rest, self.master[rest]))
+            if self.plan.rest and self.plan.k and (
+                self.selected_at is None or at - self.selected_at >= select_interval
+            ):
+                self.reselect(at)
+
+    def reselect(self, at: int) -> None:
+        """The highest scores from the next gradient on; what moves must be seen, so staleness has to wait."""
+        self.selected_at = at
+        self.selections += 1
+        self.land(at + 1 + self.plan.staleness)
+        best = self.score.sort(descending=True).indices[: self.plan.k]
+        self.selected = torch.zeros_like(self.selected)
+        self.selected[best] = True
+
+    def land(self, now: int) -> None:
+        """Show what a forward after ``now`` attempted steps sees."""
+        while self.landing and self.landing[0][0] <= now:
+            _, mask, values = self.landing.pop(0)
+            self.show(mask, values)
+
+
+class RuleP:
+    """An optimizer for all parameters of a model; those that the plan does not split get ``torch.optim.AdamW``.
+
+    Args:
+        plans: of the parameters, in their order.
+        full_warm_up_rounds: steps at which every window closes.
+        select_interval: steps between re-selections.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        plans: Sequence[ParamPlan],
+        *,
+        full_warm_up_rounds: int = 0,
+        select_interval: int = 16,
+    ) -> None:
+        pairs = list(zip(params, plans, strict=True))
+        self.split = {plan.name: SplitParam(param, plan) for param, plan in pairs if plan.offloaded}
+        self.whole = torch.optim.AdamW([param for param, plan in pairs if not plan.offloaded])
+        self.full_warm_up_rounds = full_warm_up_rounds
+        self.select_interval = select_interval
+        self.at = 0
+
+    @torch.no_grad()
+    def step(self, hyper: Hyper) -> None:
+        """Apply ``.grad`` of all parameters, and discard it."""
+        for each in self.split.values():
+            closes = self.at < self.full_warm_up_rounds or self.at % each.plan.interval == each.plan.phase
+            each.step(each.param.grad, hyper, self.at, closes=closes, select_interval=self.select_interval)
+            each.param.grad = None
+        group = self.whole.param_groups[0]
+        group.update(lr=hyper.lr, weight_decay=hyper.weight_decay, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps)
+        self.whole.step()
+        self.whole.zero_grad()
+        self.at += 1
+        for each in self.split.values():
+            each.land(self.at)

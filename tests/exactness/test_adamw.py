@@ -1,0 +1,129 @@
+"""Invariants 1 and 2: what claims to be AdamW is ``torch.optim.AdamW`` on the same forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.exactness.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
+from tests.exactness.zoo import BY_NAME, Member
+from zenflow_compile.runtime import offloaded
+from zenflow_compile.runtime.columns import exchange_lines
+from zenflow_compile.runtime.device_ops import Selection
+
+# The shortest windows and re-selections that there are.
+RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
+
+# Whole entry points differ for these; what differs in between is the runtime's, and the same for all models.
+FEW = ["mlp", "gpt_tied", "unused_parameters", "experts_without_tokens"]
+
+
+def check_in_graph(run: Trajectory) -> None:
+    """Gradients were taken inside of rewritten graphs, none through ``.grad``, and the host really updated."""
+    assert run.offloaded
+    assert run.through_grad == ()
+    assert run.inserted >= 2
+    assert run.windows_closed > 0
+
+
+@each_member()
+def test_zero_offload_is_adamw(member: Member) -> None:
+    run = train(member, "eager", 20, policy="zero_offload")
+    check_in_graph(run)
+    assert run.windows_closed >= 20
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+
+
+@each_member(FEW)
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_resident_is_adamw(member: Member, inner: str | None) -> None:
+    run = train(member, inner, 20, policy="resident")
+    assert run.offloaded == ()
+    assert largest_difference(run, plain_adamw(member, inner, 20), member) < member.tolerance
+
+
+@each_member(FEW)
+def test_eager_zero_offload_is_adamw(member: Member) -> None:
+    run = train(member, None, 20, policy="zero_offload")
+    assert run.offloaded
+    assert run.windows_closed > 0
+    assert largest_difference(run, plain_adamw(member, None, 20), member) < member.tolerance
+
+
+@each_member()
+def test_windows_of_one_step_are_adamw_across_reselections(member: Member) -> None:
+    run = train(member, "eager", 40, topk_ratio=0.2, **RESELECTING)
+    check_in_graph(run)
+    assert run.selections > 20
+    assert run.moved_lines > 10
+    assert largest_difference(run, plain_adamw(member, "eager", 40), member) < member.tolerance
+
+
+@each_member(["mlp", "conv_batch_norm", "gpt_tied"])
+@pytest.mark.parametrize("topk_ratio", [0.0, 0.05, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_windows_of_one_step_are_adamw_at_any_ratio(member: Member, topk_ratio: float, inner: str | None) -> None:
+    run = train(member, inner, 40, topk_ratio=topk_ratio, **RESELECTING)
+    assert run.offloaded
+    assert (run.moved_lines > 0) == (0.0 < topk_ratio < 1.0)
+    assert (run.windows_closed > 0) == (topk_ratio < 1.0)
+    assert largest_difference(run, plain_adamw(member, inner, 40), member) < member.tolerance
+
+
+@each_member(["mlp", "gpt_tied", "unused_parameters"])
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_selecting_everything_is_adamw_at_any_interval(member: Member, inner: str | None) -> None:
+    run = train(member, inner, 40, topk_ratio=1.0, update_interval=4)
+    assert run.offloaded
+    assert largest_difference(run, plain_adamw(member, inner, 40), member) < member.tolerance
+
+
+@each_member(["mlp", "gpt"])
+def test_a_synchronous_start_is_adamw(member: Member) -> None:
+    run = train(member, "eager", 20, update_interval=4, full_warm_up_rounds=20)
+    check_in_graph(run)
+    assert run.windows_closed == 20 * len(run.offloaded)
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+
+
+@each_member(["conv_batch_norm", "gpt_tied", "unused_parameters"])
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_evaluation_between_steps_sees_every_step(member: Member, inner: str | None) -> None:
+    run = train(member, inner, 20, evaluate=True, topk_ratio=0.2, **RESELECTING)
+    plain = plain_adamw(member, inner, 20, evaluate=True)
+    torch.testing.assert_close(run.evaluations, plain.evaluations[:20], rtol=0, atol=1e-5)
+    assert len(set(run.evaluations)) == 20
+    assert largest_difference(run, plain, member) < member.tolerance
+
+
+def with_moments_reset(
+    device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], selection: Selection, wanted: Tensor
+) -> tuple[Selection, int]:
+    """What must not happen: a line that changes sides keeps its master and loses its moments."""
+    new, moved = exchange_lines(device_side, host_side, selection, wanted)
+    joined = (new.selected != selection.selected).cpu()
+    left = (new.rest != selection.rest).cpu()
+    for on_device, on_host in zip(device_side[1:], host_side[1:], strict=True):
+        on_device[joined] = 0.0
+        on_host[left] = 0.0
+    return new, moved
+
+
+@each_member(["mlp", "gpt"])
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_reset_moments_would_be_seen(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above: the same run, wrong in one respect, misses by orders of magnitude."""
+    monkeypatch.setattr(offloaded, "exchange_lines", with_moments_reset)
+    run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
+    assert run.moved_lines > 10
+    assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3
+
+
+def test_a_longer_window_is_not_adamw() -> None:
+    """Another control: the default defers, so it must differ, and by far more than rounding."""
+    member = BY_NAME["mlp"]
+    options: dict[str, Any] = {"update_interval": 4}
+    assert largest_difference(train(member, "eager", 20, **options), plain_adamw(member, "eager", 20), member) > 1e-3

@@ -1,0 +1,53 @@
+"""Invariant 4: graph nodes, hooks on ``.grad`` and the implicit form are three entries to one runtime."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.exactness.trajectories import each_member, largest_difference, train, train_implicitly
+from tests.exactness.zoo import Member
+
+
+@each_member()
+def test_compiled_and_eager_entry_give_the_same_trajectory(member: Member) -> None:
+    in_graph = train(member, "eager", 40)
+    through_grad = train(member, None, 40)
+    assert in_graph.through_grad == ()
+    assert in_graph.inserted >= 2
+    assert through_grad.inserted == 0
+    assert set(through_grad.through_grad) <= set(in_graph.offloaded) == set(through_grad.offloaded)
+    assert in_graph.windows_closed == through_grad.windows_closed > 0
+    assert in_graph.selections > 0
+    torch.testing.assert_close(in_graph.losses, through_grad.losses, rtol=0, atol=1e-5)
+    assert largest_difference(in_graph, through_grad, member) < 1e-5
+
+
+@each_member()
+def test_implicit_and_explicit_form_give_the_same_trajectory(member: Member) -> None:
+    explicit = train(member, "eager", 24)
+    implicit = train_implicitly(member, "eager", 24)
+    assert implicit.through_grad == ()
+    assert implicit.inserted >= 2
+    assert set(implicit.offloaded) == set(explicit.offloaded)
+    assert implicit.windows_closed == explicit.windows_closed > 0
+    assert implicit.selections == explicit.selections > 0
+    torch.testing.assert_close(implicit.losses, explicit.losses, rtol=0, atol=1e-5)
+    assert largest_difference(implicit, explicit, member) < 1e-5
+
+
+@each_member(["mlp", "gpt_tied", "graph_breaks"])
+@pytest.mark.parametrize("options", [{"staleness": 1}, {"update_interval": "auto"}, {"full_warm_up_rounds": 6}])
+def test_entries_agree_whatever_the_schedule(member: Member, options: dict[str, object]) -> None:
+    in_graph = train(member, "eager", 24, **options)
+    assert in_graph.windows_closed > 0
+    for other in (train(member, None, 24, **options), train_implicitly(member, "eager", 24, **options)):
+        assert other.windows_closed == in_graph.windows_closed
+        assert largest_difference(in_graph, other, member) < 1e-5
+
+
+@each_member(["gpt", "graph_breaks"])
+def test_overlap_changes_time_and_never_numbers(member: Member) -> None:
+    overlapped, blocking = train(member, "eager", 24), train(member, "eager", 24, overlap_step=False)
+    assert overlapped.windows_closed == blocking.windows_closed > 0
+    assert largest_difference(overlapped, blocking, member) == 0.0

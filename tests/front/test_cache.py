@@ -1,0 +1,62 @@
+"""Compile caches on disk, which plain Inductor shares with us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+from tests.recording import RecordingEngine
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+engine = RecordingEngine(model.named_parameters()) if sys.argv[1] == "zenflow" else None
+if engine:
+    from zenflow_compile.backend import zenflow
+compiled = torch.compile(model, backend=zenflow if engine else "inductor")
+compiled(torch.randn(3, 8)).sum().backward()
+from torch._dynamo.utils import counters
+print(json.dumps({
+    "ran": sorted({op for op, _ in engine.executed}) if engine else [],
+    "grads": [None if p.grad is None else p.grad.sum().item() for p in model.parameters()],
+    "received": [g.sum().item() for _, g in sorted(engine.received.items())] if engine else [],
+    "hits": counters["inductor"]["fxgraph_cache_hit"],
+}))
+"""
+
+OPS = ["begin_backward", "column_norms", "copy_to_device_", "copy_to_host", "select_columns", "split_columns"]
+
+
+def run(backend: str, cache: Path) -> dict[str, Any]:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, backend], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_inductor_and_zenflow_share_a_cache_directory(tmp_path: Path) -> None:
+    """AOTAutograd's cache does not see our passes: with it on, the second process would load the first one's graphs."""
+    first, ours, again, ours_again = (run(name, tmp_path) for name in ("inductor", "zenflow", "inductor", "zenflow"))
+    for plain in (first, again):
+        assert plain["ran"] == []
+        assert None not in plain["grads"]
+    for run_of_ours in (ours, ours_again):
+        assert run_of_ours["ran"] == OPS
+        assert [grad is None for grad in run_of_ours["grads"]] == [True, False, True, False]
+        expected = [first["grads"][0], first["grads"][2]]
+        assert run_of_ours["received"] == pytest.approx(expected, rel=1e-4)
+    assert ours_again["hits"] > 0, "rewritten graphs must be cacheable"

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from tests.recording import RecordingEngine
+from zenflow_compile.backend import zenflow
+from zenflow_compile.explain import explain
+from zenflow_compile.passes.context import Phase
+
+
+def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    recording(model)
+    compiled = torch.compile(model, backend=zenflow, options={"inner": "eager"})
+    compiled(torch.randn(3, 8)).sum().backward()
+    out = io.StringIO()
+    found = explain(compiled, console=Console(file=out, width=200))
+    printed = out.getvalue()
+    assert [record.phase for record in found.graphs] == [Phase.FORWARD, Phase.BACKWARD]
+    assert [record.inserted for record in found.graphs] == [2, 9]
+    assert max(len(line) for line in printed.splitlines()) <= 80
+    assert "\x1b" not in printed
+    for expected in ("2.weight", "8/16 columns", "zenflow.copy_to_host", "update_on_host", "more nodes"):
+        assert expected in printed
+    assert str(found).split() == printed.split()
+    full = io.StringIO()
+    explain(compiled, full=True, console=Console(file=full))
+    assert "more nodes" not in full.getvalue()
+
+
+def test_before_anything_is_compiled(recording: Callable[..., RecordingEngine]) -> None:
+    model = nn.Linear(8, 16)
+    recording(model)
+    assert "No graph has been compiled yet" in str(explain(model, console=Console(file=io.StringIO())))
+
+
+def test_without_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="0 optimizers own"):
+        explain(nn.Linear(2, 2))

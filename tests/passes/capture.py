@@ -1,0 +1,93 @@
+"""A model's AOT graphs, before and after passes of one's choice, still runnable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tests.recording import RecordingEngine
+from zenflow_compile import torch_private_compiler as private
+from zenflow_compile.passes.context import GraphPass, PassContext, Phase
+from zenflow_compile.passes.pipeline import PassReport, run_pipeline
+
+
+class Small(nn.Module):
+    """A convolution, two matrices (one read through a view), biases: what passes have to tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 3, padding=1)
+        self.up = nn.Linear(12, 6)
+        self.down = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(torch.relu(self.conv(x)).flatten(1))) @ self.down
+
+
+OFFLOADED = [0, 1, 3]  # of Small: down, conv.weight, up.weight, in the order of named_parameters()
+
+
+def inputs() -> Tensor:
+    return torch.randn(5, 2, 4)
+
+
+@dataclass
+class Capture:
+    """A backend that runs the given passes per phase and keeps the graphs.
+
+    Attributes:
+        before: the printed graph of each phase; after: the rewritten graph; reports: what the runner said.
+    """
+
+    engine: RecordingEngine
+    passes: dict[Phase, Sequence[GraphPass]]
+    before: dict[Phase, str] = field(default_factory=dict)
+    after: dict[Phase, GraphModule] = field(default_factory=dict)
+    contexts: dict[Phase, PassContext] = field(default_factory=dict)
+    reports: dict[Phase, PassReport] = field(default_factory=dict)
+
+    def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        pairs = [(self.engine.index_of(v), i) for i, v in enumerate(example_inputs) if isinstance(v, Tensor)]
+        params = tuple((p, i) for p, i in pairs if p is not None)
+
+        def rewrite(graph: GraphModule, phase: str) -> None:
+            ctx = PassContext(
+                plan=self.engine.plan,
+                engine_id=self.engine.id,
+                phase=Phase(phase),
+                params=params,
+                finalizes_in_backward=self.engine.finalizes_in_backward,
+            )
+            self.before[ctx.phase] = str(graph.graph)
+            self.reports[ctx.phase] = run_pipeline(graph, ctx, self.passes.get(ctx.phase, ()))
+            self.after[ctx.phase] = graph
+            self.contexts[ctx.phase] = ctx
+
+        return private.compile_with_aot(gm, example_inputs, rewrite)
+
+    def run(self, model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = torch.compile(model, backend=self.backend)(x)
+        if out.requires_grad:
+            out.pow(2).sum().backward()
+        return out
+
+    def count(self, phase: Phase, op: Any) -> int:
+        return len(self.after[phase].graph.find_nodes(op="call_function", target=op))
+
+    def assert_idempotent(self, phase: Phase) -> None:
+        graph = self.after[phase]
+        once = str(graph.graph)
+        report = run_pipeline(graph, self.contexts[phase], self.passes[phase])
+        assert report.total == 0
+        assert str(graph.graph) == once
+
+
+def reference_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Eager's gradients; leaves none behind."""
+    grads = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
+    return {name: grad for (name, _), grad in zip(model.named_parameters(), grads, strict=True)}

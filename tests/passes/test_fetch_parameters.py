@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tests.passes.capture import OFFLOADED, Capture, Small, inputs
+from tests.recording import RecordingEngine
+from zenflow_compile.passes.context import Phase
+from zenflow_compile.passes.fetch_parameters import FetchParameters, fetch_order
+from zenflow_compile.runtime import ops
+
+PASSES = {phase: (FetchParameters(),) for phase in (Phase.FORWARD, Phase.INFERENCE)}
+
+
+def test_fetches_right_before_first_use(recording: Callable[..., RecordingEngine]) -> None:
+    model, x = Small(), inputs()
+    expected = model(x)
+    engine = recording(model)
+    capture = Capture(engine, PASSES)
+    out = capture.run(model, x)
+    forward = capture.after[Phase.FORWARD]
+    fetches = forward.graph.find_nodes(op="call_function", target=ops.COPY_TO_DEVICE_)
+    assert [node.args[-1] for node in fetches] == fetch_order(forward, engine.id) == [1, 3, 0]
+    for fetch in fetches:
+        order = list(forward.graph.nodes)
+        first = min((user for user in fetch.args[0].users if user is not fetch), key=order.index)
+        assert fetch.next is first
+    assert engine.runs("copy_to_device_") == dict.fromkeys(OFFLOADED, 1)
+    torch.testing.assert_close(out, expected)
+    capture.assert_idempotent(Phase.FORWARD)
+
+
+def test_inference_graphs_fetch_too(recording: Callable[..., RecordingEngine]) -> None:
+    model, x = Small(), inputs()
+    engine = recording(model)
+    capture = Capture(engine, PASSES)
+    with torch.no_grad():
+        torch.testing.assert_close(capture.run(model, x), model(x))
+    assert capture.reports[Phase.INFERENCE].total == 3
+    assert engine.runs("copy_to_device_") == dict.fromkeys(OFFLOADED, 1)
+
+
+def test_what_is_fetched_is_what_is_computed_with(recording: Callable[..., RecordingEngine]) -> None:
+    """The write is in place: this forward reads the new values, through views as well, and so does the caller."""
+    model, x = Small(), inputs()
+
+    class Landing(RecordingEngine):
+        def copy_to_device_(self, p: int, param: torch.Tensor) -> None:
+            super().copy_to_device_(p, param)
+            with torch.no_grad():
+                param.mul_(2)
+
+    engine = Landing(model.named_parameters())
+    out = Capture(engine, PASSES).run(model, x)
+    torch.testing.assert_close(out, model(x))
+    engine.close()
+
+
+def test_leaves_alone_what_stays_on_the_device(recording: Callable[..., RecordingEngine]) -> None:
+    model = nn.LayerNorm(4)
+    capture = Capture(recording(model), PASSES)
+    capture.run(model, torch.randn(2, 4))
+    assert str(capture.after[Phase.FORWARD].graph) == capture.before[Phase.FORWARD]

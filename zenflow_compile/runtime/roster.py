@@ -1,0 +1,148 @@
+"""The parameters of an engine and the memory that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.options import Options
+from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.policies import ParamSpec, extend_plan
+from zenflow_compile.runtime.arena import HostArena, require_host_memory
+from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.copies import StagingRing, make_lane
+from zenflow_compile.runtime.device_adam import ResidentAdam
+from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.offloaded import OffloadedParam, Transport
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.windows import HostSide
+from zenflow_compile.runtime.workers import WorkerPool, worker_count
+
+DOWN_SLOTS = 2  # one block being copied while the next is split
+UP_SLOTS = 3  # one being merged, two on their way
+
+
+class Roster:
+    """Plan, parameters, arenas, rings, lanes and workers; parameters may be added, none ever leaves.
+
+    Attributes:
+        plan: of all parameters, in their order.
+        groups: the optimizer's ``param_groups``.
+        offloaded: runtime state of the parameters that have state on the host, by index.
+        resident: state of the others.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], options: Options, device: torch.device, recorder: Recorder
+    ) -> None:
+        self.groups = groups
+        self.plan = Plan(policy=options.policy, params=())
+        self.params: list[Parameter] = []
+        self.offloaded: dict[int, OffloadedParam] = {}
+        self.resident = ResidentAdam()
+        self.transport = Transport(
+            to_host=make_lane("D2H", device, recorder),
+            to_device=make_lane("H2D", device, recorder),
+            down_ring=StagingRing(DOWN_SLOTS, 0, device),
+            up_ring=StagingRing(UP_SLOTS, 0, device),
+            workers=WorkerPool(worker_count(options.pt_reserved_cores_perc), recorder),
+            recorder=recorder,
+        )
+        self._options = options
+        self._device = device
+        self._group_of: list[int] = []
+        self._index_of: dict[int, int] = {}
+        self._arenas: list[HostArena] = []
+        self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
+
+    def add(self, named: Sequence[tuple[str, Parameter]], group: int) -> list[int]:
+        """Plan and allocate further parameters, of param group ``group``; nothing may be in flight.
+
+        Returns:
+            Their indices.
+
+        Raises:
+            ValueError: more host memory is needed than the machine has; nothing has been changed then.
+        """
+        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
+        plan = extend_plan(self.plan, specs, self._options)
+        new = plan.params[len(self.plan.params) :]
+        needed = sum(param.host_bytes for param in new)
+        require_host_memory(needed)
+        arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
+        if needed and self._device.type == "cuda":
+            arena.pin()
+        kernels = {(p.dtype, p.slots): self._kernel(p) for p in new if p.offloaded}
+        self._arenas.append(arena)
+        self.plan = plan
+        self._fit_rings()
+        for param_plan, (_, param) in zip(new, named, strict=True):
+            self.params.append(param)
+            self._group_of.append(group)
+            self._index_of[id(param)] = param_plan.index
+            if param_plan.offloaded:
+                host = HostSide.allocate(param_plan, arena, kernels[param_plan.dtype, param_plan.slots])
+                device = DeviceSide.allocate(param_plan, self._device)
+                offloaded = OffloadedParam(param_plan, param, host, device, self.transport)
+                offloaded.accumulates = (self._options.gradient_accumulation_steps or 1) > 1
+                self.offloaded[param_plan.index] = offloaded
+        return [param.index for param in new]
+
+    def _kernel(self, plan: ParamPlan) -> HostAdam:
+        key = (plan.dtype, plan.slots)
+        if key not in self._kernels:
+            self._kernels[key] = make_host_adam(
+                self._options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots
+            )
+        return self._kernels[key]
+
+    def _fit_rings(self) -> None:
+        largest = max((p.rest * p.length * p.dtype.itemsize for p in self.plan.params if p.offloaded), default=0)
+        for ring in (self.transport.down_ring, self.transport.up_ring):
+            ring.fit(largest)
+
+    def index_of(self, param: Tensor) -> int | None:
+        """The index of ``param`` in the plan; None if it is not one of these."""
+        index = self._index_of.get(id(param))
+        return index if index is not None and self.params[index] is param else None
+
+    def group_of(self, index: int) -> dict[str, Any]:
+        """The param group of parameter ``index``."""
+        return self.groups[self._group_of[index]]
+
+    def residents(self, only: set[int] | None = None) -> list[tuple[Parameter, Tensor, dict[str, Any]]]:
+        """Parameters on the device whole (of those in ``only``) that have a gradient: with it and their group."""
+        return [
+            (param, param.grad, self.group_of(index))
+            for index, param in enumerate(self.params)
+            if index not in self.offloaded and param.grad is not None and (only is None or index in only)
+        ]
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters, in their own dtype."""
+        return sum(param.nbytes for param in self.params)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes of optimizer state, selection and staging rings."""
+        rings = self.transport.down_ring.nbytes + self.transport.up_ring.nbytes
+        return self.resident.nbytes + rings + sum(offloaded.nbytes for offloaded in self.offloaded.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of optimizer state, gradient windows and upload buffers."""
+        return sum(arena.total_bytes for arena in self._arenas)
+
+    def close(self) -> None:
+        """Stop workers and lanes, free host memory. What was to land has landed."""
+        self.transport.workers.close()
+        self.transport.to_host.close()
+        self.transport.to_device.close()
+        self.offloaded.clear()
+        for arena in self._arenas:
+            arena.close()
