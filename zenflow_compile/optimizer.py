@@ -24,8 +24,8 @@ from zenflow_compile.validate import check_number
 class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW with column-selected updates on the device and asynchronous updates of the rest on the host.
 
-    Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it works
-    as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are those of
+    Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it
+    works as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are those of
     any PyTorch optimizer. Gradients of offloaded parameters never reach ``.grad``: use :func:`clip_grad_norm_` of this
     package to clip, or ``max_grad_norm``.
 
@@ -141,8 +141,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 loss = closure()
         if not engine.has_gradients:
             raise RuntimeError(
-                ".step() without a backward: no parameter of this optimizer has a gradient; call loss.backward() first, "
-                "and check that the compiled model has the optimizer's parameters"
+                ".step() without a backward: no parameter of this optimizer has a gradient; call loss.backward() "
+                "first, and check that the compiled model has the optimizer's parameters"
             )
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         unscale = self.unscaled_by if scale is None else 1.0 / float(scale)

@@ -234,3 +234,17 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     FSDP2 relies on the same hook; it must be called while a backward runs.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward_node() -> bool:
+    """Whether a node of a backward is being evaluated in this thread. Seen in torch 2.11 and 2.13.
+
+    True in the end callback of a backward that another one runs inside a node: reentrant checkpointing.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
+    """Hooks that users registered: ``kind`` is "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
+    "load_state_dict_post". Seen in torch 2.11 and 2.13."""
+    return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())

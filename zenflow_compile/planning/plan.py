@@ -26,8 +26,8 @@ class Placement(StrEnum):
 class ParamPlan:
     """What happens to one parameter.
 
-    A *line* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view ``[shape[0], -1]``. All state of an
-    offloaded parameter is laid out ``[line, length]``, on both sides.
+    A *line* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view ``[shape[0], -1]``. All state of
+    an offloaded parameter is laid out ``[line, length]``, on both sides.
 
     Attributes:
         index: position in the optimizer's list of parameters, for good.
@@ -92,7 +92,7 @@ class ParamPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the optimizer state: fp32 moments, and an fp32 master where the weights are not the master."""
+        """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master."""
         if self.offloaded:
             return self.k * self.length * STATE_TENSORS * FP32_BYTES
         tensors = STATE_TENSORS - (self.dtype == torch.float32)

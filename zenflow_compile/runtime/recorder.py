@@ -73,7 +73,7 @@ class Recorder:
     def _now(self) -> int | torch.cuda.Event:
         if not self._on_stream:
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -1,0 +1,70 @@
+"""How an engine hears of gradients without a graph: hooks on ``.grad``, and autograd's callback at the end of a backward.
+
+Parameters live longer than engines, so nothing here keeps an engine alive through its parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from zenflow_compile import torch_private
+
+
+class Listener(Protocol):
+    """What hears of gradients and backwards."""
+
+    def begin_backward(self) -> None: ...
+    def end_backward(self, *, nested: bool) -> None: ...
+    def accept_grad(self, p: int) -> None: ...
+
+
+def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) -> RemovableHandle:
+    """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad``, within ``begin_backward``."""
+
+    def accumulated(param: Tensor) -> None:
+        if (me := listener()) is not None and param.grad is not None:
+            me.begin_backward()
+            me.accept_grad(p)
+
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def listen_to_end(listener: weakref.ref[Listener]) -> None:
+    """Call ``end_backward`` once, when the backward that runs now is over; never if it raises."""
+
+    def ended() -> None:
+        if (me := listener()) is not None:
+            me.end_backward(nested=torch_private.inside_backward_node())
+
+    torch_private.queue_backward_callback(ended)
+
+
+def take_grad(param: Parameter, name: str) -> Tensor | None:
+    """Take the gradient out of ``param.grad``.
+
+    Raises:
+        TypeError: it is sparse.
+    """
+    refuse_sparse_grad(param, name)
+    grad, param.grad = param.grad, None
+    return grad
+
+
+def refuse_sparse_grad(param: Parameter, name: str) -> None:
+    """Raise if ``.grad`` is sparse, and leave none behind, as before the backward.
+
+    Raises:
+        TypeError: it is sparse.
+    """
+    if param.grad is not None and param.grad.is_sparse:
+        param.grad = None
+        raise TypeError(
+            f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
+            "or leave the parameter out of this optimizer"
+        )
