@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
+from zenflow_compile import torch_private
 from zenflow_compile.loss_scaling import Carrier
 from zenflow_compile.options import Options
 from zenflow_compile.passes.update_parameters import build_step_graph
@@ -58,12 +61,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._carrier: Carrier | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        _check_device_and_owner([param for group in self.param_groups for param in group["params"]], None)
-        device = self.param_groups[0]["params"][0].device
-        engine = Engine(self.param_groups, self.options, device, implicit=implicit)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not params:
+            raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
+        _check_device_and_owner(params, None)
+        engine = Engine(self.param_groups, self.options, params[0].device, implicit=implicit)
         try:
-            for number, group in enumerate(self.param_groups):
-                engine.add_params(_named(group, engine), number)
+            engine.add_params(_named(self.param_groups, 0))
         except BaseException:
             engine.close(flush=False)
             raise
@@ -110,12 +114,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
             _check_param(param)
+        if len({id(param) for param in params}) < len(params):
+            raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
         if engine is not None:
             _check_device_and_owner(params, engine)
         super().add_param_group(param_group)
         if engine is not None:
             try:
-                engine.add_params(_named(self.param_groups[-1], engine), len(self.param_groups) - 1)
+                engine.add_params(_named(self.param_groups[-1:], len(engine.params)), len(self.param_groups) - 1)
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -151,16 +157,22 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             residents_unscaled=scale is None,
             void=found_inf is not None and float(found_inf) > 0.0,
         )
-        self._step_graph(*(engine.params[p] for p in engine.offloaded))
-        engine.end_update()
-        self._drop_carrier()
+        try:
+            self._step_graph(*(engine.params[p] for p in engine.offloaded))
+            engine.end_update()
+        except BaseException as error:
+            engine.failure = error
+            raise
+        finally:
+            self._drop_carrier()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that no step has used."""
+        engine = self.engine
         self._drop_carrier()
         super().zero_grad(set_to_none)
-        self.engine.discard()
+        engine.discard()
 
     def synchronize(self) -> None:
         """Wait for work in flight and make visible what is due, before weights are read outside of compiled graphs.
@@ -173,10 +185,18 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.engine.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``."""
-        self._drop_carrier()
-        self.engine.synchronize()
-        return checkpoint.state_dict(self.engine, self.param_groups)
+        """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.
+
+        Like ``.grad``, gradients that no step has used yet are not part of it.
+        """
+        engine = self.engine
+        for hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
+            hook(self)
+        engine.synchronize()
+        state = checkpoint.state_dict(engine, self.param_groups)
+        for hook in torch_private.optimizer_hooks(self, "state_dict_post"):
+            state = _or_else(hook(self, state), state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after.
@@ -184,8 +204,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: the state belongs to another model or plan; nothing has been changed then.
         """
+        engine = self.engine
+        state_dict = state_dict.copy()  # hooks may change it
+        for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
+            state_dict = _or_else(hook(self, state_dict), state_dict)
         self._drop_carrier()
-        checkpoint.load_state_dict(self.engine, self.param_groups, state_dict)
+        checkpoint.load_state_dict(engine, self.param_groups, state_dict)
+        for hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
+            hook(self)
 
     def close(self) -> None:
         """End of training: apply the gradients that wait in open windows, land everything, free host memory."""
@@ -197,14 +223,34 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._engine is not None:
-            self._engine.close(flush=exception[0] is None)
+        if self._engine is None:
+            return
+        if exception[0] is None:
+            self.close()
+            return
+        with suppress(RuntimeError):  # what left the block is the error to see; this one follows from it, or is alike
+            self._engine.close(flush=False)
 
     def __del__(self) -> None:
         # What is due still lands; open windows are not flushed, since the moment of collection is not the user's.
-        if (engine := getattr(self, "_engine", None)) is not None:
-            with suppress(Exception):
+        engine = getattr(self, "_engine", None)
+        if engine is None or engine.closed or sys.is_finalizing():  # at exit, engines have closed before
+            return
+        with suppress(Exception):
+            if engine.in_own_thread:  # the collector runs in any thread, and a worker cannot wait for itself
+                threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
+            else:
                 engine.close(flush=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """
+        Raises:
+            TypeError: always. Threads and host memory cannot be copied, nor parameters owned by two optimizers.
+        """
+        raise TypeError(
+            "a ZenFlowAdamW cannot be copied or pickled; save its state_dict(), and load it into a new one over the "
+            "other model's parameters"
+        )
 
     @property
     def unscaled_by(self) -> float:
@@ -241,10 +287,18 @@ def _offloaded_norm(engine: weakref.ref[Engine]) -> Tensor:
     return me.gradient_norm(set(me.offloaded))
 
 
-def _named(group: dict[str, Any], engine: Engine) -> list[tuple[str, Parameter]]:
-    first = len(engine.params)
-    names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
-    return list(zip(names, group["params"], strict=True))
+def _named(groups: Sequence[dict[str, Any]], first: int) -> list[list[tuple[str, Parameter]]]:
+    """Parameters with names, by group; those without a name are called after their index, counted from ``first``."""
+    named: list[list[tuple[str, Parameter]]] = []
+    for group in groups:
+        names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
+        named.append(list(zip(names, group["params"], strict=True)))
+        first += len(names)
+    return named
+
+
+def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:
+    return state if changed is None else changed
 
 
 def _materialized(group: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +307,8 @@ def _materialized(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    check_number("lr", float(group["lr"]), 0.0)
+    lr = group["lr"]
+    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr, 0.0)
     check_number("eps", group["eps"], 0.0)
     check_number("weight_decay", group["weight_decay"], 0.0)
     betas = group["betas"]

@@ -189,8 +189,9 @@ def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
     """:func:`column_norms` in PyTorch."""
     matrix, dim = row_major(matrix, dim)
     if dim == 0:
-        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
-    # Down the columns that is 5 to 10 times slower than this. PyTorch's sums over one axis of equal shapes run in equal
+        norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
+        return norms.square_()
+    # Down the columns that is 7 to 20 times slower than this. PyTorch's sums over one axis of equal shapes run in equal
     # order, on CPU and CUDA: there are no atomics in them.
     partials = []
     for chunk in torch.split(matrix, _rows_per_chunk(matrix, _SQUARES_ELEMENTS)):

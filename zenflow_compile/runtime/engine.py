@@ -10,9 +10,13 @@ Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from zenflow_compile import torch_private
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import Timeline
-from zenflow_compile.runtime import ops
+from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
@@ -41,6 +45,7 @@ class Engine:
         groups: the optimizer's ``param_groups``, read at every final moment.
         step: attempted steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
+        failure: what interrupted a step half-way; nothing goes on until a state is loaded.
     """
 
     def __init__(self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, implicit: bool) -> None:
@@ -59,6 +64,8 @@ class Engine:
         self.selections = 0
         self.graphs: list[Any] = []
         self.closed = False
+        self.failure: BaseException | None = None
+        self._process = os.getpid()
         self._optimizer: weakref.ref[Any] | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._forward_order: list[int] = []
@@ -83,19 +90,21 @@ class Engine:
 
     # Parameters.
 
-    def add_params(self, named: Sequence[tuple[str, Parameter]], group: int) -> None:
-        """Plan and allocate further parameters, of param group ``group``. Those that exist keep their phases.
+    def add_params(self, named: Sequence[Sequence[tuple[str, Parameter]]], first_group: int = 0) -> None:
+        """Plan and allocate further parameters, by param group. Those that exist keep their phases.
+
+        Args:
+            first_group: index of the first of these groups among the optimizer's.
 
         Raises:
             ValueError: more host memory is needed than the machine has; nothing has been changed then.
         """
         if self.params:
             self.synchronize()
-        for index in self.roster.add(named, group):
+        for index in self.roster.add(named, first_group):
             param = self.params[index]
             if param.requires_grad:
-                hook = _hook(weakref.ref(self), index)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.append(entry.listen_to_grad(param, index, weakref.ref(self)))
             param._zenflow_owner = object()  # type: ignore[attr-defined]  # what compiled graphs are guarded on
 
     @property
@@ -138,14 +147,44 @@ class Engine:
         self._check()
         task = torch_private.current_graph_task()
         if task != self._graph_task:
+            if self._graph_task is not None and self.implicit:
+                self._drop_failed_backward()
             self._graph_task = task
-            me = weakref.ref(self)
-            torch_private.queue_backward_callback(lambda: _end_backward(me))
+            entry.listen_to_end(weakref.ref(self))
             self.recorder.begin_phase("backward")
 
-    def end_backward(self) -> None:
-        """Autograd's last callback: the backward is over; in the implicit form so is the step, if it was the last."""
+    def _drop_failed_backward(self) -> None:
+        """The backward before this one raised, and in the implicit form nobody else discards what it left.
+
+        Where parameters were updated on its tail the step counts as attempted: void for all the others.
+        """
+        updated = any(offloaded.updated for offloaded in self.offloaded.values())
+        for offloaded in self.offloaded.values():
+            if not offloaded.updated:
+                offloaded.discard()
+        for param, _, _ in self.roster.residents():
+            param.grad = None
+        self.backwards = 0
+        if updated:
+            self.begin_update(void=True)
+            for p in self.offloaded:
+                self.update_on_host(p)
+            self.end_update()
+
+    def end_backward(self, *, nested: bool) -> None:
+        """Autograd's last callback: the backward is over; in the implicit form so is the step, if it was the last.
+
+        Raises:
+            RuntimeError: the backward ran inside another one, which goes on: the step would come too early.
+        """
         self._graph_task = None
+        if nested and self.implicit:
+            raise RuntimeError(
+                "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when the "
+                "step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
+            )
+        if nested:
+            return
         self.backwards += 1
         self.recorder.end_phase()
         if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
@@ -172,8 +211,18 @@ class Engine:
         declared = self.options.gradient_accumulation_steps
         return declared is None or self.backwards == declared - 1
 
-    def receive_eagerly(self, p: int, grad: Tensor) -> None:
-        """The entry without a graph: the same nodes, for a gradient that reached ``.grad``."""
+    def accept_grad(self, p: int) -> None:
+        """The entry without a graph: the same nodes, for a gradient that reached ``.grad``.
+
+        Raises:
+            TypeError: it is sparse.
+        """
+        name, param = self.plan.params[p].name, self.params[p]
+        if p not in self.offloaded:
+            entry.refuse_sparse_grad(param, name)
+            return
+        if (grad := entry.take_grad(param, name)) is None:
+            return
         offloaded = self.offloaded[p]
         offloaded.eager = True
         self.select_columns(p, self.column_norms(p, grad))
@@ -217,19 +266,21 @@ class Engine:
             void: the step overflowed: it changes nothing.
         """
         self._check()
-        self._updating, self._void, self._unscale = True, void, unscale
-        self._resident_unscale = 1.0 if residents_unscaled else unscale
         for p, offloaded in self.offloaded.items():
-            if (grad := offloaded.param.grad) is not None:  # written by hand: no backward of ours has seen it
-                offloaded.param.grad = None
-                self.receive_eagerly(p, grad)
+            offloaded.raise_failures()
+            self.accept_grad(p)  # written by hand: no backward of ours has seen it
             if not offloaded.updated:
                 offloaded.notice_foreign_write()
+                self._land(offloaded)  # what no forward has fetched: its buffers are needed now
                 offloaded.settle()
+        resident_unscale = 1.0 if residents_unscaled else unscale
         if not void and (limit := self.options.max_grad_norm) is not None:
-            norm = float(self.gradient_norm(unscale=unscale, resident_unscale=self._resident_unscale))
+            norm = float(self.gradient_norm(unscale=unscale, resident_unscale=resident_unscale))
             self.clip(min(1.0, limit / (norm + 1e-6)))
         self._record_norms()
+        # Last, so that an error above leaves nothing set.
+        self._updating, self._void, self._unscale = True, void, unscale
+        self._resident_unscale = resident_unscale
 
     def _record_norms(self) -> None:
         """Leave the share of squared gradient norm in the selected lines with the profiler."""
@@ -244,7 +295,7 @@ class Engine:
     def clip(self, factor: float, only: set[int] | None = None) -> None:
         """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
         for p, offloaded in self.offloaded.items():
-            if only is None or p in only:
+            if offloaded.contributions and (only is None or p in only):
                 offloaded.clip *= factor
         if factor != 1.0 and (grads := [grad for _, grad, _ in self.roster.residents(only)]):
             torch._foreach_mul_(grads, factor)
@@ -294,7 +345,7 @@ class Engine:
             self._update_residents()
         self.step += 1
         self.recorder.end_step(self.step)
-        self._updating = False
+        self._updating = self._void = False
         self.backwards = 0
         self._unscale = 1.0
         for offloaded in self.offloaded.values():
@@ -315,11 +366,16 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop everything in flight, failed work too: a state is about to be loaded."""
+        self.failure = None
         self._check()
-        self._updating = False
+        self._updating = self._void = False
+        self._unscale = 1.0
+        self._graph_task = None
         self.backwards = 0
+        self._in_flight = []
         for offloaded in self.offloaded.values():
             offloaded.abandon()
+        self.roster.settle_rings()
 
     def discard(self) -> None:
         """Forget gradients that are not final."""
@@ -372,15 +428,27 @@ class Engine:
         """
         self._check()
         for offloaded in self._by_deadline():
+            offloaded.raise_failures()
             offloaded.notice_foreign_write()
             self._land(offloaded)
             offloaded.host.wait()
+            offloaded.host.wait_for_copies()
 
     # Life and death.
 
     def _check(self) -> None:
         if self.closed:
             raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
+        if self.failure is not None:
+            raise RuntimeError(
+                "an earlier step failed half-way, so weights and optimizer state do not belong together any more; "
+                "load the last saved state of both"
+            ) from self.failure
+
+    @property
+    def in_own_thread(self) -> bool:
+        """Whether the caller is one of the engine's own threads, which cannot wait for its work."""
+        return self.roster.runs(threading.current_thread())
 
     def close(self, *, flush: bool) -> None:
         """Land everything, stop the threads, free host memory. Safe to call twice.
@@ -390,11 +458,16 @@ class Engine:
         """
         if self.closed:
             return
+        if os.getpid() != self._process:  # a forked child has neither the threads nor the memory
+            self.closed = True
+            return
+        errors: list[Exception] = []
         try:
             for offloaded in self._by_deadline():
-                if flush:
-                    offloaded.close_window(at=self.step, eps=self._coefficients(offloaded)[1], reselect=False, promptly=True)
-                offloaded.land(self.step + 1 + offloaded.plan.staleness)
+                try:
+                    self._land_last(offloaded, flush=flush and self.failure is None)
+                except Exception as error:  # the others land all the same
+                    errors.append(error)
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
@@ -404,6 +477,15 @@ class Engine:
                 if hasattr(param, "_zenflow_owner"):
                     del param._zenflow_owner
             self.roster.close()
+        if errors:
+            raise errors[0]
+
+    def _land_last(self, offloaded: OffloadedParam, *, flush: bool) -> None:
+        # Weights that somebody wrote since the last step stay as they are: what waits is for weights that are no more.
+        if not offloaded.notice_foreign_write() and flush:
+            eps = self._coefficients(offloaded)[1]
+            offloaded.close_window(at=self.step, eps=eps, reselect=False, promptly=True)
+        offloaded.land(self.step + 1 + offloaded.plan.staleness)
 
 
 def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
@@ -426,25 +508,10 @@ def _check_storage(offloaded: OffloadedParam, param: Tensor) -> None:
         )
 
 
-def _hook(engine: weakref.ref[Engine], p: int) -> Callable[[Tensor], None]:
-    """What runs when a gradient reached ``.grad``; it must not keep the engine alive through the parameter."""
-
-    def accumulated(param: Tensor) -> None:
-        if (me := engine()) is None or param.grad is None:
-            return
-        me.begin_backward()
-        if param.grad.is_sparse:
-            raise TypeError(
-                f"{me.plan.params[p].name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
-                "or leave the parameter out of this optimizer"
-            )
-        if p in me.offloaded:
-            grad, param.grad = param.grad, None
-            me.receive_eagerly(p, grad)
-
-    return accumulated
-
-
-def _end_backward(engine: weakref.ref[Engine]) -> None:
-    if (me := engine()) is not None:
-        me.end_backward()
+@atexit.register
+def _close_all() -> None:
+    """What is due lands before the interpreter takes modules apart: operators that run then abort the process."""
+    for engine in ops.live_engines():
+        if isinstance(engine, Engine):
+            with suppress(Exception):
+                engine.close(flush=False)

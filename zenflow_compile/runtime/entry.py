@@ -36,7 +36,7 @@ def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) ->
 
 
 def listen_to_end(listener: weakref.ref[Listener]) -> None:
-    """Call ``end_backward`` once, when the backward that runs now is over; never if it raises."""
+    """Call ``end_backward`` once, when the backward that runs now is over; not if it raises."""
 
     def ended() -> None:
         if (me := listener()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,8 +60,12 @@ class Roster:
         self._arenas: list[HostArena] = []
         self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
 
-    def add(self, named: Sequence[tuple[str, Parameter]], group: int) -> list[int]:
-        """Plan and allocate further parameters, of param group ``group``; nothing may be in flight.
+    def add(self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int) -> list[int]:
+        """Plan and allocate further parameters, by param group; nothing may be in flight.
+
+        Args:
+            groups: (name, parameter) pairs of each new group.
+            first_group: index of the first of them among the optimizer's.
 
         Returns:
             Their indices.
@@ -68,6 +73,7 @@ class Roster:
         Raises:
             ValueError: more host memory is needed than the machine has; nothing has been changed then.
         """
+        named = [pair for group in groups for pair in group]
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
         plan = extend_plan(self.plan, specs, self._options)
         new = plan.params[len(self.plan.params) :]
@@ -80,9 +86,9 @@ class Roster:
         self._arenas.append(arena)
         self.plan = plan
         self._fit_rings()
+        self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for param_plan, (_, param) in zip(new, named, strict=True):
             self.params.append(param)
-            self._group_of.append(group)
             self._index_of[id(param)] = param_plan.index
             if param_plan.offloaded:
                 host = HostSide.allocate(param_plan, arena, kernels[param_plan.dtype, param_plan.slots])
@@ -137,6 +143,16 @@ class Roster:
     def host_bytes(self) -> int:
         """Host bytes of optimizer state, gradient windows and upload buffers."""
         return sum(arena.total_bytes for arena in self._arenas)
+
+    def settle_rings(self) -> None:
+        """Wait for copies from and to the rings, and forget how they ended."""
+        for ring in (self.transport.down_ring, self.transport.up_ring):
+            ring.settle()
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is a worker's or a lane's."""
+        lanes = (self.transport.to_host, self.transport.to_device)
+        return self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
     def close(self) -> None:
         """Stop workers and lanes, free host memory. What was to land has landed."""

@@ -1,0 +1,60 @@
+"""The same invariants where Inductor generates the code around the inserted nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.exactness.test_adamw import RESELECTING, check_in_graph, with_moments_reset
+from tests.exactness.test_rule_p import CASES, Runs, check
+from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train, train_implicitly
+from tests.exactness.zoo import BY_NAME, Member
+from zenflow_compile.runtime import offloaded
+
+pytestmark = pytest.mark.slow
+
+COMPILED = ["mlp", "conv_batch_norm", "gpt"]
+
+
+@each_member([*COMPILED, "graph_breaks", "llama"])
+def test_exact_policies_are_adamw(member: Member) -> None:
+    """The reference has the same kernels in forward and backward."""
+    expected = {steps: plain_adamw(member, "inductor", steps) for steps in (20, 40)}
+    zero_offload = train(member, "inductor", 20, policy="zero_offload")
+    check_in_graph(zero_offload)
+    assert largest_difference(zero_offload, expected[20], member) < member.tolerance
+    zenflow = train(member, "inductor", 40, topk_ratio=0.2, **RESELECTING)
+    check_in_graph(zenflow)
+    assert zenflow.moved_lines > 10
+    assert largest_difference(zenflow, expected[40], member) < member.tolerance
+
+
+@each_member(COMPILED)
+def test_zenflow_follows_rule_p(member: Member) -> None:
+    runs = Runs(member, "inductor", CASES["defaults"])
+    with runs.optimizer:
+        check(runs)
+
+
+@each_member(COMPILED)
+def test_implicit_and_explicit_form_agree(member: Member) -> None:
+    explicit, implicit = train(member, "inductor", 24), train_implicitly(member, "inductor", 24)
+    check_in_graph(implicit)
+    assert implicit.windows_closed == explicit.windows_closed
+    torch.testing.assert_close(implicit.losses, explicit.losses, rtol=0, atol=1e-5)
+    assert largest_difference(implicit, explicit, member) < 1e-5
+
+
+def test_evaluation_between_steps_sees_every_step() -> None:
+    member = BY_NAME["conv_batch_norm"]
+    run = train(member, "inductor", 20, evaluate=True, topk_ratio=0.2, **RESELECTING)
+    plain = plain_adamw(member, "inductor", 20, evaluate=True)
+    torch.testing.assert_close(run.evaluations, plain.evaluations[:20], rtol=0, atol=1e-5)
+
+
+def test_reset_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(offloaded, "exchange_lines", with_moments_reset)
+    member = BY_NAME["mlp"]
+    run = train(member, "inductor", 40, topk_ratio=0.2, **RESELECTING)
+    assert largest_difference(run, plain_adamw(member, "inductor", 40), member) > 1e-3
