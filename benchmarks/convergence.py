@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.common import write_results
 from examples.settings import TrainConfig
 from examples.stdlib_text import load_text
-from examples.train_gpt import train
+from examples.train_gpt import share_cores, train
 
 REFERENCE, CANDIDATE, BAD_RULE = "resident", "zenflow", "zenflow, staleness 1"
 LIMIT = 0.01
@@ -172,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = TrainConfig(**given)
     config = replace(config, evaluate_every=config.steps, save_every=config.steps)
     console = Console()
+    share_cores(config.torch_device())
     losses = measure(config, seeds, console)
     holds = report(losses, seeds, console)
     write_results("convergence", rows(config, losses, seeds))

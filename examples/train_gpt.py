@@ -212,10 +212,21 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
     return config, comparing
 
 
+def share_cores(device: torch.device) -> None:
+    """Leave the cores that run host updates to them, where the device is the CPU itself; alike for every policy.
+
+    Half of the cores, the default of ``pt_reserved_cores_perc``. A parallel region of PyTorch lasts as long as its slowest
+    thread, so that one core shared with a worker would slow down all.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m examples.train_gpt``."""
     config, comparing = parse(arguments)
     console = Console()
+    share_cores(config.torch_device())
     if comparing:
         compare(config, console=console)
     else:

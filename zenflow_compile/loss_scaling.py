@@ -13,8 +13,8 @@ class Carrier(Parameter):
     """Stands for all offloaded gradients among the optimizer's parameters, from a backward until the step.
 
     The scaler checks and unscales ``param.grad`` of the optimizer's parameters, and refuses to step where it finds
-    none. The carrier's ``.grad`` is f32[2]: the L2 norm of all offloaded gradients, not finite as soon as one of them is
-    not, and 1.0, which becomes the factor that ``unscale_`` multiplied with. It is computed only if somebody asks.
+    none. The carrier's ``.grad`` is f32[2]: the L2 norm of all offloaded gradients, not finite as soon as one of them
+    is not, and 1.0, which becomes the factor that ``unscale_`` multiplied with. It is computed only if somebody asks.
     """
 
     _norm: Callable[[], Tensor]

@@ -28,9 +28,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW with column-selected updates on the device and asynchronous updates of the rest on the host.
 
     Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it
-    works as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are those of
-    any PyTorch optimizer. Gradients of offloaded parameters never reach ``.grad``: use :func:`clip_grad_norm_` of this
-    package to clip, or ``max_grad_norm``.
+    works as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are
+    those of any PyTorch optimizer. Gradients of offloaded parameters never reach ``.grad``: use
+    :func:`clip_grad_norm_` of this package to clip, or ``max_grad_norm``.
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
@@ -199,7 +199,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken. Weights may be loaded before or after.
+        """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
 
         Raises:
             ValueError: the state belongs to another model or plan; nothing has been changed then.
@@ -237,7 +237,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if engine is None or engine.closed or sys.is_finalizing():  # at exit, engines have closed before
             return
         with suppress(Exception):
-            if engine.in_own_thread:  # the collector runs in any thread, and a worker cannot wait for itself
+            if engine.roster.runs(threading.current_thread()):  # the collector runs in any: none may wait for itself
                 threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
             else:
                 engine.close(flush=False)

@@ -83,8 +83,10 @@ class SplitParam:
         rate = sum(hyper.lr for hyper in hypers)
         self.master[mask] = self.master[mask] * decay - rate * mean / (root + last.eps)
 
-    def step(self, grad: Tensor | None, hyper: Hyper, at: int, *, closes: bool, select_interval: int) -> None:
-        """Attempted step ``at``; without a gradient it is void."""
+    def step(
+        self, grad: Tensor | None, hyper: Hyper, at: int, *, warming_up: bool, closes: bool, select_interval: int
+    ) -> None:
+        """Attempted step ``at``; without a gradient it is void. In a warm-up what closes is seen at once."""
         if grad is not None:
             grad = self.lines(grad.contiguous()).float()
             self.taken += 1
@@ -99,7 +101,8 @@ class SplitParam:
                 self.take(rest, waiting, its_hyper)
             self.move(rest, [its_hyper for _, its_hyper in self.window])
             self.window = []
-            self.landing.append((at + 1 + self.plan.staleness, rest, self.master[rest]))
+            staleness = 0 if warming_up else self.plan.staleness
+            self.landing.append((at + 1 + staleness, rest, self.master[rest]))
             if self.plan.rest and self.plan.k and (
                 self.selected_at is None or at - self.selected_at >= select_interval
             ):
@@ -149,8 +152,15 @@ class RuleP:
     def step(self, hyper: Hyper) -> None:
         """Apply ``.grad`` of all parameters, and discard it."""
         for each in self.split.values():
-            closes = self.at < self.full_warm_up_rounds or self.at % each.plan.interval == each.plan.phase
-            each.step(each.param.grad, hyper, self.at, closes=closes, select_interval=self.select_interval)
+            warming_up = self.at < self.full_warm_up_rounds
+            each.step(
+                each.param.grad,
+                hyper,
+                self.at,
+                warming_up=warming_up,
+                closes=warming_up or self.at % each.plan.interval == each.plan.phase,
+                select_interval=self.select_interval,
+            )
             each.param.grad = None
         group = self.whole.param_groups[0]
         group.update(lr=hyper.lr, weight_decay=hyper.weight_decay, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps)

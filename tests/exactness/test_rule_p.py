@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "synchronous_start": {"full_warm_up_rounds": 7},
     "reselecting": {"select_strategy": "step", "select_interval": 4, "topk_ratio": 0.3},
     "stale_and_reselecting": {"select_strategy": "step", "select_interval": 6, "staleness": 1},
+    "stale_after_a_synchronous_start": {"staleness": 1, "full_warm_up_rounds": 6, "update_interval": 2},
     "windows_of_three": {"update_interval": 3, "topk_ratio": 0.5},
     "nothing_selected": {"topk_ratio": 0.0},
     "blocking": {"overlap_step": False},

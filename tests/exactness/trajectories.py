@@ -160,9 +160,9 @@ def _plain_adamw(name: str, inner: str | None, evaluate: bool) -> dict[int, Traj
 
 
 def plain_adamw(member: Member, inner: str | None, steps: int, *, evaluate: bool = False) -> Trajectory:
-    """The reference after 20 or 40 steps: ``torch.optim.AdamW`` on the same forward and backward, compiled the same way.
+    """The reference after 20 or 40 steps: ``torch.optim.AdamW`` on the same forward and backward.
 
-    The backend serves parameters that no ``ZenFlowAdamW`` owns as Inductor would.
+    They are compiled the same way: the backend serves parameters that no ``ZenFlowAdamW`` owns as Inductor would.
     """
     return _plain_adamw(member.name, inner, evaluate)[steps]
 

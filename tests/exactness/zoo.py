@@ -314,8 +314,8 @@ MEMBERS: tuple[Member, ...] = (
     Member("gpt", gpt, tokens),
     Member("gpt_tied", lambda: gpt(tied=True), tokens),
     Member("gpt_checkpointed", Checkpointed, tokens),
-    # A weight that differs in the last bit of fp32 may round to another bf16, and the next gradient differs in the third
-    # digit: PyTorch's own fused and plain AdamW end up as far apart.
+    # A weight that differs in the last bit of fp32 may round to another bf16, and the next gradient then differs in its
+    # third digit: PyTorch's own fused and plain AdamW end up as far apart.
     Member("gpt_autocast", gpt, tokens, autocast=True, tolerance=2e-4),
     Member("gpt_dynamic_shapes", gpt, ragged_tokens),
     Member("graph_breaks", Broken, vectors),

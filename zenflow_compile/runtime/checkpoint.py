@@ -29,7 +29,7 @@ _PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a synchronized engine, with nothing in flight: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
+    """The state of a synchronized engine: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
     state: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(engine.params):
         if index in engine.offloaded:

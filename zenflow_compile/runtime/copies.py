@@ -22,7 +22,7 @@ from torch import Tensor
 from zenflow_compile.runtime.recorder import Recorder
 
 
-class CopyFailed(RuntimeError):
+class CopyError(RuntimeError):
     """An asynchronous copy failed; chained to what made it fail."""
 
 
@@ -44,7 +44,7 @@ class Ticket(Protocol):
         """Block the calling thread until the copy is complete.
 
         Raises:
-            CopyFailed: it failed; chained to the original error.
+            CopyError: it failed; chained to the original error.
         """
         ...
 
@@ -63,7 +63,7 @@ class CopyLane(Protocol):
     bytes_copied: int
 
     def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
-        """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work already queued on the device."""
+        """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work queued on the device."""
         ...
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class ThreadTicket:
     def wait(self) -> None:
         self._event.wait()
         if self._error is not None:
-            raise CopyFailed(
+            raise CopyError(
                 "an asynchronous copy between device and host failed; load the last saved state, or start anew"
             ) from self._error
 

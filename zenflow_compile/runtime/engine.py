@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +28,8 @@ from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import Timeline
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.landing import Landing
+from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster
@@ -57,20 +58,17 @@ class Engine:
         self.recorder = Recorder(device)
         self.roster = Roster(groups, options, device, self.recorder)
         self.offloaded = self.roster.offloaded
+        self.landing = Landing(self.roster, self.recorder)
         self.schedule = Schedule(options)
         self.step = 0
         self.backwards = 0
         self.windows_closed = 0
-        self.selections = 0
         self.graphs: list[Any] = []
         self.closed = False
         self.failure: BaseException | None = None
         self._process = os.getpid()
         self._optimizer: weakref.ref[Any] | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
-        self._forward_order: list[int] = []
-        self._in_flight: list[OffloadedParam] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._graph_task: int | None = None
         self._updating = False
         self._void = False
@@ -101,11 +99,7 @@ class Engine:
         """
         if self.params:
             self.synchronize()
-        for index in self.roster.add(named, first_group):
-            param = self.params[index]
-            if param.requires_grad:
-                self._hooks.append(entry.listen_to_grad(param, index, weakref.ref(self)))
-            param._zenflow_owner = object()  # type: ignore[attr-defined]  # what compiled graphs are guarded on
+        self.roster.add(named, first_group, weakref.ref(self))
 
     @property
     def plan(self) -> Plan:
@@ -125,6 +119,11 @@ class Engine:
     def model_bytes(self) -> int:
         """Bytes of all parameters of the optimizer, in their own dtype."""
         return self.roster.model_bytes
+
+    @property
+    def selections(self) -> int:
+        """Re-selections so far."""
+        return self.landing.selections
 
     @property
     def finalizes_in_backward(self) -> bool:
@@ -159,12 +158,8 @@ class Engine:
         Where parameters were updated on its tail the step counts as attempted: void for all the others.
         """
         updated = any(offloaded.updated for offloaded in self.offloaded.values())
-        for offloaded in self.offloaded.values():
-            if not offloaded.updated:
-                offloaded.discard()
-        for param, _, _ in self.roster.residents():
-            param.grad = None
-        self.backwards = 0
+        self.discard()
+        self.roster.drop_resident_grads()
         if updated:
             self.begin_update(void=True)
             for p in self.offloaded:
@@ -178,12 +173,12 @@ class Engine:
             RuntimeError: the backward ran inside another one, which goes on: the step would come too early.
         """
         self._graph_task = None
-        if nested and self.implicit:
-            raise RuntimeError(
-                "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when the "
-                "step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
-            )
         if nested:
+            if self.implicit:
+                raise RuntimeError(
+                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
+                    "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
+                )
             return
         self.backwards += 1
         self.recorder.end_phase()
@@ -241,21 +236,8 @@ class Engine:
     def gradient_norm(
         self, only: set[int] | None = None, *, unscale: float = 1.0, resident_unscale: float = 1.0
     ) -> Tensor:
-        """L2 norm over all waiting gradients (of the parameters ``only``), 0-d f32.
-
-        Args:
-            unscale, resident_unscale: factors on the gradients of offloaded parameters, and on those in ``.grad``.
-        """
-        squares: list[Tensor] = []
-        for p, offloaded in self.offloaded.items():
-            if offloaded.contributions and (only is None or p in only):
-                offloaded.settle()
-                squares.append(offloaded.device.norms.sum() * (offloaded.clip * unscale) ** 2)
-        if grads := [grad for _, grad, _ in self.roster.residents(only)]:
-            squares.extend((norm.float() * resident_unscale).square() for norm in torch._foreach_norm(grads))
-        if not squares:
-            return torch.zeros((), device=self.device)
-        return torch.stack(squares).sum().sqrt()
+        """L2 norm over all waiting gradients (of the parameters ``only``), 0-d f32; see ``waiting_norm``."""
+        return waiting_norm(self.roster, self.device, only, unscale=unscale, resident_unscale=resident_unscale)
 
     def begin_update(self, *, unscale: float = 1.0, residents_unscaled: bool = True, void: bool = False) -> None:
         """All gradients are final.
@@ -271,63 +253,44 @@ class Engine:
             self.accept_grad(p)  # written by hand: no backward of ours has seen it
             if not offloaded.updated:
                 offloaded.notice_foreign_write()
-                self._land(offloaded)  # what no forward has fetched: its buffers are needed now
+                self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
                 offloaded.settle()
         resident_unscale = 1.0 if residents_unscaled else unscale
         if not void and (limit := self.options.max_grad_norm) is not None:
             norm = float(self.gradient_norm(unscale=unscale, resident_unscale=resident_unscale))
             self.clip(min(1.0, limit / (norm + 1e-6)))
-        self._record_norms()
+        record_norms(self.roster, self.timeline, self.step)
         # Last, so that an error above leaves nothing set.
         self._updating, self._void, self._unscale = True, void, unscale
         self._resident_unscale = resident_unscale
 
-    def _record_norms(self) -> None:
-        """Leave the share of squared gradient norm in the selected lines with the profiler."""
-        if self.timeline is None:
-            return
-        present = [o for o in self.offloaded.values() if o.contributions or o.updated]
-        norms = [(offloaded.device.norms, offloaded.device.selection.selected) for offloaded in present]
-        if norms:
-            selected = torch.stack([norm.index_select(0, lines).sum() for norm, lines in norms]).sum()
-            self.timeline.add_norms(self.step, selected, torch.stack([norm.sum() for norm, _ in norms]).sum())
-
     def clip(self, factor: float, only: set[int] | None = None) -> None:
         """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
-        for p, offloaded in self.offloaded.items():
-            if offloaded.contributions and (only is None or p in only):
-                offloaded.clip *= factor
-        if factor != 1.0 and (grads := [grad for _, grad, _ in self.roster.residents(only)]):
-            torch._foreach_mul_(grads, factor)
+        scale_waiting(self.roster, factor, only)
 
     def adam_columns_(self, p: int, param: Tensor) -> None:
         """Update the selected columns, if the gradient is final now."""
         offloaded = self.offloaded[p]
-        _check_storage(offloaded, param)
+        self.roster.check_storage(p, param)
         if self._may_update(offloaded) and offloaded.contributions and not self._void:
             slot, eps = self._coefficients(offloaded)
             offloaded.update_columns(slot, eps, self._unscale)
 
     def update_on_host(self, p: int) -> None:
         """Put the gradient into its window, if it is final now; close the window if it is due."""
-        offloaded = self.offloaded[p]
-        if not self._may_update(offloaded):
+        if not self._may_update(offloaded := self.offloaded[p]):
             return
         present = offloaded.contributions > 0 and not self._void
         slot, eps = self._coefficients(offloaded)
-        closing = self.schedule.closes(
-            offloaded.plan, offloaded.device, self.step, present=present, unscale=self._unscale
-        )
+        plan, side = offloaded.plan, offloaded.device
+        closing = self.schedule.closes(plan, side, self.step, present=present, unscale=self._unscale)
         offloaded.update_on_host(slot if present else None)
         offloaded.updated = True
-        if closing and offloaded.close_window(
-            at=self.step,
-            eps=eps,
-            reselect=self.schedule.reselects(offloaded.plan, offloaded.device, self.step),
-            promptly=self.schedule.warming_up(self.step),
-        ):
+        reselect = closing and self.schedule.reselects(plan, side, self.step)
+        promptly = self.schedule.warming_up(self.step)
+        if closing and offloaded.close_window(at=self.step, eps=eps, reselect=reselect, promptly=promptly):
             self.windows_closed += 1
-            self.recorder.mark("close", param=offloaded.plan.name)
+            self.recorder.mark("close", param=plan.name)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         if offloaded.updated:
@@ -336,13 +299,12 @@ class Engine:
         return self._updating or (self.finalizes_in_backward and offloaded.single and self._split_now)
 
     def _coefficients(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
-        group = self.roster.group_of(offloaded.plan.index)
-        return _slot_of(group, self._unscale * offloaded.clip), float(group["eps"])
+        return self.roster.coefficients(offloaded.plan.index, self._unscale * offloaded.clip)
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
         if not self._void:
-            self._update_residents()
+            self.roster.update_residents(self._resident_unscale)
         self.step += 1
         self.recorder.end_step(self.step)
         self._updating = self._void = False
@@ -350,32 +312,19 @@ class Engine:
         self._unscale = 1.0
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
-        self._in_flight = [offloaded for offloaded in self._by_deadline() if offloaded.host.closes]
-        for offloaded in self._in_flight:
-            if offloaded.eager or offloaded.plan.blocking:
-                self._land(offloaded)
-
-    def _update_residents(self) -> None:
-        residents = self.roster.residents()
-        for group in self.groups:
-            members = [(param, grad) for param, grad, own in residents if own is group]
-            if members:
-                slot = _slot_of(group, self._resident_unscale)
-                params, grads = zip(*members, strict=True)
-                self.roster.resident.update(params, grads, slot, eps=float(group["eps"]))
+        self.landing.end_step(self.step)
 
     def abandon(self) -> None:
-        """Drop everything in flight, failed work too: a state is about to be loaded."""
+        """Drop everything in flight, gradients and failed work too: a state is about to be loaded."""
         self.failure = None
         self._check()
         self._updating = self._void = False
         self._unscale = 1.0
         self._graph_task = None
         self.backwards = 0
-        self._in_flight = []
-        for offloaded in self.offloaded.values():
-            offloaded.abandon()
-        self.roster.settle_rings()
+        self.landing.forget()
+        self.roster.drop_resident_grads()
+        self.roster.abandon()
 
     def discard(self) -> None:
         """Forget gradients that are not final."""
@@ -387,38 +336,14 @@ class Engine:
 
     def declare_forward_order(self, order: Sequence[int]) -> None:
         """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
-        known = set(order)
-        self._forward_order = [*order, *(p for p in self._forward_order if p not in known)]
-        for position, p in enumerate(self._forward_order):
-            if p in self.offloaded:
-                self.offloaded[p].deadline = position
+        self.landing.declare_order(order)
 
     def copy_to_device_(self, p: int, param: Tensor) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
         self._check()
         self.recorder.begin_phase("forward")
-        offloaded = self.offloaded[p]
-        _check_storage(offloaded, param)
-        offloaded.notice_foreign_write()
-        if offloaded.due(self.step):
-            self._prefetch()
-            self._land(offloaded)
-
-    def _prefetch(self) -> None:
-        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.closes]
-        for offloaded in self._in_flight:
-            if self.roster.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
-                return
-            offloaded.start_upload(self.step)
-
-    def _land(self, offloaded: OffloadedParam) -> None:
-        for close in offloaded.land(self.step):
-            if close.selection is not None:
-                self.selections += 1
-                self.recorder.mark("select", param=offloaded.plan.name)
-
-    def _by_deadline(self) -> list[OffloadedParam]:
-        return sorted(self.offloaded.values(), key=lambda offloaded: offloaded.deadline)
+        self.roster.check_storage(p, param)
+        self.landing.before_use(self.offloaded[p], self.step)
 
     def synchronize(self) -> None:
         """Wait for work in flight and make visible what is due. The trajectory stays what it would have been.
@@ -427,10 +352,10 @@ class Engine:
             RuntimeError: work in flight failed.
         """
         self._check()
-        for offloaded in self._by_deadline():
+        for offloaded in self.landing.by_deadline():
             offloaded.raise_failures()
             offloaded.notice_foreign_write()
-            self._land(offloaded)
+            self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
 
@@ -445,11 +370,6 @@ class Engine:
                 "load the last saved state of both"
             ) from self.failure
 
-    @property
-    def in_own_thread(self) -> bool:
-        """Whether the caller is one of the engine's own threads, which cannot wait for its work."""
-        return self.roster.runs(threading.current_thread())
-
     def close(self, *, flush: bool) -> None:
         """Land everything, stop the threads, free host memory. Safe to call twice.
 
@@ -461,51 +381,12 @@ class Engine:
         if os.getpid() != self._process:  # a forked child has neither the threads nor the memory
             self.closed = True
             return
-        errors: list[Exception] = []
         try:
-            for offloaded in self._by_deadline():
-                try:
-                    self._land_last(offloaded, flush=flush and self.failure is None)
-                except Exception as error:  # the others land all the same
-                    errors.append(error)
+            self.landing.finish(self.step, flush=flush and self.failure is None)
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
-            for hook in self._hooks:
-                hook.remove()
-            for param in self.params:
-                if hasattr(param, "_zenflow_owner"):
-                    del param._zenflow_owner
             self.roster.close()
-        if errors:
-            raise errors[0]
-
-    def _land_last(self, offloaded: OffloadedParam, *, flush: bool) -> None:
-        # Weights that somebody wrote since the last step stay as they are: what waits is for weights that are no more.
-        if not offloaded.notice_foreign_write() and flush:
-            eps = self._coefficients(offloaded)[1]
-            offloaded.close_window(at=self.step, eps=eps, reselect=False, promptly=True)
-        offloaded.land(self.step + 1 + offloaded.plan.staleness)
-
-
-def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
-    beta1, beta2 = group["betas"]
-    return SlotCoefficients(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=float(group["weight_decay"]),
-        grad_scale=grad_scale,
-    )
-
-
-def _check_storage(offloaded: OffloadedParam, param: Tensor) -> None:
-    """A graph that reads a copy of the weight would never see an update: raise rather than train on old weights."""
-    if param.data_ptr() != offloaded.param.data_ptr():
-        raise RuntimeError(
-            f"the compiled graph has a copy of {offloaded.plan.name} instead of the parameter; if the model was moved "
-            "or its storage replaced, create the optimizer and compile again, else please report this"
-        )
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""How an engine hears of gradients without a graph: hooks on ``.grad``, and autograd's callback at the end of a backward.
+"""How an engine hears of gradients without a graph: hooks on ``.grad``, and the callback at the end of a backward.
 
 Parameters live longer than engines, so nothing here keeps an engine alive through its parameters.
 """

@@ -1,8 +1,8 @@
 """One offloaded parameter at run time: its gradient on the way in, its two sides, its updates on the way back.
 
 [Note: speculation] A gradient is split and copied as soon as it exists, although a second contribution (another
-backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and from
-then on this parameter accumulates on the device and is split only when its gradient is final.
+backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and
+from then on this parameter accumulates on the device and is split only when its gradient is final.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class OffloadedParam:
     def _keep_selection(self) -> None:
         """Call off a re-selection that has not landed: no line may change hands while a gradient waits.
 
-        A forward through the graph landed it before this gradient existed; one that did not go through it, as of a model
-        that is called without its compiled form for once, comes here. The parameter re-selects at its next close.
+        A forward through the graph landed it before this gradient existed. One outside of it, as when a model is called
+        without its compiled form for once, did not. The parameter re-selects at its next close.
         """
         for close in self.host.closes:
             if close.selection is not None:
@@ -366,9 +366,10 @@ class OffloadedParam:
             RuntimeError: a job or a copy failed; chained to the original error.
         """
         self.host.raise_failures()
-        for in_flight in (self._copy and self._copy[1], self._upload and self._upload.ticket):
-            if in_flight is not None and in_flight.error is not None:
-                in_flight.wait()
+        if self._copy is not None and self._copy[1].error is not None:
+            self._copy[1].wait()
+        if self._upload is not None and self._upload.ticket.error is not None:
+            self._upload.ticket.wait()
 
     def abandon(self) -> None:
         """Drop gradients, windows and uploads, failed ones too: a state is about to be loaded."""

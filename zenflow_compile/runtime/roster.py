@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.planning.policies import ParamSpec, extend_plan
+from zenflow_compile.runtime import entry
+from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, require_host_memory
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.copies import StagingRing, make_lane
@@ -59,16 +63,17 @@ class Roster:
         self._index_of: dict[int, int] = {}
         self._arenas: list[HostArena] = []
         self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
+        self._hooks: list[RemovableHandle] = []
 
-    def add(self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int) -> list[int]:
+    def add(
+        self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int, listener: weakref.ref[entry.Listener]
+    ) -> None:
         """Plan and allocate further parameters, by param group; nothing may be in flight.
 
         Args:
             groups: (name, parameter) pairs of each new group.
             first_group: index of the first of them among the optimizer's.
-
-        Returns:
-            Their indices.
+            listener: is told of gradients that reach ``.grad``.
 
         Raises:
             ValueError: more host memory is needed than the machine has; nothing has been changed then.
@@ -82,21 +87,29 @@ class Roster:
         arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
         if needed and self._device.type == "cuda":
             arena.pin()
-        kernels = {(p.dtype, p.slots): self._kernel(p) for p in new if p.offloaded}
+        self._fit_rings(plan)
+        made = {
+            param_plan.index: self._make(param_plan, param, arena)
+            for param_plan, (_, param) in zip(new, named, strict=True)
+            if param_plan.offloaded
+        }
+        # What can fail is behind us.
         self._arenas.append(arena)
         self.plan = plan
-        self._fit_rings()
+        self.offloaded.update(made)
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for param_plan, (_, param) in zip(new, named, strict=True):
             self.params.append(param)
             self._index_of[id(param)] = param_plan.index
-            if param_plan.offloaded:
-                host = HostSide.allocate(param_plan, arena, kernels[param_plan.dtype, param_plan.slots])
-                device = DeviceSide.allocate(param_plan, self._device)
-                offloaded = OffloadedParam(param_plan, param, host, device, self.transport)
-                offloaded.accumulates = (self._options.gradient_accumulation_steps or 1) > 1
-                self.offloaded[param_plan.index] = offloaded
-        return [param.index for param in new]
+            if param.requires_grad:
+                self._hooks.append(entry.listen_to_grad(param, param_plan.index, listener))
+            param._zenflow_owner = object()  # type: ignore[attr-defined]  # compiled graphs tell parameters apart by it
+
+    def _make(self, plan: ParamPlan, param: Parameter, arena: HostArena) -> OffloadedParam:
+        host = HostSide.allocate(plan, arena, self._kernel(plan))
+        offloaded = OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
+        offloaded.accumulates = (self._options.gradient_accumulation_steps or 1) > 1
+        return offloaded
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         key = (plan.dtype, plan.slots)
@@ -106,8 +119,8 @@ class Roster:
             )
         return self._kernels[key]
 
-    def _fit_rings(self) -> None:
-        largest = max((p.rest * p.length * p.dtype.itemsize for p in self.plan.params if p.offloaded), default=0)
+    def _fit_rings(self, plan: Plan) -> None:
+        largest = max((p.rest * p.length * p.dtype.itemsize for p in plan.params if p.offloaded), default=0)
         for ring in (self.transport.down_ring, self.transport.up_ring):
             ring.fit(largest)
 
@@ -120,6 +133,11 @@ class Roster:
         """The param group of parameter ``index``."""
         return self.groups[self._group_of[index]]
 
+    def coefficients(self, index: int, grad_scale: float) -> tuple[SlotCoefficients, float]:
+        """What is in force now for parameter ``index``, and eps."""
+        group = self.group_of(index)
+        return _slot_of(group, grad_scale), float(group["eps"])
+
     def residents(self, only: set[int] | None = None) -> list[tuple[Parameter, Tensor, dict[str, Any]]]:
         """Parameters on the device whole (of those in ``only``) that have a gradient: with it and their group."""
         return [
@@ -127,6 +145,20 @@ class Roster:
             for index, param in enumerate(self.params)
             if index not in self.offloaded and param.grad is not None and (only is None or index in only)
         ]
+
+    def drop_resident_grads(self) -> None:
+        """Discard the gradients of the parameters on the device whole."""
+        for param, _, _ in self.residents():
+            param.grad = None
+
+    def update_residents(self, grad_scale: float) -> None:
+        """One AdamW step on the parameters on the device whole that have a gradient."""
+        residents = self.residents()
+        for group in self.groups:
+            members = [(param, grad) for param, grad, own in residents if own is group]
+            if members:
+                params, grads = zip(*members, strict=True)
+                self.resident.update(params, grads, _slot_of(group, grad_scale), eps=float(group["eps"]))
 
     @property
     def model_bytes(self) -> int:
@@ -144,8 +176,22 @@ class Roster:
         """Host bytes of optimizer state, gradient windows and upload buffers."""
         return sum(arena.total_bytes for arena in self._arenas)
 
-    def settle_rings(self) -> None:
-        """Wait for copies from and to the rings, and forget how they ended."""
+    def check_storage(self, index: int, param: Tensor) -> None:
+        """A graph that reads a copy of the weight would never see an update.
+
+        Raises:
+            RuntimeError: ``param`` has not the memory of parameter ``index``.
+        """
+        if param.data_ptr() != self.params[index].data_ptr():
+            raise RuntimeError(
+                f"the compiled graph has a copy of {self.plan.params[index].name} instead of the parameter; if the "
+                "model was moved or its storage replaced, create the optimizer and compile again, else report this"
+            )
+
+    def abandon(self) -> None:
+        """Drop everything in flight, failed work too."""
+        for offloaded in self.offloaded.values():
+            offloaded.abandon()
         for ring in (self.transport.down_ring, self.transport.up_ring):
             ring.settle()
 
@@ -155,10 +201,26 @@ class Roster:
         return self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
     def close(self) -> None:
-        """Stop workers and lanes, free host memory. What was to land has landed."""
+        """Let go of the parameters, stop workers and lanes, free host memory. What was to land has landed."""
+        for hook in self._hooks:
+            hook.remove()
+        for param in self.params:
+            if hasattr(param, "_zenflow_owner"):
+                del param._zenflow_owner
         self.transport.workers.close()
         self.transport.to_host.close()
         self.transport.to_device.close()
         self.offloaded.clear()
         for arena in self._arenas:
             arena.close()
+
+
+def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
+    beta1, beta2 = group["betas"]
+    return SlotCoefficients(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=float(group["weight_decay"]),
+        grad_scale=grad_scale,
+    )

@@ -17,7 +17,7 @@ from contextlib import suppress
 import psutil
 
 from zenflow_compile.profiling.timeline import worker_lane
-from zenflow_compile.runtime.copies import CopyFailed
+from zenflow_compile.runtime.copies import CopyError
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -59,7 +59,7 @@ class Job:
         """
         self._done.wait()
         if (error := self.error) is not None:
-            cause = error.__cause__ if isinstance(error, CopyFailed) else error
+            cause = error.__cause__ if isinstance(error, CopyError) else error
             raise RuntimeError(
                 f"the host update of {self.param} at step {self.step} failed; load the last saved state, or start anew"
             ) from cause

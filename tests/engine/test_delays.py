@@ -1,0 +1,116 @@
+"""Overlap changes time, never numbers: workers and copies that are late at random, or not overlapped at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from zenflow_compile.runtime import copies, host_adam
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "windows": {"update_interval": 4},
+    "stale": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
+    "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6},
+}
+THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
+
+
+def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -> Delays:
+    """Make every copy and every task of a worker late."""
+    delays = Delays(seed, longest_ms)
+    monkeypatch.setattr(copies, "copy_without_gil", delays.before(copies.copy_without_gil))
+    kernel = host_adam.AtenHostAdam
+    monkeypatch.setattr(kernel, "__call__", delays.before(kernel.__call__))
+    return delays
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_delays_change_nothing(
+    entry: dict[str, Any] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Training(entry, {**options, **THREE_WORKERS}).run(0, 10).weights()
+    for seed in (0, 1):
+        with monkeypatch.context() as patch:
+            delays = delay(patch, seed)
+            late = Training(entry, {**options, **THREE_WORKERS}).run(0, 10)
+            assert_same(late.weights(), expected)
+            assert delays.calls > 40
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_overlap_changes_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapped = Training(EAGER_BACKEND, options).run(0, 10).weights()
+    assert_same(Training(EAGER_BACKEND, {**options, "overlap_step": False}).run(0, 10).weights(), overlapped)
+    delay(monkeypatch, 3)
+    assert_same(Training(EAGER_BACKEND, {**options, "overlap_step": False}).run(0, 10).weights(), overlapped)
+
+
+class Chain(nn.Module):
+    """Twelve equal layers: as soon as one gradient has been read, its memory suits the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def chain_weights(compiled: dict[str, Any] | None, options: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = Chain()
+    from tests.engine.training import ADAM, OFFLOAD_ALL
+    from zenflow_compile import ZenFlowAdamW
+
+    optimizer = ZenFlowAdamW(model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **options})
+    call: Callable[[Tensor], Tensor] = torch.compile(model, **compiled) if compiled else model
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        call(torch.randn(8, 64, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    weights = [param.detach().clone() for param in model.parameters()]
+    optimizer.close()
+    return weights
+
+
+@pytest.mark.parametrize(
+    "compiled", [EAGER_BACKEND, pytest.param({"backend": "zenflow"}, marks=pytest.mark.slow)], ids=["eager", "inductor"]
+)
+def test_a_gradient_whose_memory_is_reused_while_its_copy_is_slow(
+    compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies start 10 ms late, when the compiler has long given the gradient's memory to the next layer's."""
+    options = {"update_interval": 1}
+    expected = chain_weights(compiled, options)
+    delays = Delays(0, 10.0)
+    monkeypatch.setattr(copies, "copy_without_gil", delays.before(copies.copy_without_gil))
+    assert_same(chain_weights(compiled, options), expected)
+    assert delays.calls > 80
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_synchronizing_changes_nothing(entry: dict[str, Any] | None, staleness: int) -> None:
+    options = {"update_interval": 2, "staleness": staleness, "select_strategy": "step", "select_interval": 2}
+    expected = Training(entry, options).run(0, 9).weights()
+    training = Training(entry, options)
+    for step in range(9):
+        training.optimizer.synchronize()
+        training.backward(step)
+        training.optimizer.synchronize()
+        training.optimizer.step()
+        training.optimizer.synchronize()
+        training.optimizer.zero_grad()
+        training.optimizer.state_dict()
+    assert_same(training.weights(), expected)

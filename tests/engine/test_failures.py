@@ -1,0 +1,199 @@
+"""What fails in the background raises in the training thread, nothing hangs, and the last saved state goes on."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from zenflow_compile.runtime import copies, host_adam, offloaded
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Broken(Exception):
+    """What the tests make fail."""
+
+
+def failing_after(calls: int, function: Callable[..., Any], error: BaseException | None = None) -> Callable[..., Any]:
+    """``function``, which raises at one call: after ``calls`` good ones."""
+    left = [calls]
+
+    def sometimes(*args: Any, **keywords: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise error or Broken("on purpose")
+        return function(*args, **keywords)
+
+    return sometimes
+
+
+def root_of(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def break_kernel(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    kernel = host_adam.AtenHostAdam
+    monkeypatch.setattr(kernel, "__call__", failing_after(calls, kernel.__call__))
+
+
+def break_scratch(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """An allocation in a worker."""
+    error = MemoryError("no memory, on purpose")
+    kernel = host_adam.AtenHostAdam
+    monkeypatch.setattr(kernel, "_scaled", failing_after(calls, kernel._scaled, error))
+
+
+def break_copy(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    monkeypatch.setattr(copies, "copy_without_gil", failing_after(calls, copies.copy_without_gil))
+
+
+def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeError:
+    """What surfaces within ``steps`` steps."""
+    with pytest.raises(RuntimeError) as caught:
+        training.run(begin, begin + steps)
+        training.optimizer.synchronize()
+    return caught.value
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("break_it", [break_kernel, break_scratch, break_copy])
+@pytest.mark.parametrize("calls", [0, 1, 4])
+def test_failure_surfaces_and_the_saved_state_continues(
+    entry: dict[str, Any] | None,
+    interval: int,
+    break_it: Callable[[pytest.MonkeyPatch, int], None],
+    calls: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"update_interval": interval}
+    training = Training(entry, options).run(0, 6)
+    saved = training.saved()
+    expected = training.run(6, 10).weights()
+    training.load(saved)
+    with monkeypatch.context() as patch:
+        break_it(patch, calls)
+        error = train_until_it_fails(training, 6, 9)
+    root = root_of(error)
+    assert isinstance(root, (Broken, MemoryError))
+    assert "sometimes" in {frame.name for frame in traceback.extract_tb(root.__traceback__)}
+    assert_same(Training(entry, options).load(saved).run(6, 10).weights(), expected)
+    assert_same(training.load(saved).run(6, 10).weights(), expected)
+    training.optimizer.close()
+
+
+def test_the_original_error_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    for break_it in (break_kernel, break_copy):
+        training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+        training.optimizer.synchronize()
+        with monkeypatch.context() as patch:
+            break_it(patch, 0)
+            error = train_until_it_fails(training, 3, 2)
+        assert isinstance(error.__cause__, Broken)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_failed_copy_raises_at_the_next_call(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when its window closes, steps later."""
+    training = Training(EAGER_BACKEND, {"update_interval": interval}).run(0, 5)
+    training.optimizer.synchronize()
+    lane = training.optimizer.engine.roster.transport.to_host
+    with monkeypatch.context() as patch:
+        break_copy(patch, 2)  # the last of this backward; the ring would see an earlier one
+        training.backward(5)
+        lane.submit(torch.zeros(1), torch.ones(1), step=0, param="").settle()  # copies end in order
+    with pytest.raises(RuntimeError, match="copy"):
+        training.optimizer.step()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_a_failure_is_not_forgotten(entry: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(entry, {"update_interval": 1}).run(0, 3)
+    with monkeypatch.context() as patch:
+        break_kernel(patch, 0)
+        train_until_it_fails(training, 3, 2)
+    optimizer = training.optimizer
+    calls: list[Callable[[], Any]] = [lambda: training.step(9), optimizer.synchronize, optimizer.state_dict]
+    for call in calls * 2:
+        with pytest.raises(RuntimeError):
+            call()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError):
+        optimizer.close()
+    optimizer.close()  # it is closed all the same
+
+
+def test_other_parameters_land_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    training.optimizer.synchronize()
+    with monkeypatch.context() as patch:
+        break_kernel(patch, 0)
+        training.step(3)
+        with pytest.raises(RuntimeError):
+            training.optimizer.close()
+    same = [torch.equal(a, b) for a, b in zip(training.model.parameters(), expected, strict=True)]
+    assert same.count(False) == 1
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation in the training thread: some parameters are updated, others not."""
+    training = Training(EAGER_BACKEND).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 6).weights()
+    training.load(saved)
+    update = offloaded.OffloadedParam.update_columns
+    with monkeypatch.context() as patch:
+        error = torch.OutOfMemoryError("on purpose")
+        patch.setattr(offloaded.OffloadedParam, "update_columns", failing_after(calls, update, error))
+        with pytest.raises(torch.OutOfMemoryError):
+            training.step(3)
+    with pytest.raises(RuntimeError, match="half-way") as caught:
+        training.backward(4)
+    assert caught.value.__cause__ is error
+    assert_same(training.load(saved).run(3, 6).weights(), expected)
+
+
+def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    training = Training(EAGER_BACKEND, {"update_interval": 1})
+    saved = training.saved()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            training.step(0)
+    expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3).weights()
+    assert_same(training.load(saved).run(0, 3).weights(), expected)
+
+
+def test_an_error_in_the_block_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
+    with pytest.raises(KeyError, match="theirs"), training.optimizer:
+        break_kernel(monkeypatch, 0)
+        training.step(2)
+        raise KeyError("theirs")
+
+
+def test_a_backward_that_raises_leaves_a_trainable_optimizer() -> None:
+    training = Training(EAGER_BACKEND).run(0, 3)
+    expected = Training(EAGER_BACKEND).run(0, 6).weights()
+    loss = training.loss(3)
+    handle = training.model[0].bias.register_post_accumulate_grad_hook(lambda param: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    training.optimizer.zero_grad()
+    assert_same(training.run(3, 6).weights(), expected)

@@ -1,0 +1,139 @@
+"""A resumed run is the uninterrupted one, bit for bit, wherever in a window it was interrupted."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.training import ENTRIES, ENTRY_IDS, Training, assert_same
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "windows": {"update_interval": 4},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6},
+    "stale": {"update_interval": 4, "staleness": 1},
+    "stale_short": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
+    "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
+    "device_share": {"device_share": 0.6},
+    "zero_offload": {"policy": "zero_offload"},
+    "resident": {"policy": "resident"},
+    "clipped": {"max_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_resumed_run_is_the_uninterrupted_one(
+    entry: dict[str, Any] | None, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Saving lands what is due, but must not change what comes: every run saves at one position only."""
+    expected = Training(entry, options, dtype).run(0, 13).weights()
+    for position in range(5, 9):  # every position of a window of 4
+        training = Training(entry, options, dtype).run(0, position)
+        saved = training.saved()
+        assert_same(training.run(position, 13).weights(), expected)
+        for weights_first in (True, False):
+            resumed = Training(entry, options, dtype).load(saved, weights_first=weights_first)
+            assert resumed.optimizer.engine.step == position
+            assert_same(resumed.run(position, 13).weights(), expected)
+
+
+def test_a_training_goes_back_to_its_own_checkpoint() -> None:
+    """Into the same optimizer, with gradients of other steps in windows and on their way."""
+    training = Training(ENTRIES[1]).run(0, 6)
+    saved = training.saved()
+    expected = training.run(6, 12).weights()
+    training.backward(99)
+    assert_same(training.load(saved).run(6, 12).weights(), expected)
+    training.backward(99)
+    training.optimizer.zero_grad()
+    assert_same(training.load(saved).run(6, 12).weights(), expected)
+
+
+def test_a_state_dict_shares_nothing_with_what_loads_it() -> None:
+    options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
+    training = Training(None, options).run(0, 3)
+    state = training.optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    other = Training(None, options)
+    other.optimizer.load_state_dict(state)
+    other.run(3, 6)
+    training.run(3, 6)
+    for index, entry in kept["state"].items():
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(state["state"][index][name], value), (index, name)
+
+
+def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is still on its way when the state is taken must be waited for."""
+    from tests.engine.training import Delays
+    from zenflow_compile.runtime import copies
+
+    training = Training(ENTRIES[1]).run(0, 5)
+    monkeypatch.setattr(copies, "copy_without_gil", Delays(0, 60.0).before(copies.copy_without_gil))
+    training.step(5)
+    early = training.optimizer.state_dict()["state"]
+    late = training.optimizer.state_dict()["state"]
+    waiting = [index for index, entry in late.items() if entry.get("window")]
+    assert waiting
+    for index in waiting:
+        assert_same(early[index]["window"], late[index]["window"])
+        assert all(gradient.abs().sum() > 0 for gradient in early[index]["window"])
+
+
+def test_low_precision_weights_keep_their_masters_in_any_order() -> None:
+    """The cast of a master equals the weight: that must not count as somebody else's write."""
+    training = Training(None, {"update_interval": 1}, torch.bfloat16).run(0, 5)
+    saved = training.saved()
+    state = training.optimizer.state_dict()["state"]
+    for weights_first in (True, False):
+        resumed = Training(None, {"update_interval": 1}, torch.bfloat16).load(saved, weights_first=weights_first)
+        resumed.optimizer.synchronize()
+        for index, entry in resumed.optimizer.state_dict()["state"].items():
+            assert torch.equal(entry["master"], state[index]["master"])
+            assert not torch.equal(entry["master"], entry["master"].bfloat16().float())
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_weights_that_somebody_wrote_count(entry: dict[str, Any] | None, staleness: int) -> None:
+    """By ``load_state_dict`` or by hand: masters start again from them, with moments as they are."""
+    training = Training(entry, {"update_interval": 1, "staleness": staleness}).run(0, 4)
+    other = [torch.randn(param.shape, generator=torch.Generator().manual_seed(9)) for param in training.weights()]
+    names = [name for name, _ in training.model.named_parameters()]
+    training.model.load_state_dict(dict(zip(names, other, strict=True)))
+    assert_same(training.weights(), other)
+    for index, entry_state in training.optimizer.state_dict()["state"].items():
+        assert entry_state["master"] is None or torch.equal(entry_state["master"], other[index])
+    with torch.no_grad():
+        next(training.model.parameters()).fill_(0.5)
+    training.step(4)
+    moved = next(training.model.parameters()).detach() - 0.5
+    assert moved.abs().max() < 0.1
+
+
+def test_weights_written_between_backward_and_step_count() -> None:
+    training = Training(ENTRIES[1], {"update_interval": 1}).run(0, 3)
+    training.backward(3)
+    with torch.no_grad():
+        training.model[0].weight.fill_(0.5)
+    training.optimizer.step()
+    training.optimizer.synchronize()
+    moved = training.model[0].weight.detach() - 0.5
+    assert 0 < moved.abs().max() < 0.1
+
+
+def test_a_file_that_was_cut_changes_nothing() -> None:
+    training = Training(None).run(0, 3)
+    saved = torch.load(io.BytesIO(training.saved()), weights_only=True)["optimizer"]
+    before = training.weights()
+    del saved["state"][2]
+    with pytest.raises(ValueError, match="no state for 2.weight"):
+        training.optimizer.load_state_dict(saved)
+    assert_same(training.weights(), before)
+    assert training.optimizer.engine.step == 3

@@ -1,0 +1,124 @@
+"""A small model, its data, and the ways to train it that the tests of the engine share."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zenflow_compile import ZenFlowAdamW
+
+ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
+
+# Every matrix goes to the host, and no kernel is compiled for it.
+OFFLOAD_ALL: dict[str, Any] = {"host_kernel": "aten", "min_offload_size": 100, "device_share": 0.0}
+
+EAGER_BACKEND: dict[str, Any] = {"backend": "zenflow", "options": {"inner": "eager"}}
+ENTRIES = [None, EAGER_BACKEND]
+ENTRY_IDS = ["hooks", "graph"]
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The same weights at every call: matrices of 512, 1024 and 320 elements."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 10)).to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The data of a step, whenever it is asked for."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 16, generator=generator).to(dtype), torch.randint(0, 10, (8,), generator=generator)
+
+
+@dataclass
+class Training:
+    """A model, its optimizer and how it is called.
+
+    Attributes:
+        entry: arguments for ``torch.compile``; None to train without it.
+        options: of the optimizer, over those that the tests share.
+    """
+
+    entry: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    build: Callable[[torch.dtype], nn.Module] = mlp
+
+    def __post_init__(self) -> None:
+        self.model = self.build(self.dtype)
+        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **self.options})
+        self.call = torch.compile(self.model, **self.entry) if self.entry else self.model
+
+    def loss(self, step: int) -> Tensor:
+        inputs, targets = batch(step, self.dtype)
+        return F.cross_entropy(self.call(inputs).float(), targets)
+
+    def backward(self, step: int) -> None:
+        self.loss(step).backward()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, begin: int, end: int) -> Training:
+        for step in range(begin, end):
+            self.step(step)
+        return self
+
+    def weights(self) -> list[Tensor]:
+        """Copies of the weights with all that is due."""
+        self.optimizer.synchronize()
+        return [param.detach().clone() for param in self.model.parameters()]
+
+    def saved(self) -> bytes:
+        """A checkpoint as a file would hold it."""
+        file = io.BytesIO()
+        torch.save({"optimizer": self.optimizer.state_dict(), "model": self.model.state_dict()}, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes, *, weights_first: bool = True) -> Training:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        if weights_first:
+            self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if not weights_first:
+            self.model.load_state_dict(state["model"])
+        return self
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Bit for bit."""
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(a, b), f"parameter {index} differs by up to {(a.float() - b.float()).abs().max():.1e}"
+
+
+def host_masters(optimizer: ZenFlowAdamW) -> list[Tensor]:
+    """fp32 masters of all offloaded parameters, both sides, in the parameters' shapes."""
+    state = optimizer.state_dict()["state"]
+    return [state[index]["master"] for index in optimizer.engine.offloaded]
+
+
+class Delays:
+    """Sleeps of seeded random length; as many as there are calls."""
+
+    def __init__(self, seed: int, longest_ms: float) -> None:
+        self.calls = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._longest_ms = longest_ms
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, later."""
+
+        def delayed(*args: Any, **keywords: Any) -> Any:
+            self.calls += 1
+            time.sleep(float(torch.rand((), generator=self._generator)) * self._longest_ms / 1000)
+            return function(*args, **keywords)
+
+        return delayed

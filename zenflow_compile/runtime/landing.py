@@ -1,0 +1,90 @@
+"""The way back: which closed windows land when, and which uploads start ahead of their first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.roster import Roster
+
+
+class Landing:
+    """Serves a forward's first uses in their order.
+
+    Attributes:
+        selections: closes that landed with a new selection.
+    """
+
+    def __init__(self, roster: Roster, recorder: Recorder) -> None:
+        self.selections = 0
+        self._roster = roster
+        self._recorder = recorder
+        self._order: list[int] = []
+        self._in_flight: list[OffloadedParam] = []
+
+    def declare_order(self, order: Sequence[int]) -> None:
+        """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
+        known = set(order)
+        self._order = [*order, *(p for p in self._order if p not in known)]
+        for position, p in enumerate(self._order):
+            if p in self._roster.offloaded:
+                self._roster.offloaded[p].deadline = position
+
+    def by_deadline(self) -> list[OffloadedParam]:
+        """All offloaded parameters by first use."""
+        return sorted(self._roster.offloaded.values(), key=lambda offloaded: offloaded.deadline)
+
+    def end_step(self, now: int) -> None:
+        """``now`` steps were attempted: land what cannot wait for a first use."""
+        self._in_flight = [offloaded for offloaded in self.by_deadline() if offloaded.host.closes]
+        for offloaded in self._in_flight:
+            if offloaded.eager or offloaded.plan.blocking:
+                self.land(offloaded, now)
+
+    def before_use(self, offloaded: OffloadedParam, now: int) -> None:
+        """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
+        offloaded.notice_foreign_write()
+        if offloaded.due(now):
+            self._prefetch(now)
+            self.land(offloaded, now)
+
+    def land(self, offloaded: OffloadedParam, now: int) -> None:
+        """Make visible what is due, waiting for it."""
+        for close in offloaded.land(now):
+            if close.selection is not None:
+                self.selections += 1
+                self._recorder.mark("select", param=offloaded.plan.name)
+
+    def finish(self, now: int, *, flush: bool) -> None:
+        """The end: land everything that closed, due or not.
+
+        Args:
+            flush: apply the gradients that wait in open windows, too.
+
+        Raises:
+            RuntimeError: work in flight failed. The other parameters have landed all the same.
+        """
+        errors: list[Exception] = []
+        for offloaded in self.by_deadline():
+            try:
+                # Weights that somebody wrote since the last step stay: what waits was meant for weights that are gone.
+                if not offloaded.notice_foreign_write() and flush:
+                    _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
+                    offloaded.close_window(at=now, eps=eps, reselect=False, promptly=True)
+                offloaded.land(now + 1 + offloaded.plan.staleness)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def forget(self) -> None:
+        """Nothing is in flight any more."""
+        self._in_flight = []
+
+    def _prefetch(self, now: int) -> None:
+        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.closes]
+        for offloaded in self._in_flight:
+            if self._roster.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
+                return
+            offloaded.start_upload(now)
