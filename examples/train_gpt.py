@@ -215,8 +215,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
 def share_cores(device: torch.device) -> None:
     """Leave the cores that run host updates to them, where the device is the CPU itself; alike for every policy.
 
-    Half of the cores, the default of ``pt_reserved_cores_perc``. A parallel region of PyTorch lasts as long as its slowest
-    thread, so that one core shared with a worker would slow down all.
+    Half of the cores, the default of ``pt_reserved_cores_perc``. A parallel region of PyTorch lasts as long as its
+    slowest thread, so that one core shared with a worker would slow down all.
     """
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))

@@ -303,6 +303,8 @@ def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str,
 
 def _materialized(group: dict[str, Any]) -> dict[str, Any]:
     params = group["params"]
+    if isinstance(params, set):  # its order would change between runs, and a resume would mix parameters up
+        raise TypeError("params is a set, which has no order; give a list of parameters")
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 

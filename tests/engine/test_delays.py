@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
+from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import copies, host_adam
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -68,9 +69,6 @@ class Chain(nn.Module):
 def chain_weights(compiled: dict[str, Any] | None, options: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(3)
     model = Chain()
-    from tests.engine.training import ADAM, OFFLOAD_ALL
-    from zenflow_compile import ZenFlowAdamW
-
     optimizer = ZenFlowAdamW(model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **options})
     call: Callable[[Tensor], Tensor] = torch.compile(model, **compiled) if compiled else model
     for step in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -163,8 +164,6 @@ def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pyt
 
 
 def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     training = Training(EAGER_BACKEND, {"update_interval": 1})
     saved = training.saved()
 

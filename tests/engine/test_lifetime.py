@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,7 +269,8 @@ other.run(0, 3)
 training.backward(3)
 print("end")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "end"
     assert (done.returncode, done.stderr.strip()) == (0, "")
 

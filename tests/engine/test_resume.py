@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import ENTRIES, ENTRY_IDS, Training, assert_same
+from tests.engine.training import ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from zenflow_compile.runtime import copies
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
@@ -71,9 +72,6 @@ def test_a_state_dict_shares_nothing_with_what_loads_it() -> None:
 
 def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is still on its way when the state is taken must be waited for."""
-    from tests.engine.training import Delays
-    from zenflow_compile.runtime import copies
-
     training = Training(ENTRIES[1]).run(0, 5)
     monkeypatch.setattr(copies, "copy_without_gil", Delays(0, 60.0).before(copies.copy_without_gil))
     training.step(5)

@@ -38,12 +38,12 @@ class PlanningOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What planning may know of a parameter."""
+    """What planning may know of a parameter. ``splittable``: it is trained and contiguous, so lines can be written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    contiguous: bool = True
+    splittable: bool = True
 
     @property
     def numel(self) -> int:
@@ -149,7 +149,7 @@ def _offloadable(spec: ParamSpec, options: PlanningOptions) -> bool:
     return (
         len(spec.shape) >= 2
         and spec.numel >= max(1, options.min_offload_size)
-        and spec.contiguous
+        and spec.splittable
         and spec.dtype in OFFLOADABLE_DTYPES
     )
 

@@ -1,0 +1,234 @@
+"""Clipping to a global norm, over gradients that never reach ``.grad``, as PyTorch clips those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zenflow_compile
+from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, batch, mlp
+from zenflow_compile import ZenFlowAdamW, clip_grad_norm_
+
+EXACT = {**OFFLOAD_ALL, "update_interval": 1}
+Clip = Callable[[nn.Module], Tensor | None]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(F.linear(torch.tanh(self.first(x)), self.first.weight)))
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(1)
+    return Tied()
+
+
+def train(
+    model: nn.Module, optimizer: Any, clip: Clip, entry: dict[str, Any] | None = None, backwards: int = 1
+) -> list[float]:
+    call = torch.compile(model, **entry) if entry else model
+    norms = []
+    for step in range(8):
+        for part in range(backwards):
+            inputs, targets = batch(10 * step + part)
+            F.cross_entropy(call(inputs), targets).backward()
+        norm = clip(model)
+        norms.append(0.0 if norm is None else float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, ZenFlowAdamW):
+        optimizer.synchronize()
+    return norms
+
+
+def check(
+    build: Callable[[], nn.Module],
+    ours: Clip,
+    theirs: Clip,
+    entry: dict[str, Any] | None = None,
+    backwards: int = 1,
+    owned: Callable[[nn.Module], Any] = nn.Module.parameters,
+    **options: Any,
+) -> None:
+    mine, reference = build(), build()
+    optimizer = ZenFlowAdamW(owned(mine), **ADAM, **EXACT, **options)
+    norms = train(mine, optimizer, ours, entry, backwards)
+    expected = train(reference, torch.optim.AdamW(owned(reference), **ADAM), theirs, None, backwards)
+    if any(norms):
+        assert norms == pytest.approx(expected, rel=1e-4)
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def torch_clip(limit: float) -> Clip:
+    return lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("build", [mlp, tied])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("limit", [0.3, 100.0])
+def test_clipping_is_pytorchs(
+    entry: dict[str, Any] | None, build: Callable[[], nn.Module], backwards: int, limit: float
+) -> None:
+    check(build, lambda m: clip_grad_norm_(m.parameters(), limit), torch_clip(limit), entry, backwards)
+    check(build, lambda m: None, torch_clip(limit), entry, backwards, max_grad_norm=limit)
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload"])
+def test_clipping_under_every_policy(policy: str) -> None:
+    mine, reference = mlp(), mlp()
+    optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **OFFLOAD_ALL, policy=policy)
+    norms = train(mine, optimizer, lambda m: clip_grad_norm_(m.parameters(), 0.3))
+    expected = train(reference, torch.optim.AdamW(reference.parameters(), **ADAM), torch_clip(0.3))
+    assert norms == pytest.approx(expected, rel=1e-4)
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_the_implicit_form_clips() -> None:
+    mine, reference = mlp(), mlp()
+    options = {**EAGER_BACKEND["options"], **ADAM, **EXACT, "max_grad_norm": 0.3}
+    call = torch.compile(mine, backend="zenflow", options=options)
+    for step in range(8):
+        F.cross_entropy(call(batch(10 * step)[0]), batch(10 * step)[1]).backward()
+    zenflow_compile.optimizer_of(call).synchronize()
+    train(reference, torch.optim.AdamW(reference.parameters(), **ADAM), torch_clip(0.3))
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_the_implicit_form_cannot_be_clipped_from_outside() -> None:
+    """After its backward the update has run: returning a norm of nothing would hide that."""
+    mine = mlp()
+    call = torch.compile(mine, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT})
+    F.cross_entropy(call(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(RuntimeError, match="max_grad_norm"):
+        clip_grad_norm_(mine.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_a_subset_of_the_parameters(entry: dict[str, Any] | None) -> None:
+    def some(model: nn.Module) -> list[nn.Parameter]:
+        return [model[0].weight, model[2].bias]
+
+    check(
+        mlp,
+        lambda m: clip_grad_norm_(some(m), 0.05),
+        lambda m: torch.nn.utils.clip_grad_norm_(some(m), 0.05),
+        entry,
+    )
+
+
+def test_one_tensor() -> None:
+    check(
+        mlp,
+        lambda m: clip_grad_norm_(m[2].weight, 0.05),
+        lambda m: torch.nn.utils.clip_grad_norm_(m[2].weight, 0.05),
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_parameters_without_an_owner_count_and_are_clipped(entry: dict[str, Any] | None) -> None:
+    """The last layer has no optimizer: its gradient stays, is part of the norm, and is scaled with the others."""
+
+    def keep_clean(clip: Clip) -> Clip:
+        def clipped(model: nn.Module) -> Tensor | None:
+            norm = clip(model)
+            kept.append(model[4].weight.grad.clone())
+            model[4].zero_grad()
+            return norm
+
+        return clipped
+
+    kept: list[Tensor] = []
+    check(
+        mlp,
+        keep_clean(lambda m: clip_grad_norm_(m.parameters(), 0.3)),
+        keep_clean(torch_clip(0.3)),
+        entry,
+        owned=lambda model: model[:4].parameters(),
+    )
+    assert len(kept) == 16
+    for a, b in zip(kept[:8], kept[8:], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_clipped_gradients_accumulate_like_pytorchs() -> None:
+    """What was clipped stays clipped, and what comes after is not."""
+    mine, reference = mlp(), mlp()
+    optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT)
+    adam = torch.optim.AdamW(reference.parameters(), **ADAM)
+    for step in range(4):
+        for model, each, clip in ((mine, optimizer, clip_grad_norm_), (reference, adam, nn.utils.clip_grad_norm_)):
+            for part in range(2):
+                F.cross_entropy(model(batch(10 * step + part)[0]), batch(step)[1]).backward()
+                if part == 0:
+                    clip(model.parameters(), 0.1)
+            each.step()
+            each.zero_grad()
+    optimizer.synchronize()
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_a_clip_factor_ends_with_its_step() -> None:
+    """Also when the step is void or the gradient discarded."""
+    mine, reference = mlp(), mlp()
+    optimizer, adam = ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT), torch.optim.AdamW(reference.parameters(), **ADAM)
+    for model, clip in ((mine, clip_grad_norm_), (reference, nn.utils.clip_grad_norm_)):
+        F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        clip(model.parameters(), 1e-3)
+        clip(model.parameters(), 1e-3)
+    optimizer.zero_grad()
+    adam.zero_grad()
+    for model, each in ((mine, optimizer), (reference, adam)):
+        F.cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
+        each.step()
+    optimizer.synchronize()
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_no_gradient_no_norm() -> None:
+    model = mlp()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    assert float(clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
+    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    assert float(clip_grad_norm_(model.parameters(), 1.0)) > 0.0
+    optimizer.step()
+
+
+def test_norms_that_are_not_finite() -> None:
+    model = mlp()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    F.cross_entropy(model(batch(0)[0] * float("inf")), batch(0)[1]).backward()
+    with pytest.raises(RuntimeError, match="error_if_nonfinite=False"):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert not torch.isfinite(clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"max_norm": 0.0}, "max_norm=0.0 must be a finite number > 0"),
+        ({"max_norm": -1}, "max_norm=-1"),
+        ({"max_norm": float("nan")}, "max_norm=nan"),
+        ({"max_norm": 1.0, "norm_type": 1.0}, "norm_type=1.0 must be 2.0"),
+    ],
+)
+def test_bad_arguments(keywords: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clip_grad_norm_(mlp().parameters(), **keywords)

@@ -1,0 +1,175 @@
+"""``torch.amp.GradScaler`` with gradients that it cannot see: a step with inf or NaN changes nothing on either side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.engine.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
+from zenflow_compile import ZenFlowAdamW, clip_grad_norm_
+
+EXACT = {**OFFLOAD_ALL, "update_interval": 1}
+
+
+def scaled_run(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    entry: dict[str, Any] | None,
+    bad: dict[int, float],
+    clip: Any = None,
+    backwards: int = 1,
+) -> list[float]:
+    """Twelve steps; in step ``i`` of ``bad`` the inputs are multiplied by ``bad[i]``. Returns the scales."""
+    call = torch.compile(model, **entry) if entry else model
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    scales = []
+    for step in range(12):
+        for part in range(backwards):
+            inputs, targets = batch(10 * step + part)
+            loss = F.cross_entropy(call(inputs * bad.get(step, 1.0)), targets)
+            scaler.scale(loss / backwards).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            clip(model.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    if isinstance(optimizer, ZenFlowAdamW):
+        optimizer.synchronize()
+    return scales
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("clipped", [False, True], ids=["plain", "unscale_and_clip"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_loss_scaling_is_pytorchs(entry: dict[str, Any] | None, clipped: bool, backwards: int) -> None:
+    bad = {2: float("inf"), 3: float("nan"), 7: float("inf")}
+    ours, theirs = mlp(), mlp()
+    optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT)
+    adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
+    mine = scaled_run(ours, optimizer, entry=entry, bad=bad, clip=clip_grad_norm_ if clipped else None, backwards=backwards)
+    reference = scaled_run(
+        theirs, adam, entry=None, bad=bad, clip=nn.utils.clip_grad_norm_ if clipped else None, backwards=backwards
+    )
+    assert mine == reference
+    assert len(set(mine)) > 2
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_max_grad_norm_bounds_unscaled_gradients() -> None:
+    ours, theirs = mlp(), mlp()
+    optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT, max_grad_norm=0.3)
+    scaled_run(ours, optimizer, entry=None, bad={3: float("inf")})
+    adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
+    scaled_run(theirs, adam, entry=None, bad={3: float("inf")}, clip=nn.utils.clip_grad_norm_)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
+    """All that an update could change."""
+    tensors: list[Tensor] = []
+    for entry in optimizer.state_dict()["state"].values():
+        names = ("exp_avg", "exp_avg_sq", "master", "score", "selected")
+        tensors += [entry[name] for name in names if isinstance(entry.get(name), Tensor)]
+        tensors += [*entry.get("window", ()), torch.tensor([float(entry["step"]), float(entry.get("taken", 0))])]
+    return tensors
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=["inf", "nan"])
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_void_step_changes_nothing(entry: dict[str, Any] | None, value: float, interval: int) -> None:
+    """But the position in windows: those that close at a void step apply what they hold, and it is not this step's."""
+    training = Training(entry, {"update_interval": interval})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(number: int, factor: float = 1.0) -> None:
+        inputs, targets = batch(number)
+        scaler.scale(F.cross_entropy(training.call(inputs * factor), targets)).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+
+    for number in range(4):
+        step(number)
+    engine = training.optimizer.engine
+    while any(engine.step % each.interval == each.phase and interval > 1 for each in engine.plan.params if each.offloaded):
+        step(engine.step)
+    before, weights = state_of(training.optimizer), training.weights()
+    attempted = engine.step
+    step(90, value)
+    assert engine.step == attempted + 1
+    assert_same(state_of(training.optimizer), before)
+    assert_same(training.weights(), weights)
+    step(5)
+    assert all(torch.isfinite(weight).all() for weight in training.weights())
+
+
+def test_a_window_closes_without_its_void_slots() -> None:
+    """Three gradients of a window of four, in their order, as if the fourth step had not been."""
+
+    def run(steps: list[float]) -> tuple[list[int], list[Tensor]]:
+        training = Training(None, {"update_interval": 4, "topk_ratio": 0.0})
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000, backoff_factor=0.5)
+        good = 0
+        for factor in steps:
+            inputs, targets = batch(good)
+            good += factor == 1.0
+            scaler.scale(F.cross_entropy(training.call(inputs * factor), targets)).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+        training.optimizer.close()
+        taken = [0]
+        return taken, [param.detach().clone() for param in training.model.parameters()]
+
+    # All windows have closed by hand at the end, so only their contents count.
+    bad = float("inf")
+    _, with_void = run([1.0, bad])
+    _, without = run([1.0])
+    assert_same(with_void, without)
+
+
+def test_a_window_of_void_slots_closes_as_a_no_op() -> None:
+    training = Training(None, {"update_interval": 2})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = training.weights()
+    for _ in range(4):
+        scaler.scale(F.cross_entropy(training.call(batch(0)[0] * float("inf")), batch(0)[1])).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+    assert training.optimizer.engine.windows_closed == 0
+    assert training.optimizer.engine.step == 4
+    assert_same(training.weights(), before)
+
+
+def test_a_scale_that_is_not_there_any_more_counts_no_more() -> None:
+    """A loop that stops scaling goes on in plain units."""
+    ours, theirs = mlp(), mlp()
+    optimizer, adam = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT), torch.optim.AdamW(theirs.parameters(), **ADAM)
+    for model, each in ((ours, optimizer), (theirs, adam)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(6):
+            loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+            if step < 3:
+                scaler.scale(loss).backward()
+                scaler.unscale_(each)
+                scaler.step(each)
+                scaler.update()
+            else:
+                loss.backward()
+                each.step()
+            each.zero_grad()
+    optimizer.synchronize()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    assert len(optimizer.param_groups[0]["params"]) == 6

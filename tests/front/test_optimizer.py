@@ -1,0 +1,449 @@
+"""``ZenFlowAdamW`` as any PyTorch user expects an optimizer to behave, against ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import gc
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedulers
+
+from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
+from zenflow_compile import ZenFlowAdamW
+
+EXACT = {**OFFLOAD_ALL, "update_interval": 1}
+Optimizers = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def pair(**keywords: Any) -> tuple[Optimizers, Optimizers]:
+    """Ours and PyTorch's, over equal models."""
+    ours, theirs = mlp(), mlp()
+    settings = {**ADAM, **keywords}
+    return (ours, ZenFlowAdamW(ours.named_parameters(), **settings, **EXACT)), (
+        theirs,
+        torch.optim.AdamW(theirs.named_parameters(), **settings),
+    )
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    inputs, targets = batch(step)
+    return F.cross_entropy(model(inputs), targets)
+
+
+def assert_close(ours: nn.Module, theirs: nn.Module, optimizer: Any) -> None:
+    optimizer.synchronize()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# Groups.
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_groups_have_their_own_coefficients(entry: dict[str, Any] | None) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [
+            {"params": model[0].parameters(), "lr": 3e-3, "betas": (0.8, 0.99)},
+            {"params": [model[2].weight], "weight_decay": 0.3, "eps": 1e-3},
+            {"params": [model[2].bias, *model[4].parameters()], "lr": torch.tensor(2e-3), "weight_decay": 0.0},
+        ]
+
+    ours, theirs = mlp(), mlp()
+    optimizer, adam = ZenFlowAdamW(groups(ours), **ADAM, **EXACT), torch.optim.AdamW(groups(theirs), **ADAM)
+    call = torch.compile(ours, **entry) if entry else ours
+    for step in range(8):
+        for model, each in ((call, optimizer), (theirs, adam)):
+            loss_of(model, step).backward()
+            each.step()
+            each.zero_grad()
+        if step == 3:  # a user may write into groups at any time
+            for each in (optimizer, adam):
+                each.param_groups[1]["lr"] = 5e-3
+                each.param_groups[0]["weight_decay"] = 0.1
+    assert_close(ours, theirs, optimizer)
+
+
+def test_an_empty_group_is_fine() -> None:
+    model = mlp()
+    optimizer = ZenFlowAdamW([{"params": []}, {"params": model.parameters()}], **EXACT)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_adding_a_group(entry: dict[str, Any] | None) -> None:
+    """What was there keeps its phases and state; what is new starts where AdamW starts it."""
+    ours, theirs = mlp(), mlp()
+    call = torch.compile(ours, **entry) if entry else ours
+    optimizer = ZenFlowAdamW(ours[:3].parameters(), **ADAM, **EXACT)
+    adam = torch.optim.AdamW(theirs[:3].parameters(), **ADAM)
+    before = optimizer.engine.plan.params
+    for step in range(8):
+        if step == 4:
+            optimizer.add_param_group({"params": ours[4].parameters(), "lr": 3e-3})
+            adam.add_param_group({"params": theirs[4].parameters(), "lr": 3e-3})
+        for model, each in ((call, optimizer), (theirs, adam)):
+            loss_of(model, step).backward()
+            each.step()
+            ours.zero_grad() if each is optimizer else theirs.zero_grad()
+            each.zero_grad()
+    assert optimizer.engine.plan.params[: len(before)] == before
+    assert 4 in optimizer.engine.offloaded
+    assert_close(ours, theirs, optimizer)
+
+
+def test_adding_a_group_leaves_open_windows_alone() -> None:
+    model, twin = mlp(), mlp()
+    kept = ZenFlowAdamW(model[:3].parameters(), **ADAM, **OFFLOAD_ALL, update_interval=4)
+    reference = ZenFlowAdamW(twin[:3].parameters(), **ADAM, **OFFLOAD_ALL, update_interval=4)
+    for step in range(7):
+        if step == 2:
+            extra = nn.Parameter(torch.ones(40, 60))  # larger than all before it: rings must grow
+            kept.add_param_group({"params": [extra]})
+        for each, optimizer in ((model, kept), (twin, reference)):
+            loss_of(each, step).backward()
+            if optimizer is kept and step >= 2:
+                extra.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    kept.synchronize(), reference.synchronize()
+    assert_same(list(model[:3].parameters()), list(twin[:3].parameters()))
+    kept.close()
+    assert not torch.equal(extra, torch.ones(40, 60))
+
+
+def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zenflow_compile.runtime import roster
+
+    model = mlp()
+    optimizer = ZenFlowAdamW(model[:3].parameters(), **ADAM, **EXACT)
+    state = optimizer.state_dict()
+    new = model[4].weight
+
+    def no_room(needed: int) -> None:
+        raise ValueError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(roster, "require_host_memory", no_room)
+        with pytest.raises(ValueError, match="no room"):
+            optimizer.add_param_group({"params": [new]})
+    with monkeypatch.context() as patch:
+        patch.setattr(roster.DeviceSide, "allocate", classmethod(lambda *args: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            optimizer.add_param_group({"params": [new]})
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.engine.params) == len(optimizer.engine.plan.params) == 4
+    optimizer.load_state_dict(state)
+    other = ZenFlowAdamW([new], **EXACT)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    other.step()
+
+
+# Schedules.
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.95),
+    "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 4], 0.3),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.3, 3),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 6, 2.0),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 6, 1e-4),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, step_size_up=2),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=8),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 1e-4, 4),
+}
+
+
+def test_every_scheduler_is_tested() -> None:
+    here = {*SCHEDULERS, "LRScheduler", "ConstrainedLR"}
+    assert {name for name in schedulers.__all__ if isinstance(getattr(schedulers, name), type)} <= here
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+def test_schedulers(make: Callable[[torch.optim.Optimizer], Any], tensor_lr: bool) -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    for each in (optimizer, adam):
+        if tensor_lr:
+            each.param_groups[0]["lr"] = torch.tensor(1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*epoch parameter.*")
+        pairs = [(ours, optimizer, make(optimizer)), (theirs, adam, make(adam))]
+        for step in range(7):
+            for model, each, scheduler in pairs:
+                loss = loss_of(model, step)
+                loss.backward()
+                each.step()
+                each.zero_grad()
+                plateau = isinstance(scheduler, schedulers.ReduceLROnPlateau)
+                scheduler.step(*([1.0 + step] if plateau else []))
+    assert float(optimizer.param_groups[0]["lr"]) == float(adam.param_groups[0]["lr"])
+    assert_close(ours, theirs, optimizer)
+
+
+def test_a_rate_that_is_a_tensor_is_not_shared_through_a_state_dict() -> None:
+    model = mlp()
+    optimizer = ZenFlowAdamW(model.parameters(), lr=torch.tensor(1e-2), **EXACT)
+    state = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    assert float(state["param_groups"][0]["lr"]) == pytest.approx(1e-2)
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    assert float(state["param_groups"][0]["lr"]) == pytest.approx(1e-2)
+
+
+def test_coefficients_of_a_window_are_those_of_their_steps() -> None:
+    """Rule P: the rate summed over the window, decay multiplied, whatever is in force when it closes."""
+    param = nn.Parameter(torch.full((20, 20), 2.0))
+    optimizer = ZenFlowAdamW(
+        [param], lr=0.1, weight_decay=0.5, **{**OFFLOAD_ALL, "topk_ratio": 0.0}, update_interval=4
+    )
+    phase = optimizer.engine.plan.params[0].phase
+    rates = [0.1, 0.05, 0.2, 0.01, 0.3, 0.02, 0.04, 0.08]
+    for step in range(phase + 5):
+        optimizer.param_groups[0]["lr"] = rates[step]
+        param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == phase:
+            optimizer.synchronize()
+            begin = param.detach().clone()
+    optimizer.synchronize()
+    window = rates[phase + 1 : phase + 5]
+    decay = torch.tensor([1 - 0.5 * lr for lr in window]).prod()
+    torch.testing.assert_close(param.detach(), begin * decay - sum(window), atol=1e-5, rtol=1e-5)
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_closures(entry: dict[str, Any] | None) -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    call = torch.compile(ours, **entry) if entry else ours
+    for step in range(4):
+        losses = []
+        for model, each in ((call, optimizer), (theirs, adam)):
+
+            def closure(model: Any = model, each: Any = each, step: int = step) -> Tensor:
+                each.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            losses.append(each.step(closure).item())
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert_close(ours, theirs, optimizer)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("declared", [None, 1, 2, 3])
+def test_gradient_accumulation(entry: dict[str, Any] | None, declared: int | None) -> None:
+    """Any number of backwards per step, whatever was declared."""
+    ours, theirs = mlp(), mlp()
+    optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT, gradient_accumulation_steps=declared)
+    adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
+    call = torch.compile(ours, **entry) if entry else ours
+    for step, backwards in enumerate((1, 3, 2, 1, 4, 3)):
+        for model, each in ((call, optimizer), (theirs, adam)):
+            for part in range(backwards):
+                (loss_of(model, 10 * step + part) / backwards).backward()
+            each.step()
+            each.zero_grad()
+    assert_close(ours, theirs, optimizer)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_retained_graphs_accumulate(entry: dict[str, Any] | None) -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    if entry:
+        with torch._functorch.config.patch(donated_buffer=False):
+            loss = loss_of(torch.compile(ours, **entry), 0)
+    else:
+        loss = loss_of(ours, 0)
+    for each in (loss, loss_of(theirs, 0)):
+        each.backward(retain_graph=True)
+        each.backward()
+    optimizer.step()
+    adam.step()
+    assert_close(ours, theirs, optimizer)
+
+
+def test_gradients_written_by_hand_count() -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    for step in range(3):
+        for model in (ours, theirs):
+            generator = torch.Generator().manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+        for each in (optimizer, adam):
+            each.step()
+            each.zero_grad()
+    assert_close(ours, theirs, optimizer)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_discards(entry: dict[str, Any] | None, set_to_none: bool) -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    call = torch.compile(ours, **entry) if entry else ours
+    for step in range(4):
+        for model, each in ((call, optimizer), (theirs, adam)):
+            loss_of(model, 100 + step).backward()
+            each.zero_grad(set_to_none=set_to_none)
+            loss_of(model, step).backward()
+            loss_of(model, 50 + step).backward()
+            each.step()
+            each.zero_grad(set_to_none=set_to_none)
+    assert_close(ours, theirs, optimizer)
+
+
+def test_parameters_without_a_gradient_wait() -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    for step in range(6):
+        for model, each in ((ours, optimizer), (theirs, adam)):
+            model[2].requires_grad_(step % 2 == 0)
+            loss_of(model, step).backward()
+            each.step()
+            each.zero_grad()
+    assert_close(ours, theirs, optimizer)
+
+
+def test_several_optimizers_share_a_model() -> None:
+    ours, theirs = mlp(), mlp()
+    call = torch.compile(ours, **EAGER_BACKEND)
+    mine = [
+        ZenFlowAdamW(ours[0].parameters(), **ADAM, **EXACT),
+        ZenFlowAdamW(ours[2].parameters(), lr=3e-3, **EXACT, staleness=0),
+        torch.optim.AdamW(ours[4].parameters(), **ADAM),
+    ]
+    reference = [
+        torch.optim.AdamW(theirs[0].parameters(), **ADAM),
+        torch.optim.AdamW(theirs[2].parameters(), lr=3e-3, weight_decay=0.01),
+        torch.optim.AdamW(theirs[4].parameters(), **ADAM),
+    ]
+    for step in range(6):
+        for model, optimizers in ((call, mine), (theirs, reference)):
+            loss_of(model, step).backward()
+            for number, each in enumerate(optimizers):
+                if number != 1 or step % 2:  # one of them accumulates over two steps
+                    each.step()
+                    each.zero_grad()
+    for each in mine[:2]:
+        each.synchronize()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+# Hooks.
+
+
+def test_step_hooks() -> None:
+    (model, optimizer), _ = pair()
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_state_dict_hooks() -> None:
+    (model, optimizer), _ = pair()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    calls: list[str] = []
+
+    def after(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("saved")
+        return {**state, "extra": 1}
+
+    def before_load(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("loading")
+        assert state.pop("extra") == 1
+        return state
+
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("saving"))
+    optimizer.register_state_dict_post_hook(after)
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert calls == ["saving", "saved", "loading", "loaded"]
+    assert state["extra"] == 1
+
+
+def test_a_hook_may_change_what_is_loaded_in_place() -> None:
+    (_, optimizer), _ = pair()
+    state = {**optimizer.state_dict(), "extra": 1}
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.pop("extra") and None)
+    optimizer.load_state_dict(state)
+    assert state["extra"] == 1
+
+
+# The rest.
+
+
+def test_repr_shows_the_groups() -> None:
+    (_, optimizer), _ = pair()
+    assert repr(optimizer).startswith("ZenFlowAdamW (")
+    assert "weight_decay: 0.01" in repr(optimizer)
+
+
+def test_state_dict_reads_like_adamws() -> None:
+    (model, optimizer), (theirs, adam) = pair()
+    for each, their in ((model, optimizer), (theirs, adam)):
+        loss_of(each, 0).backward()
+        their.step()
+    mine, reference = optimizer.state_dict(), adam.state_dict()
+    assert mine["state"].keys() == reference["state"].keys()
+    for index, entry in reference["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(mine["state"][index][name], entry[name], atol=1e-6, rtol=1e-5)
+        assert float(mine["state"][index]["step"]) == float(entry["step"])
+    assert mine["param_groups"][0]["params"] == reference["param_groups"][0]["params"]
+    assert mine["param_groups"][0]["param_names"] == reference["param_groups"][0]["param_names"]
+
+
+def test_a_state_dict_between_backward_and_step_disturbs_nothing() -> None:
+    (ours, optimizer), (theirs, adam) = pair()
+    scaler, reference = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
+    for step in range(3):
+        scaler.scale(loss_of(ours, step)).backward()
+        state = optimizer.state_dict()
+        assert len(state["param_groups"][0]["params"]) == 6
+        torch.save(state, io.BytesIO())
+        scaler.step(optimizer)
+        reference.scale(loss_of(theirs, step)).backward()
+        reference.step(adam)
+        for each in (scaler, reference):
+            each.update()
+        optimizer.zero_grad()
+        adam.zero_grad()
+    assert_close(ours, theirs, optimizer)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    yield
+    gc.collect()
