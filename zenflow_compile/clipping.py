@@ -38,7 +38,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` out of range.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or the update has run in the backward.
     """
     limit = check_positive("max_norm", max_norm)
     if float(norm_type) != 2.0:
@@ -50,6 +50,11 @@ def clip_grad_norm_(
             owned.setdefault(cast(Engine, owner[0]), set()).add(owner[1])
         elif param.grad is not None:
             loose.append(param.grad)
+    if any(engine.implicit for engine in owned):
+        raise RuntimeError(
+            "the update of a model compiled without an optimizer object runs inside its backward, so nothing is "
+            "left to clip: pass max_grad_norm among the options of torch.compile, or create a ZenFlowAdamW"
+        )
     squares = [
         engine.gradient_norm(only, unscale=engine.optimizer.unscaled_by).square() for engine, only in owned.items()
     ]

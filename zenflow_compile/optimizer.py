@@ -202,9 +202,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
 
         Raises:
-            ValueError: the state belongs to another model or plan; nothing has been changed then.
+            ValueError, TypeError: the state belongs to another model or plan, or is none; nothing has changed then.
         """
         engine = self.engine
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict is a {type(state_dict).__name__}; give what state_dict() returned")
         state_dict = state_dict.copy()  # hooks may change it
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)

@@ -248,6 +248,8 @@ class Engine:
             void: the step overflowed: it changes nothing.
         """
         self._check()
+        self.roster.check_written_grads()
+        self.recorder.begin_phase("update")
         for p, offloaded in self.offloaded.items():
             offloaded.raise_failures()
             self.accept_grad(p)  # written by hand: no backward of ours has seen it
@@ -306,13 +308,13 @@ class Engine:
         if not self._void:
             self.roster.update_residents(self._resident_unscale)
         self.step += 1
-        self.recorder.end_step(self.step)
         self._updating = self._void = False
         self.backwards = 0
         self._unscale = 1.0
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
         self.landing.end_step(self.step)
+        self.recorder.end_step(self.step)
 
     def abandon(self) -> None:
         """Drop everything in flight, gradients and failed work too: a state is about to be loaded."""

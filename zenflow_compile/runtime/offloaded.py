@@ -7,6 +7,7 @@ from then on this parameter accumulates on the device and is split only when its
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -103,18 +104,24 @@ class OffloadedParam:
         if self.clip != 1.0 and self.contributions > 1 and self._accumulator is not None:
             self._accumulator.mul_(self.clip)  # what was clipped is what waited then, not what comes now
             self.clip = 1.0
-        if self.contributions == 1 and split_now and not self.accumulates:
-            self._source = matrix
-        else:
+        ready = split_now and not self.accumulates
+        if self.contributions > 1 or not ready:
             accumulator = self._accumulator_like(matrix)
-            if self.contributions == 1:
-                accumulator.copy_(matrix)
-            else:
-                accumulator.add_(matrix)
-            self._source = accumulator if split_now and not self.accumulates else None
-        if self._source is None:
+            matrix = accumulator.copy_(matrix) if self.contributions == 1 else accumulator.add_(matrix)
+        if not ready:
             return torch.zeros(self.plan.lines, dtype=torch.float32, device=grad.device)
-        norms: Tensor = device_ops.column_norms(self._source, self.plan.dim)
+        return self._take(matrix)
+
+    def _take(self, matrix: Tensor) -> Tensor:
+        """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
+        self._source = matrix
+        rest_shape = (self.plan.rest, self.plan.length)
+        if self.plan.rest:
+            self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
+        rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
+        norms: Tensor = device_ops.norms_and_split(
+            matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
+        )
         return norms
 
     def _keep_selection(self) -> None:
@@ -134,15 +141,9 @@ class OffloadedParam:
         return self.device.selection.selected.clone()
 
     def split(self) -> None:
-        """Split what was received into the selected gradient and a staged block of the rest, laid out by line."""
-        if self._source is None:
-            return
-        rest_shape = (self.plan.rest, self.plan.length)
-        if self.plan.rest:
-            self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
-        rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
-        device_ops.split_columns(self._source, self.plan.dim, self.device.selection, self.device.gradient, rest_out)
-        self._source, self._split_done = None, True
+        """The parts that were taken with the norms are this step's gradient from here on."""
+        if self._source is not None:
+            self._source, self._split_done = None, True
 
     def copy_to_host(self) -> None:
         """Start the copy of the staged block into the window's next slot."""
@@ -158,9 +159,8 @@ class OffloadedParam:
     def settle(self) -> None:
         """Split and copy a gradient that was accumulated until now."""
         if self.contributions and not self._split_done:
-            self._source = self._accumulator
-            assert self._source is not None
-            self.select(device_ops.column_norms(self._source, self.plan.dim))
+            assert self._accumulator is not None
+            self.select(self._take(self._accumulator))
             self.split()
             self.copy_to_host()
 
@@ -290,9 +290,11 @@ class OffloadedParam:
 
     def _reselect(self, wanted: Tensor) -> None:
         self.host.wait()
-        self.device.selection, _ = exchange_lines(
+        begin = time.perf_counter_ns()
+        self.device.selection, moved = exchange_lines(
             self.device.state(), self.host.state(), self.device.selection, wanted
         )
+        self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     # Weights and masters.
 

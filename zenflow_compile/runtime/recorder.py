@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zenflow_compile.profiling.timeline import COMPUTE, STEP, WINDOWS, Timeline
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Timeline
 
 
 class Recorder:
@@ -69,6 +69,13 @@ class Recorder:
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
+
+    def moved_state(self, size: int, begin_ns: int, *, param: str) -> None:
+        """A re-selection moved ``size`` bytes of state each way, and nothing went on meanwhile."""
+        if self.timeline is not None and size:
+            end = time.perf_counter_ns()
+            for lane in (D2H, H2D):
+                self.timeline.add(lane, "state", begin_ns, end, step=self.step, param=param, bytes=size)
 
     def _now(self) -> int | torch.cuda.Event:
         if not self._on_stream:

@@ -146,6 +146,25 @@ class Roster:
             if index not in self.offloaded and param.grad is not None and (only is None or index in only)
         ]
 
+    def check_written_grads(self) -> None:
+        """Look at what is in ``.grad`` at the final moment, before anything is changed.
+
+        Raises:
+            TypeError: a gradient that somebody wrote there is sparse.
+            RuntimeError: one appeared there after a backward's own had been taken out.
+        """
+        for index, (param, plan) in enumerate(zip(self.params, self.plan.params, strict=True)):
+            if param.grad is None:
+                continue
+            entry.refuse_sparse_grad(param, plan.name)
+            if index in self.offloaded and self.offloaded[index].contributions:
+                raise RuntimeError(
+                    f"{plan.name} has a gradient from a backward and another one in .grad. DistributedDataParallel puts "
+                    "it there, after every process has taken its own: train the bare module (model.module) in one "
+                    "process, several devices are not supported in this version. If you wrote it, call zero_grad() "
+                    "between the backward and that"
+                )
+
     def drop_resident_grads(self) -> None:
         """Discard the gradients of the parameters on the device whole."""
         for param, _, _ in self.residents():

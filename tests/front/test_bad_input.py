@@ -1,0 +1,364 @@
+"""Each line of bad input raises before anything is changed, and says what, which value, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import zenflow_compile
+from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime import arena, ops
+
+
+def untouched(model: nn.Module) -> bool:
+    """Nobody owns or watches the model's parameters."""
+    return all(
+        ops.owner_of(param) is None and not param._post_accumulate_grad_hooks and not hasattr(param, "_zenflow_owner")
+        for param in model.parameters()
+    )
+
+
+# Options.
+
+BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"policy": "zenflo"}, ValueError, r'policy=\'zenflo\' is not one of .*did you mean "zenflow"\?'),
+    ({"policy": "zero"}, ValueError, r'did you mean "zero_offload"\?'),
+    ({"topk_ration": 0.1}, TypeError, r"unknown option 'topk_ration'; did you mean \"topk_ratio\"\?"),
+    ({"update_intervals": 2}, TypeError, r'did you mean "update_interval"\?'),
+    ({"fused": True}, TypeError, r"already fused; drop it"),
+    ({"topk_ratio": 1.5}, ValueError, r"topk_ratio=1.5 must be a number in \[0, 1\]"),
+    ({"topk_ratio": -0.1}, ValueError, r"topk_ratio=-0.1"),
+    ({"topk_ratio": float("nan")}, ValueError, r"topk_ratio=nan"),
+    ({"auto_ratio": 2}, ValueError, r"auto_ratio=2"),
+    ({"device_share": 1.1}, ValueError, r"device_share=1.1"),
+    ({"pt_reserved_cores_perc": 50}, ValueError, r"pt_reserved_cores_perc=50"),
+    ({"update_interval": 0}, ValueError, r"update_interval=0 must be an integer >= 1"),
+    ({"select_interval": 0, "select_strategy": "step"}, ValueError, r"select_interval=0 must be an integer >= 1"),
+    (
+        {"select_interval": 2, "select_strategy": "step", "update_interval": 4},
+        ValueError,
+        r"select_interval=2 .*must be at least update_interval=4.*raise select_interval or lower update_interval",
+    ),
+    ({"select_interval": 8}, ValueError, r'select_interval=8 has no unit under select_strategy="auto"; pass'),
+    ({"gradient_accumulation_steps": 0}, ValueError, r"gradient_accumulation_steps=0"),
+    ({"max_grad_norm": 0}, ValueError, r"max_grad_norm=0 must be a finite number > 0; None turns clipping off"),
+    ({"lr": -1.0}, ValueError, r"lr=-1.0 must be a finite number >= 0"),
+    ({"lr": "fast"}, TypeError, r"lr='fast' must be"),
+    ({"lr": True}, TypeError, r"lr=True must be"),
+    ({"eps": -1e-8}, ValueError, r"eps=-1e-08"),
+    ({"weight_decay": float("inf")}, ValueError, r"weight_decay=inf"),
+    ({"betas": (0.9, 1.0)}, ValueError, r"betas=\(0.9, 1.0\) must be two numbers in \[0, 1\)"),
+    ({"betas": 0.9}, ValueError, r"betas=0.9"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD_OPTIONS)
+def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = mlp()
+    with pytest.raises(kind, match=message):
+        ZenFlowAdamW(model.parameters(), **options)
+    assert untouched(model)
+    # The same in the form without an optimizer object, when the model first runs.
+    torch._dynamo.reset()
+    with pytest.raises(kind, match=message):
+        torch.compile(model, backend="zenflow", options={"inner": "eager", **options})(batch(0)[0])
+    assert untouched(model)
+    ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+
+
+# Parameters.
+
+
+def test_complex_and_integer_parameters() -> None:
+    good = mlp()
+    for dtype in (torch.complex64, torch.int32, torch.bool):
+        bad = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=dtype.is_complex)
+        with pytest.raises(TypeError, match=f"dtype {dtype}; only real floating-point.*leave it out"):
+            ZenFlowAdamW([*good.parameters(), bad])
+        assert untouched(good)
+
+
+def test_parameters_that_are_no_tensors() -> None:
+    with pytest.raises(TypeError, match="params has a str"):
+        ZenFlowAdamW(["weight"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="set"):
+        ZenFlowAdamW([{"params": set(mlp().parameters())}])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ZenFlowAdamW([])
+    with pytest.raises(ValueError, match="no parameter"):
+        ZenFlowAdamW([{"params": []}])
+
+
+def test_a_sparse_parameter() -> None:
+    bad = nn.Parameter(torch.eye(4).to_sparse())
+    with pytest.raises(TypeError, match="layout torch.sparse_coo; only dense"):
+        ZenFlowAdamW([bad])
+
+
+def test_a_parameter_twice_in_one_group() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="twice"):
+        ZenFlowAdamW([*model.parameters(), model[0].weight])
+    assert untouched(model)
+
+
+def test_parameters_on_different_devices() -> None:
+    model = mlp()
+    with FakeTensorMode():  # a second device, whatever this machine has
+        other = nn.Parameter(torch.zeros(4, 4, device="cuda"))
+    with pytest.raises(ValueError, match=r"on cuda:0 and its peers on cpu; move the model to one device first"):
+        ZenFlowAdamW([*model.parameters(), other])
+    with pytest.raises(ValueError, match=r"on the meta device; materialise the model"):
+        ZenFlowAdamW([*model.parameters(), nn.Parameter(torch.zeros(4, 4, device="meta"))])
+    assert untouched(model)
+    optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+    with pytest.raises(ValueError, match=r"on cuda:0 and its peers on cpu"):
+        optimizer.add_param_group({"params": [other]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_same_parameter_in_two_optimizers() -> None:
+    model, other = mlp(), mlp()
+    first = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+    with pytest.raises(ValueError, match=r"already belongs to another ZenFlowAdamW; close\(\) that one, or leave"):
+        ZenFlowAdamW([*other.parameters(), model[2].weight])
+    assert untouched(other)
+    second = ZenFlowAdamW(other.parameters(), **OFFLOAD_ALL)
+    with pytest.raises(ValueError, match="already belongs"):
+        second.add_param_group({"params": [model[2].weight]})
+    assert len(second.param_groups) == 1
+    assert ops.owner_of(model[2].weight) == (first.engine, 2)
+    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    first.step()
+    first.close()
+    ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+
+
+# Gradients.
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.Embedding(20, 16, sparse=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.bag(tokens))
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_a_sparse_gradient(offloaded: bool) -> None:
+    model = Bag()
+    size = 100 if offloaded else 10_000
+    optimizer = ZenFlowAdamW(model.named_parameters(), **{**OFFLOAD_ALL, "min_offload_size": size})
+    state = optimizer.state_dict()["state"]
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(TypeError, match=r"bag.weight has a sparse gradient; use dense ones \(Embedding\(sparse=False\)\)"):
+        model(torch.tensor([1, 2])).sum().backward()
+    assert model.bag.weight.grad is None
+    optimizer.zero_grad()
+    assert_same(list(model.parameters()), before)
+    after = optimizer.state_dict()["state"]
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[i]["exp_avg"], state[i]["exp_avg"]) for i in state)
+    model.bag.weight.grad = torch.eye(20, 16).to_sparse()  # by hand
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    with pytest.raises(TypeError, match="sparse gradient"):
+        optimizer.step()
+    assert_same(list(model.parameters()), before)
+    # Leaving it out helps, as the message says.
+    optimizer.close()
+    optimizer = ZenFlowAdamW(model.head.parameters(), **OFFLOAD_ALL)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert model.bag.weight.grad is not None
+    assert model.bag.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_a_parameter_without_an_owner_trains_normally(entry: dict[str, Any] | None) -> None:
+    model, twin = mlp(), mlp()
+    optimizer = ZenFlowAdamW(model[:3].parameters(), **OFFLOAD_ALL)
+    call = torch.compile(model, **entry) if entry else model
+    for each in (call, twin):
+        F.cross_entropy(each(batch(0)[0]), batch(0)[1]).backward()
+    assert all(param.grad is None for param in (model[0].weight, model[2].weight))
+    for a, b in zip(model[4].parameters(), twin[4].parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    before = model[4].weight.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(model[4].weight, before)
+    assert model[4].weight.grad is not None  # not ours to zero
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_an_optimizer_whose_parameters_the_model_does_not_have(entry: dict[str, Any] | None) -> None:
+    model, other = mlp(), mlp()
+    optimizer = ZenFlowAdamW(other.parameters(), **OFFLOAD_ALL)
+    call = torch.compile(model, **entry) if entry else model
+    F.cross_entropy(call(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(RuntimeError, match="check that the compiled model has the optimizer's parameters"):
+        optimizer.step()
+    assert optimizer.engine.step == 0
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_a_step_without_a_backward(entry: dict[str, Any] | None) -> None:
+    training = Training(entry).run(0, 3)
+    before = training.weights()
+    message = r"\.step\(\) without a backward.*call loss\.backward\(\) first"
+    with pytest.raises(RuntimeError, match=message):
+        training.optimizer.step()
+    training.backward(3)
+    training.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=message):
+        training.optimizer.step()
+    assert training.optimizer.engine.step == 3
+    assert_same(training.weights(), before)
+    training.run(3, 5)
+
+
+# Machines.
+
+
+def test_more_host_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    needed = 2 * 64 * 64 * (3 * 4 + (4 + 1) * 4)
+    options = {**OFFLOAD_ALL, "topk_ratio": 0.0}
+    message = (
+        r"need 0\.0 GiB of host memory, but only 0\.0 GiB are available \(the machine\); .*"
+        r"larger topk_ratio, a smaller update_interval or a larger device_share.*policy=\"resident\""
+    )
+    monkeypatch.setattr(arena, "available_host_memory", lambda: (needed - 1, "the machine"))
+    with pytest.raises(ValueError, match=message):
+        ZenFlowAdamW(model.parameters(), **options)
+    # Groups count together.
+    with pytest.raises(ValueError, match="host memory"):
+        ZenFlowAdamW([{"params": layer.parameters()} for layer in model], **options)
+    assert untouched(model)
+    monkeypatch.setattr(arena, "available_host_memory", lambda: (needed, "the machine"))
+    optimizer = ZenFlowAdamW(model.parameters(), **options)
+    assert optimizer.host_bytes >= needed
+    monkeypatch.setattr(arena, "available_host_memory", lambda: (10, "the machine"))
+    with pytest.raises(ValueError, match="host memory"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(64, 64))]})
+    assert len(optimizer.param_groups) == len(optimizer.engine.groups) == 1
+    assert len(optimizer.engine.params) == 4
+
+
+def test_how_much_memory_is_said_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "available_host_memory", lambda: (5 << 30, "the machine has 8.0 GiB"))
+    with pytest.raises(ValueError, match=r"need 7\.5 GiB of host memory, but only 5\.0 GiB are available"):
+        arena.require_host_memory(15 << 29)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("PyTorch was built without gloo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["compile_ddp", "ddp_of_compiled"])
+def test_distributed_data_parallel(inside: bool, process_group: None) -> None:
+    model = Net()
+    optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+    ddp = nn.parallel.DistributedDataParallel
+    call = ddp(torch.compile(model, **EAGER_BACKEND)) if inside else torch.compile(ddp(model), **EAGER_BACKEND)
+    with pytest.raises(ValueError, match=r"DistributedDataParallel.*compile and train the bare module"):
+        call(batch(0)[0])
+    assert not optimizer.engine.has_gradients
+    F.cross_entropy(torch.compile(model, **EAGER_BACKEND)(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_distributed_data_parallel_without_compile(views: bool, process_group: None) -> None:
+    """Its reducer would average what our hooks left of each gradient: nothing."""
+    model = Net()
+    optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+    before = [param.detach().clone() for param in model.parameters()]
+    call = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+    F.cross_entropy(call(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*train the bare module \(model.module\)"):
+        optimizer.step()
+    assert_same(list(model.parameters()), before)
+
+
+# States.
+
+
+def grown() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 10))
+
+
+def state_over(build: Callable[[], nn.Module], **options: Any) -> dict[str, Any]:
+    model = build()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **options})
+    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.close()
+    return state
+
+
+def test_a_state_dict_of_another_model_or_plan() -> None:
+    training = Training(None).run(0, 3)
+    before = training.optimizer.state_dict()
+    theirs = torch.optim.AdamW(mlp().parameters())
+    loads: list[tuple[dict[str, Any], str]] = [
+        (state_over(grown), r"shape=\[48, 32\] for 2.weight, this optimizer \[32, 32\].*another model"),
+        (state_over(lambda: mlp()[:3]), r"param groups of sizes \[4\], this optimizer \[6\]"),
+        (state_over(mlp, policy="resident"), r"saved with policy='resident', this optimizer has 'zenflow'"),
+        (state_over(mlp, update_interval=2), r"interval=2 .*saved with other options"),
+        (state_over(mlp, topk_ratio=0.5), r"k=16"),
+        (theirs.state_dict(), r"not of a ZenFlowAdamW"),
+        ({}, r"not of a ZenFlowAdamW"),
+        ({**before, "zenflow": {**before["zenflow"], "format": 99}}, r"format 99, this version reads"),
+    ]
+    for state, message in loads:
+        with pytest.raises(ValueError, match=message):
+            training.optimizer.load_state_dict(state)
+    after = training.optimizer.state_dict()
+    assert after["zenflow"] == before["zenflow"]
+    assert after["param_groups"] == before["param_groups"]
+    for index, entry in before["state"].items():
+        assert torch.equal(after["state"][index]["master"], entry["master"]) if entry["master"] is not None else True
+        assert torch.equal(after["state"][index]["exp_avg"], entry["exp_avg"])
+    with pytest.raises(TypeError):
+        training.optimizer.load_state_dict(None)  # type: ignore[arg-type]
+
+
+def test_a_closed_optimizer_behind_a_compiled_model() -> None:
+    training = Training(EAGER_BACKEND).run(0, 2)
+    training.optimizer.synchronize()
+    loss = training.loss(2)
+    training.optimizer.engine.close(flush=False)  # leaves the weights that the forward saved
+    with pytest.raises(RuntimeError, match=r"closed; compile the model again"):
+        loss.backward()
+    with pytest.raises(ValueError, match="no ZenFlowAdamW owns a parameter"):
+        zenflow_compile.optimizer_of(training.call)
