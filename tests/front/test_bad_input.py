@@ -1,4 +1,4 @@
-"""Each line of bad input raises before anything is changed, and says what, which value, what is allowed and what to do."""
+"""Bad input raises before anything is changed, and says what it is, which value, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import zenflow_compile
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
+from tests.engine.training import (
+    ADAM,
+    EAGER_BACKEND,
+    ENTRIES,
+    ENTRY_IDS,
+    OFFLOAD_ALL,
+    Training,
+    assert_same,
+    batch,
+    mlp,
+)
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import arena, ops
 
@@ -100,7 +110,7 @@ def test_parameters_that_are_no_tensors() -> None:
 
 def test_a_sparse_parameter() -> None:
     bad = nn.Parameter(torch.eye(4).to_sparse())
-    with pytest.raises(TypeError, match="layout torch.sparse_coo; only dense"):
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo; only dense"):
         ZenFlowAdamW([bad])
 
 
@@ -163,7 +173,9 @@ def test_a_sparse_gradient(offloaded: bool) -> None:
     optimizer = ZenFlowAdamW(model.named_parameters(), **{**OFFLOAD_ALL, "min_offload_size": size})
     state = optimizer.state_dict()["state"]
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(TypeError, match=r"bag.weight has a sparse gradient; use dense ones \(Embedding\(sparse=False\)\)"):
+    with pytest.raises(
+        TypeError, match=r"bag.weight has a sparse gradient; use dense ones \(Embedding\(sparse=False\)\)"
+    ):
         model(torch.tensor([1, 2])).sum().backward()
     assert model.bag.weight.grad is None
     optimizer.zero_grad()

@@ -185,7 +185,10 @@ def test_clipped_gradients_accumulate_like_pytorchs() -> None:
 def test_a_clip_factor_ends_with_its_step() -> None:
     """Also when the step is void or the gradient discarded."""
     mine, reference = mlp(), mlp()
-    optimizer, adam = ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT), torch.optim.AdamW(reference.parameters(), **ADAM)
+    optimizer, adam = (
+        ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT),
+        torch.optim.AdamW(reference.parameters(), **ADAM),
+    )
     for model, clip in ((mine, clip_grad_norm_), (reference, nn.utils.clip_grad_norm_)):
         F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         clip(model.parameters(), 1e-3)

@@ -53,7 +53,9 @@ def test_loss_scaling_is_pytorchs(entry: dict[str, Any] | None, clipped: bool, b
     ours, theirs = mlp(), mlp()
     optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT)
     adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
-    mine = scaled_run(ours, optimizer, entry=entry, bad=bad, clip=clip_grad_norm_ if clipped else None, backwards=backwards)
+    mine = scaled_run(
+        ours, optimizer, entry=entry, bad=bad, clip=clip_grad_norm_ if clipped else None, backwards=backwards
+    )
     reference = scaled_run(
         theirs, adam, entry=None, bad=bad, clip=nn.utils.clip_grad_norm_ if clipped else None, backwards=backwards
     )
@@ -101,7 +103,9 @@ def test_a_void_step_changes_nothing(entry: dict[str, Any] | None, value: float,
     for number in range(4):
         step(number)
     engine = training.optimizer.engine
-    while any(engine.step % each.interval == each.phase and interval > 1 for each in engine.plan.params if each.offloaded):
+    while any(
+        engine.step % each.interval == each.phase and interval > 1 for each in engine.plan.params if each.offloaded
+    ):
         step(engine.step)
     before, weights = state_of(training.optimizer), training.weights()
     attempted = engine.step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler as schedulers
 
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW
@@ -145,93 +143,6 @@ def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch
     loss_of(model, 0).backward()
     optimizer.step()
     other.step()
-
-
-# Schedules.
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.95),
-    "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 4], 0.3),
-    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.3, 3),
-    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=5),
-    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
-    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 6, 2.0),
-    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 6, 1e-4),
-    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, step_size_up=2),
-    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=8),
-    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, factor=0.5),
-    "SequentialLR": lambda o: schedulers.SequentialLR(
-        o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [2]
-    ),
-    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]
-    ),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 1e-4, 4),
-}
-
-
-def test_every_scheduler_is_tested() -> None:
-    here = {*SCHEDULERS, "LRScheduler", "ConstrainedLR"}
-    assert {name for name in schedulers.__all__ if isinstance(getattr(schedulers, name), type)} <= here
-
-
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
-def test_schedulers(make: Callable[[torch.optim.Optimizer], Any], tensor_lr: bool) -> None:
-    (ours, optimizer), (theirs, adam) = pair()
-    for each in (optimizer, adam):
-        if tensor_lr:
-            each.param_groups[0]["lr"] = torch.tensor(1e-2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*epoch parameter.*")
-        pairs = [(ours, optimizer, make(optimizer)), (theirs, adam, make(adam))]
-        for step in range(7):
-            for model, each, scheduler in pairs:
-                loss = loss_of(model, step)
-                loss.backward()
-                each.step()
-                each.zero_grad()
-                plateau = isinstance(scheduler, schedulers.ReduceLROnPlateau)
-                scheduler.step(*([1.0 + step] if plateau else []))
-    assert float(optimizer.param_groups[0]["lr"]) == float(adam.param_groups[0]["lr"])
-    assert_close(ours, theirs, optimizer)
-
-
-def test_a_rate_that_is_a_tensor_is_not_shared_through_a_state_dict() -> None:
-    model = mlp()
-    optimizer = ZenFlowAdamW(model.parameters(), lr=torch.tensor(1e-2), **EXACT)
-    state = optimizer.state_dict()
-    optimizer.param_groups[0]["lr"].fill_(1.0)
-    assert float(state["param_groups"][0]["lr"]) == pytest.approx(1e-2)
-    optimizer.load_state_dict(state)
-    optimizer.param_groups[0]["lr"].fill_(1.0)
-    assert float(state["param_groups"][0]["lr"]) == pytest.approx(1e-2)
-
-
-def test_coefficients_of_a_window_are_those_of_their_steps() -> None:
-    """Rule P: the rate summed over the window, decay multiplied, whatever is in force when it closes."""
-    param = nn.Parameter(torch.full((20, 20), 2.0))
-    optimizer = ZenFlowAdamW(
-        [param], lr=0.1, weight_decay=0.5, **{**OFFLOAD_ALL, "topk_ratio": 0.0}, update_interval=4
-    )
-    phase = optimizer.engine.plan.params[0].phase
-    rates = [0.1, 0.05, 0.2, 0.01, 0.3, 0.02, 0.04, 0.08]
-    for step in range(phase + 5):
-        optimizer.param_groups[0]["lr"] = rates[step]
-        param.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == phase:
-            optimizer.synchronize()
-            begin = param.detach().clone()
-    optimizer.synchronize()
-    window = rates[phase + 1 : phase + 5]
-    decay = torch.tensor([1 - 0.5 * lr for lr in window]).prod()
-    torch.testing.assert_close(param.detach(), begin * decay - sum(window), atol=1e-5, rtol=1e-5)
 
 
 # Steps.

@@ -31,6 +31,17 @@ DOWN_SLOTS = 2  # one block being copied while the next is split
 UP_SLOTS = 3  # one being merged, two on their way
 
 
+class Owner:
+    """What compiled graphs tell an owned parameter by: no other object equals it.
+
+    Parameters are pickled with their attributes, and a file is nobody's: it gets an empty ``torch.Size`` in its place,
+    which ``torch.load(weights_only=True)`` reads.
+    """
+
+    def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
+        return torch.Size, ()
+
+
 class Roster:
     """Plan, parameters, arenas, rings, lanes and workers; parameters may be added, none ever leaves.
 
@@ -103,7 +114,7 @@ class Roster:
             self._index_of[id(param)] = param_plan.index
             if param.requires_grad:
                 self._hooks.append(entry.listen_to_grad(param, param_plan.index, listener))
-            param._zenflow_owner = object()  # type: ignore[attr-defined]  # compiled graphs tell parameters apart by it
+            param._zenflow_owner = Owner()  # type: ignore[attr-defined]
 
     def _make(self, plan: ParamPlan, param: Parameter, arena: HostArena) -> OffloadedParam:
         host = HostSide.allocate(plan, arena, self._kernel(plan))
@@ -159,8 +170,8 @@ class Roster:
             entry.refuse_sparse_grad(param, plan.name)
             if index in self.offloaded and self.offloaded[index].contributions:
                 raise RuntimeError(
-                    f"{plan.name} has a gradient from a backward and another one in .grad. DistributedDataParallel puts "
-                    "it there, after every process has taken its own: train the bare module (model.module) in one "
+                    f"{plan.name} has a gradient from a backward and another in .grad. DistributedDataParallel puts "
+                    "one there, after every process has taken its own: train the bare module (model.module) in one "
                     "process, several devices are not supported in this version. If you wrote it, call zero_grad() "
                     "between the backward and that"
                 )

@@ -1,0 +1,110 @@
+"""Backwards that raise, or that run inside each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine.training import (
+    ADAM,
+    OFFLOAD_ALL,
+    Training,
+    batch,
+)
+from zenflow_compile import optimizer_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Product(nn.Module):
+    """Its backward reads both weights themselves, so that their updates are on its tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(16, 32) / 4)
+        self.bias = nn.Parameter(torch.zeros(32))
+        self.second = nn.Parameter(torch.randn(32, 10) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first + self.bias) @ self.second
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_failed_backward_of_the_implicit_form_is_dropped(max_grad_norm: float | None) -> None:
+    """Parameters that were updated before it failed have made their step; nothing is applied twice or kept."""
+    torch.manual_seed(1)
+    model = Product()
+    keywords = {"inner": "eager", **ADAM, **OFFLOAD_ALL, "update_interval": 2, "max_grad_norm": max_grad_norm}
+    call = torch.compile(model, backend="zenflow", options=keywords)
+
+    def loss(step: int) -> Tensor:
+        inputs = batch(step)[0].requires_grad_()
+        return nn.functional.cross_entropy(call(inputs), batch(step)[1])
+
+    for step in range(3):
+        loss(step).backward()
+    optimizer = optimizer_of(call)
+    steps = optimizer.engine.step
+    handle = model.bias.register_post_accumulate_grad_hook(lambda param: 1 / 0)
+    failing = loss(3)
+    with pytest.raises(ZeroDivisionError):
+        failing.backward()
+    handle.remove()
+    updated = [each.plan.name for each in optimizer.engine.offloaded.values() if each.updated]
+    assert bool(updated) == (max_grad_norm is None)
+    loss(4).backward()
+    optimizer.synchronize()
+    assert optimizer.engine.step == steps + 1 + bool(updated)
+    assert all(param.grad is None for param in model.parameters())
+    for each in optimizer.engine.offloaded.values():
+        attempts = each.host.taken + len(each.host.open)
+        assert each.device.steps == attempts == steps + 1 + (each.plan.name in updated)
+        assert len(each.host.open) < each.plan.interval
+    before = [param.detach().clone() for param in model.parameters()]
+    for step in range(5, 7):
+        loss(step).backward()
+    optimizer.synchronize()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert 0 < (new - old).abs().max() < 0.05
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.second, torch.tanh(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("declared", [None, 1, 2])
+def test_reentrant_checkpointing(declared: int | None) -> None:
+    """Every segment is a backward of its own, inside the other: none of them is the end of the step."""
+    options = {"update_interval": 1, "gradient_accumulation_steps": declared}
+    training = Training(None, options, build=lambda dtype: (torch.manual_seed(1), Reentrant())[1])
+    torch.manual_seed(1)
+    reference = Reentrant()
+    adam = torch.optim.AdamW(reference.parameters(), **ADAM)
+    for step in range(4):
+        for _ in range(declared or 1):
+            training.backward(step)
+            nn.functional.cross_entropy(reference(batch(step)[0]), batch(step)[1]).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        adam.step()
+        adam.zero_grad()
+    torch.testing.assert_close(training.weights(), list(reference.parameters()), atol=1e-5, rtol=0)
+
+
+def test_reentrant_checkpointing_of_compiled_blocks_without_an_optimizer_object() -> None:
+    torch.manual_seed(1)
+    model = Reentrant()
+    options = {"inner": "eager", **ADAM, **OFFLOAD_ALL}
+    model.first = torch.compile(model.first, backend="zenflow", options=options)
+    model.second = torch.compile(model.second, backend="zenflow", options=options)
+    loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        loss.backward()

@@ -1,0 +1,148 @@
+"""Who reads weights sees what is due, and graphs never use weights that changed under them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.training import (
+    ADAM,
+    EAGER_BACKEND,
+    ENTRIES,
+    ENTRY_IDS,
+    Training,
+    batch,
+    mlp,
+)
+from zenflow_compile.runtime import checkpoint as checkpoints
+from zenflow_compile.runtime import device_ops
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def plain(training: Training) -> list[Tensor]:
+    return [param.detach().clone() for param in training.model.parameters()]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_state_dict_of_a_compiled_model_sees_what_is_due(staleness: int) -> None:
+    options = {"update_interval": 1, "staleness": staleness}
+    training = Training(EAGER_BACKEND, options).run(0, 3)
+    twin = Training(EAGER_BACKEND, options).run(0, 3)
+    for model in (training.call, training.model, training.model[0]):
+        state = {name.removeprefix("_orig_mod."): value for name, value in model.state_dict().items()}
+        names = [name for name, _ in training.model.named_parameters()]
+        expected = dict(zip(names, twin.weights(), strict=True))
+        prefix = "0." if model is training.model[0] else ""
+        assert state
+        for name, value in state.items():
+            assert torch.equal(value, expected[prefix + name]), name
+
+
+def test_weights_are_behind_until_somebody_reads_them() -> None:
+    """The control of the tests above: without a reader, the host's lines wait for their first use."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    before = plain(training)
+    after = training.weights()
+    assert not torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_evaluation_sees_the_last_step(entry: dict[str, Any] | None) -> None:
+    training = Training(entry, {"update_interval": 1}).run(0, 3)
+    training.model.eval()
+    inputs, _ = batch(77)
+    with torch.no_grad():
+        seen = training.call(inputs)
+        training.optimizer.synchronize()
+        assert torch.equal(seen, training.model(inputs))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_two_forwards_alive_across_an_update_raise(entry: dict[str, Any] | None) -> None:
+    """The older one saved weights that are no more; using the new ones in its backward would be silently wrong."""
+    training = Training(entry, {"update_interval": 1}).run(0, 2)
+    first, second = training.loss(2), training.loss(3)
+    second.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.loss(4)  # lands what the step left for the first use
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_two_forwards_alive_without_an_update_are_fine(entry: dict[str, Any] | None) -> None:
+    training = Training(entry, {"update_interval": 1}).run(0, 2)
+    first, second = training.loss(2), training.loss(3)
+    second.backward()
+    first.backward()
+    training.optimizer.step()
+
+
+def test_training_outside_of_the_graph_in_between() -> None:
+    """A forward that fetches nothing, when a re-selection has not landed: no line changes hands under a gradient."""
+    options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1, "topk_ratio": 0.3}
+    training = Training(EAGER_BACKEND, options)
+    reference = mlp()
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), **ADAM)
+    for step in range(12):
+        training.call = training.model if step % 3 == 2 else torch.compile(training.model, **EAGER_BACKEND)
+        training.optimizer.synchronize()  # outside of graphs it is the reader who asks
+        training.step(step)
+        inputs, targets = batch(step)
+        nn.functional.cross_entropy(reference(inputs), targets).backward()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+    torch.testing.assert_close(training.weights(), list(reference.parameters()), atol=1e-5, rtol=0)
+    assert training.optimizer.engine.selections > 10
+
+
+def dense_state(training: Training) -> list[dict[str, Any]]:
+    """What the state is now, with nothing landed that has not: a reader would change what comes next."""
+    engine = training.optimizer.engine
+    for offloaded in engine.offloaded.values():
+        offloaded.host.wait()
+    state = checkpoints.state_dict(engine, training.optimizer.param_groups)["state"]
+    return [state[index] for index in engine.offloaded]
+
+
+def test_a_pending_selection_waits_where_its_forward_fetched_nothing() -> None:
+    """Every line's moment takes the gradient of that line, whoever owns it by then."""
+    options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1, "topk_ratio": 0.3}
+    training = Training(EAGER_BACKEND, options).run(0, 3)
+    engine = training.optimizer.engine
+    assert any(close.selection is not None for each in engine.offloaded.values() for close in each.host.closes)
+    training.call = training.model
+    for step in range(3, 6):
+        before = dense_state(training)
+        weights = [each.param for each in engine.offloaded.values()]
+        grads = torch.autograd.grad(training.loss(step), weights)
+        training.step(step)
+        for old, new, grad in zip(before, dense_state(training), grads, strict=True):
+            expected = torch.lerp(old["exp_avg"], grad, 0.1)
+            torch.testing.assert_close(new["exp_avg"], expected, atol=1e-7, rtol=1e-5)
+    assert engine.selections > 6
+    for each, state in zip(engine.offloaded.values(), dense_state(training), strict=True):
+        assert torch.equal(state["master"], each.param)
+        assert each.device.steps == each.host.taken == 6
+
+
+def test_every_write_shows_in_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write below autograd, so neither of the two writers may count on an operator to tell."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
+    training.optimizer.synchronize()
+    monkeypatch.setattr(device_ops, "merge_columns", lambda *args: None)
+    monkeypatch.setattr(device_ops, "adam_columns_", lambda *args, **keywords: None)
+    weights = [each.param for each in training.optimizer.engine.offloaded.values()]
+    versions = [[weight._version for weight in weights]]
+    training.step(2)
+    versions.append([weight._version for weight in weights])
+    training.optimizer.synchronize()
+    versions.append([weight._version for weight in weights])
+    for before, after in itertools.pairwise(versions):
+        assert all(new > old for old, new in zip(before, after, strict=True))

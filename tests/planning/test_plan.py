@@ -1,0 +1,77 @@
+"""What a plan says of bytes, lines and slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.runtime.arena import HostArena
+from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.device_adam import ResidentState
+from zenflow_compile.runtime.host_adam import make_host_adam
+from zenflow_compile.runtime.windows import HostSide
+
+
+def split(dtype: torch.dtype = torch.bfloat16, **changes: int) -> ParamPlan:
+    sizes = {"lines": 100, "length": 40, "k": 10, "interval": 4, "staleness": 0, **changes}
+    return ParamPlan(index=0, name="w", shape=(40, 100), dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=1, **sizes)
+
+
+def test_lines_are_selected_or_the_rest() -> None:
+    plan = split()
+    assert (plan.rest, plan.numel, plan.offloaded) == (90, 4000, True)
+    assert split(k=0).rest == 100
+    assert split(k=100).rest == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("interval", [1, 4])
+def test_slots_and_uploads(interval: int, staleness: int) -> None:
+    """One more of each per step of staleness: what closed still waits for its merge."""
+    plan = split(interval=interval, staleness=staleness)
+    assert plan.slots == interval + staleness
+    assert plan.uploads == 1 + staleness
+
+
+def test_host_bytes_per_parameter() -> None:
+    """Master and moments in fp32, S gradients and one upload buffer in the model's dtype: 14 + 2 S bytes in bf16."""
+    for interval in (1, 2, 4, 8):
+        assert split(interval=interval, k=0).host_bytes == (14 + 2 * interval) * 4000
+        assert split(torch.float32, interval=interval, k=0).host_bytes == (16 + 4 * interval) * 4000
+    assert split(k=100).host_bytes == 0
+    assert split(k=10).host_bytes == split(k=0).host_bytes * 90 // 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [{}, {"staleness": 1}, {"k": 0}, {"k": 100}, {"interval": 1, "k": 37}])
+def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dict[str, int]) -> None:
+    plan = split(dtype, **sizes)
+    arena = HostArena(HostSide.arena_bytes(plan))
+    kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_slots=plan.slots)
+    host = HostSide.allocate(plan, arena, kernel)
+    tensors = [*host.state(), *host.gradients, *host.uploads]
+    assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes
+    assert plan.host_bytes <= HostSide.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)
+    assert arena.used_bytes == HostSide.arena_bytes(plan)
+    device = DeviceSide.allocate(plan, torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in device.state()) == plan.device_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_device_bytes_of_what_lives_there_whole(dtype: torch.dtype) -> None:
+    """fp32 weights are their own master."""
+    plan = ParamPlan(index=0, name="w", shape=(40, 100), dtype=dtype, placement=Placement.DEVICE)
+    assert plan.host_bytes == 0
+    assert not plan.offloaded
+    state = ResidentState.zeros_like(torch.zeros(40, 100, dtype=dtype))
+    assert plan.device_bytes == sum(tensor.nbytes for tensor in state.tensors()) - state.step.nbytes
+
+
+def test_a_plan_sums_up() -> None:
+    scalar = ParamPlan(index=2, name="b", shape=(), dtype=torch.float32, placement=Placement.DEVICE)
+    params = (split(), split(k=0), scalar)
+    plan = Plan(policy="zenflow", params=params)
+    assert plan.host_bytes == params[0].host_bytes + params[1].host_bytes
+    assert plan.device_bytes == sum(param.device_bytes for param in params)
+    assert params[2].numel == 1

@@ -1,0 +1,176 @@
+"""Lanes copy in order without the GIL; rings hand a buffer out only when the copy that read it is done."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from zenflow_compile.runtime import copies
+from zenflow_compile.runtime.copies import CopyError, StagingRing, ThreadLane, ThreadTicket, copy_without_gil, make_lane
+from zenflow_compile.runtime.recorder import Recorder
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def lane() -> Iterator[ThreadLane]:
+    made = make_lane("D2H", CPU, Recorder(CPU))
+    assert isinstance(made, ThreadLane)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1), (0, 4)])
+def test_copies_are_exact(lane: ThreadLane, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    source = torch.randn(shape).mul(100).to(dtype)
+    target = torch.zeros(shape, dtype=dtype)
+    ticket = lane.submit(target, source, step=0, param="w")
+    ticket.wait()
+    assert ticket.done()
+    assert ticket.error is None
+    assert torch.equal(target, source)
+    assert lane.bytes_copied == source.nbytes
+
+
+def test_nan_bits_survive() -> None:
+    source = torch.tensor([0x7FC01234, -0x3FEDCC], dtype=torch.int32).view(torch.float32)
+    target = torch.zeros(2)
+    copy_without_gil(target, source)
+    assert torch.equal(target.view(torch.int32), source.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(2, 2)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)),
+        (torch.zeros(4, 4).t()[:2], torch.zeros(2, 4)),
+        (torch.zeros(2, 4), torch.zeros(4, 4).t()[:2]),
+        (torch.zeros(4, device="meta"), torch.zeros(4)),
+    ],
+)
+def test_what_cannot_be_copied_raises(target: torch.Tensor, source: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="cannot copy"):
+        copy_without_gil(target, source)
+
+
+def test_copying_lets_other_threads_run() -> None:
+    """While 256 MB are copied, a spinning thread goes on: the longest gap is far below the copy's time."""
+    source, target = torch.ones(64 << 20), torch.zeros(64 << 20)
+    copy_without_gil(target, source)  # pages are there from here on
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        done = threading.Event()
+        begin = time.perf_counter()
+        thread = threading.Thread(target=lambda: (copy_without_gil(target, source), done.set()))
+        thread.start()
+        spins = 0
+        while not done.is_set():
+            spins += 1
+        elapsed = time.perf_counter() - begin
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert spins > 1000 * elapsed
+
+
+def test_the_order_is_that_of_submission(lane: ThreadLane) -> None:
+    target = torch.zeros(1)
+    tickets = [lane.submit(target, torch.full((1,), float(i)), step=i, param="w") for i in range(50)]
+    tickets[-1].wait()
+    assert all(ticket.done() for ticket in tickets)
+    assert target.item() == 49.0
+
+
+def test_closing_finishes_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = ThreadLane("H2D", Recorder(CPU))
+    original = copies.copy_without_gil
+    monkeypatch.setattr(copies, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
+    targets = [torch.zeros(2) for _ in range(5)]
+    for target in targets:
+        lane.submit(target, torch.ones(2), step=0, param="w")
+    lane.close()
+    assert all(torch.equal(target, torch.ones(2)) for target in targets)
+    assert not [thread for thread in threading.enumerate() if lane.runs(thread)]
+    lane.close()
+
+
+def test_a_failure_is_the_tickets_and_the_lane_goes_on(lane: ThreadLane) -> None:
+    bad = lane.submit(torch.zeros(3), torch.zeros(4), step=0, param="w")
+    good = lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
+    good.wait()
+    bad.settle()
+    assert not bad.done()
+    assert isinstance(bad.error, ValueError)
+    for wait in (bad.wait, bad.wait_on_device):
+        with pytest.raises(CopyError) as caught:
+            wait()
+        assert caught.value.__cause__ is bad.error
+    assert bad.error.__traceback__ is not None
+
+
+def test_a_lane_knows_its_thread(lane: ThreadLane) -> None:
+    assert not lane.runs(threading.current_thread())
+    lane.submit(torch.zeros(1), torch.zeros(1), step=0, param="w").wait()
+    assert [thread.name for thread in threading.enumerate() if lane.runs(thread)] == ["zenflow-D2H"]
+
+
+# Rings.
+
+
+def test_a_ring_waits_for_the_copy_that_read_its_buffer() -> None:
+    ring = StagingRing(1, 64, CPU)
+    block = ring.take((2, 4), torch.float32)
+    ticket = ThreadTicket()
+    ring.give_back(block, ticket)
+    threading.Timer(0.05, ticket.finish).start()
+    begin = time.perf_counter()
+    again = ring.take((4, 8), torch.bfloat16)
+    assert time.perf_counter() - begin > 0.04
+    assert again.tensor.shape == (4, 8)
+    assert again.tensor.dtype == torch.bfloat16
+    assert again.tensor.data_ptr() == block.tensor.data_ptr()
+
+
+def test_buffers_go_round() -> None:
+    ring = StagingRing(3, 16, CPU)
+    seen = []
+    for _ in range(6):
+        block = ring.take((1, 4), torch.float32)
+        seen.append(block.tensor.data_ptr())
+        ring.give_back(block)
+    assert seen[:3] == seen[3:]
+    assert len(set(seen)) == 3
+    assert ring.nbytes == 48
+
+
+def test_a_failed_copy_does_not_lose_its_buffer() -> None:
+    ring = StagingRing(1, 16, CPU)
+    ticket = ThreadTicket()
+    ticket.finish(ValueError("on purpose"))
+    ring.give_back(ring.take((1, 4), torch.float32), ticket)
+    for _ in range(2):
+        with pytest.raises(CopyError):
+            ring.take((1, 4), torch.float32)
+        assert ring.free == 1
+    ring.settle()
+    ring.take((1, 4), torch.float32)
+    assert ring.free == 0
+
+
+def test_a_ring_grows_when_nothing_is_in_use() -> None:
+    ring = StagingRing(2, 0, CPU)
+    ring.fit(64)
+    assert ring.nbytes == 128
+    ring.fit(32)
+    assert ring.nbytes == 128
+    assert ring.take((4, 4), torch.float32).tensor.shape == (4, 4)

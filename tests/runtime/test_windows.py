@@ -1,0 +1,208 @@
+"""A parameter's host side: slots, closes and the window that is open, with copies and jobs done by hand."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.runtime import windows
+from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
+from zenflow_compile.runtime.arena import HostArena
+from zenflow_compile.runtime.copies import ThreadTicket
+from zenflow_compile.runtime.host_adam import make_host_adam
+from zenflow_compile.runtime.windows import Close, HostSide, Slot
+
+pytestmark = pytest.mark.timeout(60)
+
+PLAN = ParamPlan(
+    index=0,
+    name="w",
+    shape=(8, 32),
+    dtype=torch.float32,
+    placement=Placement.SPLIT_COLUMNS,
+    dim=1,
+    lines=32,
+    length=8,
+    k=8,
+    interval=3,
+)
+STALE = replace(PLAN, interval=1, staleness=1)
+COEFFICIENTS = SlotCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
+
+
+def host_of(plan: ParamPlan = PLAN) -> HostSide:
+    kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots)
+    return HostSide.allocate(plan, HostArena(HostSide.arena_bytes(plan)), kernel)
+
+
+def copied(error: BaseException | None = None) -> ThreadTicket:
+    ticket = ThreadTicket()
+    ticket.finish(error)
+    return ticket
+
+
+def put(host: HostSide, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
+    """One step's gradient, as ``copy_to_host`` and ``update_on_host`` put it."""
+    index, slot = host.free_slot()
+    slot.copy_(torch.as_tensor(value))
+    host.commit(Slot(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
+    return index
+
+
+def run(close: Close) -> None:
+    """What a worker does with the job."""
+    for task in close.job.tasks:
+        try:
+            close.job.ready()
+            task()
+        except BaseException as error:
+            close.job.finish_task(error)
+        else:
+            close.job.finish_task()
+
+
+def test_a_window_closes_as_rule_p() -> None:
+    host = host_of()
+    torch.manual_seed(0)
+    host.master.normal_()
+    master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
+    gradients = [torch.randn(24, 8) for _ in range(6)]
+    taken = 0
+    for window in (gradients[:3], gradients[3:5], gradients[5:]):
+        for number, gradient in enumerate(window):
+            put(host, gradient, lr=0.01 * (1 + number))
+        close = host.close_window(at=taken, eps=1e-8, deadline=0)
+        run(close)
+        taken += len(window)
+        slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(len(window))]
+        rule_p_(master, exp_avg, exp_avg_sq, window, slots, step=taken, eps=1e-8)
+        for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(close.upload, host.master, atol=0, rtol=0)
+        assert host.taken == taken
+        assert host.open == []
+        host.closes.pop(0)
+
+
+def test_a_slot_that_was_not_committed_is_used_again() -> None:
+    """A void step, or a gradient that was discarded."""
+    host = host_of()
+    first, _ = host.free_slot()
+    again, _ = host.free_slot()
+    assert first == again == 0
+    assert [put(host, 0.0) for _ in range(3)] == [0, 1, 2]
+
+
+def test_slots_go_round_and_wait_for_the_job_that_reads_them() -> None:
+    host = host_of()
+    for _ in range(3):
+        put(host, 1.0)
+    close = host.close_window(at=0, eps=1e-8, deadline=0)
+    threading.Timer(0.05, lambda: run(close)).start()
+    assert put(host, 2.0) == 0
+    assert close.job.done()
+    assert host.exp_avg.abs().max() < 0.5  # of the ones, not of the twos
+
+
+def test_staleness_has_a_slot_and_an_upload_more() -> None:
+    host = host_of(STALE)
+    put(host, 1.0)
+    first = host.close_window(at=0, eps=1e-8, deadline=0)
+    assert put(host, 1.0) == 1  # without waiting for the first
+    second = host.close_window(at=1, eps=1e-8, deadline=0)
+    assert (first.visible_at, second.visible_at) == (2, 3)
+    assert first.upload.data_ptr() != second.upload.data_ptr()
+    run(first)
+    run(second)
+    put(host, 1.0)
+    assert host.close_window(at=2, eps=1e-8, deadline=0).upload.data_ptr() == first.upload.data_ptr()
+
+
+def test_a_close_is_visible_in_the_next_forward() -> None:
+    host = host_of()
+    put(host, 1.0)
+    assert host.close_window(at=5, eps=1e-8, deadline=0).visible_at == 6
+
+
+def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = host_of(), host_of()
+    monkeypatch.setattr(windows, "TASK_ELEMENTS", 64)
+    for host in (whole, cut):
+        host.master.fill_(1.0)
+        for step in range(3):
+            put(host, torch.full((24, 8), 0.5 + step))
+    close = cut.close_window(at=0, eps=1e-8, deadline=0)
+    assert len(close.job.tasks) == 3
+    assert sum(task() for task in close.job.tasks) == 24 * 8 * (6 * 4 + 4 * 4)
+    monkeypatch.undo()
+    reference = whole.close_window(at=0, eps=1e-8, deadline=0)
+    assert len(reference.job.tasks) == 1
+    run(reference)
+    for actual, expected in zip(cut.state(), whole.state(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_a_job_waits_for_its_copies() -> None:
+    host = host_of()
+    ticket = ThreadTicket()
+    put(host, 1.0, ticket)
+    close = host.close_window(at=0, eps=1e-8, deadline=0)
+    worker = threading.Thread(target=run, args=(close,))
+    worker.start()
+    worker.join(0.05)
+    assert worker.is_alive()
+    assert not host.exp_avg.any()
+    ticket.finish()
+    worker.join(20)
+    assert host.exp_avg.all()
+
+
+def test_waiting_for_copies_of_the_open_window() -> None:
+    host = host_of()
+    ticket = ThreadTicket()
+    put(host, 1.0, ticket)
+    threading.Timer(0.05, ticket.finish).start()
+    host.wait_for_copies()
+    assert ticket.done()
+
+
+def test_failures_are_raised_without_waiting() -> None:
+    host = host_of()
+    put(host, 1.0, ThreadTicket())
+    host.raise_failures()  # nothing has failed so far, and nothing is waited for
+    put(host, 1.0, copied(ValueError("on purpose")))
+    with pytest.raises(RuntimeError, match="copy"):
+        host.raise_failures()
+    other = host_of()
+    put(other, 1.0, copied(ValueError("on purpose")))
+    close = other.close_window(at=0, eps=1e-8, deadline=0)
+    other.raise_failures()
+    run(close)
+    for raises in (other.raise_failures, other.wait):
+        with pytest.raises(RuntimeError, match="host update of w") as caught:
+            raises()
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_clearing_waits_for_those_who_use_the_memory() -> None:
+    """A failed job is done before it has settled; what runs on must not write into what is loaded next."""
+    host = host_of()
+    put(host, 1.0)
+    close = host.close_window(at=0, eps=1e-8, deadline=0)
+    put(host, 1.0, copied(ValueError("on purpose")))
+    late = ThreadTicket()
+    put(host, 1.0, late)
+    threading.Timer(0.02, lambda: run(close)).start()
+    threading.Timer(0.06, late.finish).start()
+    host.clear_windows()
+    assert close.job.done()
+    assert late.done()
+    assert (host.open, host.closes) == ([], [])
+    assert host.free_slot()[0] == 0
+    host.wait()
+    host.raise_failures()

@@ -1,0 +1,258 @@
+"""Jobs by deadline, errors that surface, and an end that finishes what was queued."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from zenflow_compile.runtime.copies import CopyError
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.workers import Job, WorkerPool, worker_count
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def pool_of(workers: int) -> WorkerPool:
+    return WorkerPool(workers, Recorder(torch.device("cpu")))
+
+
+def job(
+    *tasks: Callable[[], int], deadline: int = 0, ready: Callable[[], None] = lambda: None, param: str = "w"
+) -> Job:
+    return Job(tasks, deadline=deadline, step=7, param=param, ready=ready)
+
+
+def test_earliest_deadline_first() -> None:
+    pool = pool_of(1)
+    gate = threading.Event()
+    order: list[int] = []
+    first = job(lambda: int(gate.wait(20)), deadline=99)
+    pool.submit(first)
+    jobs = [job(lambda d=deadline: order.append(d) or 0, deadline=deadline) for deadline in (5, 1, 3, 1, 4)]
+    for each in jobs:
+        pool.submit(each)
+    gate.set()
+    for each in jobs:
+        each.wait()
+    assert order == [1, 1, 3, 4, 5]
+    pool.close()
+
+
+def test_equal_deadlines_keep_their_order() -> None:
+    pool = pool_of(1)
+    order: list[int] = []
+    gate = threading.Event()
+    pool.submit(job(lambda: int(gate.wait(20)), deadline=-1))
+    last = [job(lambda i=i: order.append(i) or 0) for i in range(20)]
+    for each in last:
+        pool.submit(each)
+    gate.set()
+    last[-1].wait()
+    assert order == list(range(20))
+    pool.close()
+
+
+def test_tasks_of_a_job_run_beside_each_other() -> None:
+    pool = pool_of(3)
+    meeting = threading.Barrier(3, timeout=20)
+    three = job(*[lambda: meeting.wait()] * 3)
+    pool.submit(three)
+    three.wait()
+    pool.close()
+
+
+def test_a_job_is_done_with_its_last_task() -> None:
+    pool = pool_of(2)
+    gate = threading.Event()
+    two = job(lambda: 0, lambda: int(gate.wait(20)))
+    pool.submit(two)
+    time.sleep(0.05)
+    assert not two.done()
+    gate.set()
+    two.wait()
+    two.settle()
+    assert two.done()
+    pool.close()
+
+
+def test_a_job_without_tasks_is_done() -> None:
+    empty = job()
+    assert empty.done()
+    empty.wait()
+    empty.settle()
+
+
+def test_inputs_are_waited_for() -> None:
+    pool = pool_of(1)
+    arrived = threading.Event()
+    seen: list[bool] = []
+    waiting = job(lambda: seen.append(arrived.is_set()) or 0, ready=lambda: arrived.wait(20) and None)
+    pool.submit(waiting)
+    time.sleep(0.02)
+    arrived.set()
+    waiting.wait()
+    assert seen == [True]
+    pool.close()
+
+
+@pytest.mark.parametrize("where", ["task", "ready"])
+def test_errors_surface_with_their_traceback(where: str) -> None:
+    pool = pool_of(1)
+
+    def breaks() -> int:
+        raise ZeroDivisionError("on purpose")
+
+    bad = job(breaks) if where == "task" else job(lambda: 0, ready=lambda: breaks() and None)
+    pool.submit(bad)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the host update of w at step 7 failed") as caught:
+            bad.wait()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    traceback = bad.error.__traceback__ if bad.error else None
+    names = []
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    assert "breaks" in names
+    good = job(lambda: 0)  # the worker lives on
+    pool.submit(good)
+    good.wait()
+    pool.close()
+
+
+def test_a_failed_copy_is_named_by_what_failed_it() -> None:
+    pool = pool_of(1)
+
+    def not_copied() -> None:
+        raise CopyError("copy") from ValueError("on purpose")
+
+    bad = job(lambda: 0, ready=not_copied)
+    pool.submit(bad)
+    with pytest.raises(RuntimeError) as caught:
+        bad.wait()
+    assert isinstance(caught.value.__cause__, ValueError)
+    pool.close()
+
+
+def test_after_an_error_the_other_tasks_are_skipped_and_the_job_settles() -> None:
+    pool = pool_of(1)
+    ran: list[int] = []
+
+    def breaks() -> int:
+        raise ValueError
+
+    bad = job(lambda: ran.append(0) or 0, breaks, *[lambda: ran.append(1) or 0] * 5)
+    pool.submit(bad)
+    bad.settle()
+    assert bad.done()
+    assert ran == [0]
+    pool.close()
+
+
+def test_an_error_is_known_while_other_tasks_still_run() -> None:
+    """Whoever waits hears of it at once; whoever frees the memory waits for the others."""
+    pool = pool_of(2)
+    gate = threading.Event()
+
+    def breaks() -> int:
+        raise ValueError
+
+    bad = job(lambda: int(gate.wait(20)), breaks)
+    pool.submit(bad)
+    with pytest.raises(RuntimeError):
+        bad.wait()
+    settled = threading.Event()
+    thread = threading.Thread(target=lambda: (bad.settle(), settled.set()))
+    thread.start()
+    assert not settled.wait(0.05)
+    gate.set()
+    assert settled.wait(20)
+    pool.close()
+
+
+def test_closing_finishes_what_is_queued() -> None:
+    pool = pool_of(2)
+    count = [0]
+    lock = threading.Lock()
+
+    def task() -> int:
+        time.sleep(0.002)
+        with lock:
+            count[0] += 1
+        return 0
+
+    for _ in range(10):
+        pool.submit(job(task, task))
+    assert any(pool.runs(thread) for thread in threading.enumerate())
+    pool.close()
+    assert count == [20]
+    assert not any(pool.runs(thread) for thread in threading.enumerate())
+    pool.close()
+
+
+def test_threads_start_with_the_first_job() -> None:
+    before = threading.active_count()
+    pool = pool_of(3)
+    assert threading.active_count() == before
+    first = job(lambda: 0)
+    pool.submit(first)
+    first.wait()
+    assert threading.active_count() == before + 3
+    pool.close()
+    assert threading.active_count() == before
+
+
+def test_fewer_threads_than_wanted_serve_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(3)
+    start = threading.Thread.start
+    started: list[str] = []
+
+    def one_only(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", one_only)
+    jobs = [job(lambda: 0, lambda: 0) for _ in range(4)]
+    for each in jobs:
+        pool.submit(each)
+        each.wait()
+    assert started == ["zenflow-worker-0"]
+    pool.close()
+
+
+def test_without_any_thread_a_job_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = pool_of(2)
+    lost = job(lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.submit(lost)
+    lost.settle()
+    with pytest.raises(RuntimeError, match="failed"):
+        lost.wait()
+    found = job(lambda: 0)
+    pool.submit(found)
+    found.wait()
+    pool.close()
+
+
+@pytest.mark.parametrize(("reserved", "workers"), [(0.0, 8), (0.5, 4), (0.9, 1), (1.0, 1), (0.3, 5)])
+def test_worker_count(reserved: float, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    import psutil
+
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    assert worker_count(reserved) == workers
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4}, raising=False)
+    assert worker_count(reserved) == max(1, int(2 * (1 - reserved)))
