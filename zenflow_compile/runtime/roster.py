@@ -118,9 +118,7 @@ class Roster:
 
     def _make(self, plan: ParamPlan, param: Parameter, arena: HostArena) -> OffloadedParam:
         host = HostSide.allocate(plan, arena, self._kernel(plan))
-        offloaded = OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
-        offloaded.accumulates = (self._options.gradient_accumulation_steps or 1) > 1
-        return offloaded
+        return OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         key = (plan.dtype, plan.slots)
