@@ -68,7 +68,7 @@ def clip_grad_norm_(
             f"the total norm of gradients is {float(total)}, so it cannot be clipped; "
             "to go on regardless, set error_if_nonfinite=False"
         )
-    factor = min(1.0, limit / (float(total) + 1e-6))
+    factor = min(limit / (float(total) + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
     for engine, only in owned.items():
         engine.clip(factor, only)
     if factor != 1.0:

@@ -35,6 +35,7 @@ class Engine(ops.EngineOps, Protocol):
     def finalizes_in_backward(self) -> bool: ...
     def declare_forward_order(self, order: list[int]) -> None: ...
     def synchronize(self) -> None: ...
+    def before_load(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,17 @@ class SynchronizeBeforeStateDict:
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if (engine := live_engine(self.engine_id)) is not None:
             engine.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class LandBeforeLoad:
+    """A module's load_state_dict pre-hook: what is due lands before the weights that replace it."""
+
+    engine_id: int
+
+    def __call__(self, module: nn.Module, *loading: Any) -> None:
+        if (engine := live_engine(self.engine_id)) is not None:
+            engine.before_load()
 
 
 def live_engine(engine_id: int) -> Engine | None:
@@ -143,7 +155,7 @@ def unique_modules(modules: Iterable[nn.Module | None]) -> list[nn.Module]:
 
 
 def add_state_dict_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
-    """Have ``state_dict()`` of every module that owns a parameter of the engine land first what is due."""
+    """Have saving and loading of every module that owns a parameter of the engine land first what is due."""
     hook = SynchronizeBeforeStateDict(engine_id)
     for root in roots:
         for module in root.modules():
@@ -153,6 +165,7 @@ def add_state_dict_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
             )
             if (holds or module is root) and hook not in module._state_dict_pre_hooks.values():
                 module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(LandBeforeLoad(engine_id))  # type: ignore[no-untyped-call]
 
 
 def ensure_implicit_optimizer(

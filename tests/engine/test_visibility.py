@@ -15,6 +15,7 @@ from tests.engine.training import (
     ENTRIES,
     ENTRY_IDS,
     Training,
+    assert_same,
     batch,
     mlp,
 )
@@ -111,25 +112,41 @@ def dense_state(training: Training) -> list[dict[str, Any]]:
     return [state[index] for index in engine.offloaded]
 
 
-def test_a_pending_selection_waits_where_its_forward_fetched_nothing() -> None:
-    """Every line's moment takes the gradient of that line, whoever owns it by then."""
-    options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1, "topk_ratio": 0.3}
+def test_an_uncompiled_call_on_old_weights_raises() -> None:
+    """Its gradient belongs to weights that an update on its way has replaced; after synchronize() it is right."""
+    options = {"update_interval": 1}
+    expected = Training(None, options).run(0, 5).weights()
     training = Training(EAGER_BACKEND, options).run(0, 3)
-    engine = training.optimizer.engine
-    assert any(close.selection is not None for each in engine.offloaded.values() for close in each.host.closes)
-    training.call = training.model
-    for step in range(3, 6):
-        before = dense_state(training)
-        weights = [each.param for each in engine.offloaded.values()]
-        grads = torch.autograd.grad(training.loss(step), weights)
+    compiled, training.call = training.call, training.model
+    with pytest.raises(RuntimeError, match=r"old weights; call optimizer\.synchronize"):
+        training.step(3)
+    training.optimizer.zero_grad()
+    training.optimizer.synchronize()
+    training.step(3)
+    training.call = compiled
+    assert_same(training.run(4, 5).weights(), expected)
+
+
+def test_a_write_over_an_update_on_its_way_raises() -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    with torch.no_grad():
+        training.model[0].weight.clamp_(-1e9, 1e9)
+    with pytest.raises(RuntimeError, match=r"which is lost now; call optimizer\.synchronize"):
+        training.step(3)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_writes_after_synchronize_cost_nothing(interval: int) -> None:
+    options = {"update_interval": interval}
+    expected = Training(EAGER_BACKEND, options).run(0, 8).weights()
+    training = Training(EAGER_BACKEND, options)
+    for step in range(8):
         training.step(step)
-        for old, new, grad in zip(before, dense_state(training), grads, strict=True):
-            expected = torch.lerp(old["exp_avg"], grad, 0.1)
-            torch.testing.assert_close(new["exp_avg"], expected, atol=1e-7, rtol=1e-5)
-    assert engine.selections > 6
-    for each, state in zip(engine.offloaded.values(), dense_state(training), strict=True):
-        assert torch.equal(state["master"], each.param)
-        assert each.device.steps == each.host.taken == 6
+        training.optimizer.synchronize()
+        with torch.no_grad():
+            for param in training.model.parameters():
+                param.clamp_(-1e9, 1e9)
+    assert_same(training.weights(), expected)
 
 
 def test_every_write_shows_in_the_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,12 @@ class StagingRing:
         """Device memory of the ring."""
         return sum(buffer.numel() for buffer in self._buffers)
 
+    @property
+    def busy(self) -> bool:
+        """Whether ``take`` would wait."""
+        ticket = self._free[0][1]
+        return ticket is not None and not ticket.done()
+
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
         """The buffer that was free longest, as ``[line, length]``."""
         size = shape[0] * shape[1] * dtype.itemsize

@@ -219,7 +219,12 @@ class Engine:
         if (grad := entry.take_grad(param, name)) is None:
             return
         offloaded = self.offloaded[p]
-        offloaded.eager = True
+        offloaded.eager = True  # from here on it lands in step()
+        if offloaded.due(self.step):
+            raise RuntimeError(
+                f"{name} was read outside of the compiled model while an update of it was on its way, so this gradient "
+                "is of old weights; call optimizer.synchronize() before running the model uncompiled"
+            )
         self.select_columns(p, self.column_norms(p, grad))
         offloaded.split()
         offloaded.copy_to_host()
@@ -254,13 +259,13 @@ class Engine:
             offloaded.raise_failures()
             self.accept_grad(p)  # written by hand: no backward of ours has seen it
             if not offloaded.updated:
-                offloaded.notice_foreign_write()
+                offloaded.notice_foreign_write(self.step)
                 self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
                 offloaded.settle()
         resident_unscale = 1.0 if residents_unscaled else unscale
         if not void and (limit := self.options.max_grad_norm) is not None:
             norm = float(self.gradient_norm(unscale=unscale, resident_unscale=resident_unscale))
-            self.clip(min(1.0, limit / (norm + 1e-6)))
+            self.clip(min(limit / (norm + 1e-6), 1.0))  # in this order NaN stays NaN, as in PyTorch
         record_norms(self.roster, self.timeline, self.step)
         # Last, so that an error above leaves nothing set.
         self._updating, self._void, self._unscale = True, void, unscale
@@ -298,7 +303,8 @@ class Engine:
         if offloaded.updated:
             return False
         # On the tail of a backward only a parameter whose gradients were seen to arrive in one piece is final.
-        return self._updating or (self.finalizes_in_backward and offloaded.single and self._split_now)
+        in_one_piece = offloaded.single and offloaded.uses == 1
+        return self._updating or (self.finalizes_in_backward and in_one_piece and self._split_now)
 
     def _coefficients(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
         return self.roster.coefficients(offloaded.plan.index, self._unscale * offloaded.clip)
@@ -347,6 +353,10 @@ class Engine:
         self.roster.check_storage(p, param)
         self.landing.before_use(self.offloaded[p], self.step)
 
+    def before_load(self) -> None:
+        """Weights are about to be loaded into the model: what is due lands first, so that they win."""
+        self.landing.before_load(self.step)
+
     def synchronize(self) -> None:
         """Wait for work in flight and make visible what is due. The trajectory stays what it would have been.
 
@@ -356,7 +366,7 @@ class Engine:
         self._check()
         for offloaded in self.landing.by_deadline():
             offloaded.raise_failures()
-            offloaded.notice_foreign_write()
+            offloaded.notice_foreign_write(self.step)
             self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()

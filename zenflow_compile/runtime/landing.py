@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
@@ -44,7 +45,8 @@ class Landing:
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
-        offloaded.notice_foreign_write()
+        offloaded.uses += 1
+        offloaded.notice_foreign_write(now)
         if offloaded.due(now):
             self._prefetch(now)
             self.land(offloaded, now)
@@ -55,6 +57,13 @@ class Landing:
             if close.selection is not None:
                 self.selections += 1
                 self._recorder.mark("select", param=offloaded.plan.name)
+
+    def before_load(self, now: int) -> None:
+        """Weights are about to be loaded: land what is due, except over weights that somebody wrote already."""
+        for offloaded in self.by_deadline():
+            if offloaded.due(now) and not offloaded.written_by_others:
+                with suppress(RuntimeError):  # what failed raises at the next step; loading may be the way out of it
+                    self.land(offloaded, now)
 
     def finish(self, now: int, *, flush: bool) -> None:
         """The end: land everything that closed, due or not.
@@ -69,7 +78,7 @@ class Landing:
         for offloaded in self.by_deadline():
             try:
                 # Weights that somebody wrote since the last step stay: what waits was meant for weights that are gone.
-                if not offloaded.notice_foreign_write() and flush:
+                if not offloaded.notice_foreign_write(now) and flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
                     offloaded.close_window(at=now, eps=eps, reselect=False, promptly=True)
                 offloaded.land(now + 1 + offloaded.plan.staleness)

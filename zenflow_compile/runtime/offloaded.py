@@ -52,6 +52,7 @@ class OffloadedParam:
         contributions: gradients received since the last final moment.
         accumulates: several contributions per step were seen: split at the final moment only.
         eager: a contribution came through ``.grad``, so first uses are unknown and updates land inside ``step()``.
+        uses: how often a graph was about to read it in this step.
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
         updated: the update of this step has run already.
         clip: factor on the waiting gradient from clipping.
@@ -68,6 +69,7 @@ class OffloadedParam:
         self.contributions = 0
         self.accumulates = False
         self.eager = False
+        self.uses = 0
         self.single = False
         self.updated = False
         self.clip = 1.0
@@ -91,12 +93,11 @@ class OffloadedParam:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
         """
         if self.updated:
+            self.single = False
             raise RuntimeError(
                 f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
                 "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
             )
-        if self.contributions == 0:
-            self._keep_selection()
         self.contributions += 1
         matrix: Tensor = grad.detach().reshape(self.param.shape[0], -1)
         if self._split_done:
@@ -117,23 +118,13 @@ class OffloadedParam:
         self._source = matrix
         rest_shape = (self.plan.rest, self.plan.length)
         if self.plan.rest:
-            self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
+            with self.transport.recorder.stall(self.transport.down_ring.busy, param=self.plan.name):
+                self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
         rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
         norms: Tensor = device_ops.norms_and_split(
             matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
         )
         return norms
-
-    def _keep_selection(self) -> None:
-        """Call off a re-selection that has not landed: no line may change hands while a gradient waits.
-
-        A forward through the graph landed it before this gradient existed. One outside of it, as when a model is called
-        without its compiled form for once, did not. The parameter re-selects at its next close.
-        """
-        for close in self.host.closes:
-            if close.selection is not None:
-                close.selection = None
-                self.device.selected_at = close.selected_before
 
     def select(self, norms: Tensor) -> Tensor:
         """Keep the norms for clipping and score; returns a copy of the selection in force, i32[k]."""
@@ -149,7 +140,8 @@ class OffloadedParam:
         """Start the copy of the staged block into the window's next slot."""
         if self._staged is None:
             return
-        index, slot = self.host.free_slot()
+        with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
+            index, slot = self.host.free_slot()
         ticket = self.transport.to_host.submit(
             slot, self._staged.tensor, step=self.transport.recorder.step, param=self.plan.name
         )
@@ -215,6 +207,7 @@ class OffloadedParam:
     def finish_step(self) -> None:
         """The optimizer step is over."""
         self.updated = False
+        self.uses = 0
 
     def close_window(self, *, at: int, eps: float, reselect: bool, promptly: bool) -> Close | None:
         """Hand the open window to the workers; a window of void slots closes as a no-op.
@@ -227,7 +220,6 @@ class OffloadedParam:
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
         if reselect and self.plan.k and self.plan.rest:
             close.selection = self.device.best_lines()
-            close.selected_before = self.device.selected_at
             self.device.selected_at = at
             promptly = True  # state that changes sides must be the newest on both
         if promptly:
@@ -267,22 +259,20 @@ class OffloadedParam:
     def _land_one(self, now: int) -> Close:
         recorder = self.transport.recorder
         if not self.start_upload(now):
-            with recorder.compute("wait", param=self.plan.name):
+            with recorder.compute("wait", param=self.plan.name, on_host=True):
                 self.host.closes[0].job.wait()
             self.start_upload(now)
         upload = self._upload
         assert upload is not None
-        if upload.ticket.done():
+        with recorder.stall(not upload.ticket.done(), param=self.plan.name):
             upload.ticket.wait_on_device()
-        else:
-            with recorder.compute("wait", param=self.plan.name):
-                upload.ticket.wait_on_device()
         with recorder.compute("merge", param=self.plan.name):
             device_ops.merge_columns(self._matrix(), self.plan.dim, self.device.selection.rest, upload.block.tensor)
             self._written()
         self.transport.up_ring.give_back(upload.block)
         self._upload = None
         self.host.closes.pop(0)
+        self.host.landed = upload.ticket
         if upload.close.selection is not None:
             with recorder.compute("select", param=self.plan.name):
                 self._reselect(upload.close.selection)
@@ -313,27 +303,41 @@ class OffloadedParam:
         self._shown = None
         self._version = self.param._version
 
-    def notice_foreign_write(self) -> bool:
+    @property
+    def written_by_others(self) -> bool:
+        """Whether somebody else wrote the weights since our last write."""
+        return self.param._version != self._version
+
+    def notice_foreign_write(self, now: int) -> bool:
         """If somebody else wrote the weights since our last write, those weights count: re-seed the masters.
 
         An update in flight at that moment is dropped: it was computed from weights that are no more.
 
         Returns:
             Whether there was such a write.
+
+        Raises:
+            RuntimeError: an update that the writer should have seen was dropped.
         """
-        if self.param._version == self._version:
+        if not self.written_by_others:
             return False
         self.host.wait()
         if self._shown is not None and self._shows(self._shown):
             self._shown = None
             self._version = self.param._version
             return False
+        lost = self.due(now)
         self._drop_upload()
         for close in self.host.closes:
             if close.selection is not None:
                 self._reselect(close.selection)
         self.host.closes.clear()
         self.reseed()
+        if lost:
+            raise RuntimeError(
+                f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
+                "optimizer.synchronize() before weights are read or written outside of the compiled model"
+            )
         return True
 
     def expect_weights(self, shown: Tensor | None) -> None:
@@ -399,4 +403,4 @@ class OffloadedParam:
     @property
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
-        return self.device.nbytes
+        return self.device.nbytes + (0 if self._accumulator is None else self._accumulator.nbytes)

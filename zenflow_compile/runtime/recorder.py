@@ -31,16 +31,25 @@ class Recorder:
         self._step_began = None if timeline is None else time.perf_counter_ns()
 
     @contextmanager
-    def compute(self, kind: str, *, param: str = "") -> Iterator[None]:
-        """Record what the training thread or its stream does meanwhile as ``kind`` on the compute lane."""
+    def compute(self, kind: str, *, param: str = "", on_host: bool = False) -> Iterator[None]:
+        """Record what the training thread (``on_host``), or else its stream, does as ``kind`` on the compute lane."""
         if self.timeline is None:
             yield
             return
-        begin = self._now() if kind != "wait" else time.perf_counter_ns()
+        begin = time.perf_counter_ns() if on_host else self._now()
         try:
             yield
         finally:
-            self._add(kind, begin, self._now() if kind != "wait" else time.perf_counter_ns(), param)
+            self._add(kind, begin, time.perf_counter_ns() if on_host else self._now(), param)
+
+    @contextmanager
+    def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> Iterator[None]:
+        """Record a wait, if there is something to wait for."""
+        if not waiting:
+            yield
+            return
+        with self.compute("wait", param=param, on_host=on_host):
+            yield
 
     def begin_phase(self, kind: str) -> None:
         """The training thread is in ``kind`` ("forward", "backward", "update") from here on."""

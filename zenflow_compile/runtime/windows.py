@@ -38,8 +38,6 @@ class Close:
     visible_at: int
     selection: Tensor | None = None
     """i32[k] on the device: the lines selected from here on; None where the selection stays."""
-    selected_before: int | None = None
-    """Attempted step of the re-selection before this one."""
 
 
 @dataclass(slots=True)
@@ -50,6 +48,8 @@ class HostSide:
         taken: gradients that the moments have taken so far.
         open: slots of the window that is open, oldest first; void slots never enter.
         closes: windows that closed and have not landed, oldest first.
+        landed: the last upload's copy. Its buffer is written again only after it, which the copies of gradients do not
+            guarantee if the upload landed late.
     """
 
     plan: ParamPlan
@@ -62,6 +62,7 @@ class HostSide:
     taken: int = 0
     open: list[Slot] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
+    landed: Ticket | None = None
     _slot_users: list[Job | None] = field(default_factory=list)
     _next_slot: int = 0
     _next_upload: int = 0
@@ -87,6 +88,12 @@ class HostSide:
         block = (plan.rest, plan.length)
         return carved_bytes([(block, torch.float32)] * 3 + [(block, plan.dtype)] * (plan.slots + plan.uploads))
 
+    @property
+    def slot_busy(self) -> bool:
+        """Whether ``free_slot`` would wait."""
+        user = self._slot_users[self._next_slot]
+        return user is not None and not user.done()
+
     def free_slot(self) -> tuple[int, Tensor]:
         """The next gradient slot ``[rest, length]``; waits for the close that still reads it."""
         index = self._next_slot
@@ -105,12 +112,17 @@ class HostSide:
         slots, self.open = self.open, []
         self.taken += len(slots)
         upload = self.next_upload()
+        # With staleness the close before may still run: it goes first, both in the queue and in fact.
+        before = self.closes[-1].job if self.closes else None
+        inputs = [slot.copied for slot in slots]
+        if self.landed is not None:
+            inputs.append(self.landed)
         job = Job(
             self._tasks(slots, upload, step=self.taken, eps=eps),
-            deadline=deadline,
+            deadline=deadline if before is None else max(deadline, before.deadline),
             step=at,
             param=self.plan.name,
-            ready=_all_copied(slots),
+            ready=_after(inputs, before),
         )
         for slot in slots:
             self._slot_users[slot.index] = job
@@ -194,11 +206,11 @@ class HostSide:
         return [task(begin) for begin in range(0, out.numel(), TASK_ELEMENTS)]
 
 
-def _all_copied(slots: list[Slot]) -> Callable[[], None]:
-    tickets = [slot.copied for slot in slots]
-
+def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:
     def ready() -> None:
-        for ticket in tickets:
+        for ticket in copies:
             ticket.wait()
+        if before is not None:
+            before.wait()
 
     return ready
