@@ -25,9 +25,9 @@ WIDTH = 80
 
 WHY: dict[Any, str] = {
     ops.BEGIN_BACKWARD: "the token that keeps the nodes below in order",
-    ops.COLUMN_NORMS: "right after the gradient: squared norm of each of its {lines} lines",
+    ops.COLUMN_NORMS: "right after the gradient, in one read of it: squared norms of its {lines} lines, and both parts",
     ops.SELECT_COLUMNS: "the {k} lines that the device updates itself, as in force now",
-    ops.SPLIT_COLUMNS: "{k} lines stay, {rest} go to the host; the gradient's memory is free after this",
+    ops.SPLIT_COLUMNS: "{k} lines stay, {rest} are ready to go to the host; the gradient's memory is free after this",
     ops.COPY_TO_HOST: "as early as the gradient exists: the copy runs beside the rest of the backward",
     ops.ADAM_COLUMNS_: "AdamW on {k} lines, behind the last read of the parameter",
     ops.UPDATE_ON_HOST: "the gradient is final; {when}",

@@ -137,7 +137,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: no backward since the last step, a closed optimizer, or asynchronous work that failed
+            RuntimeError: no parameter has a gradient, a closed optimizer, or asynchronous work that failed
                 (chained to the original error).
         """
         engine = self.engine

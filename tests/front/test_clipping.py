@@ -235,3 +235,17 @@ def test_norms_that_are_not_finite() -> None:
 def test_bad_arguments(keywords: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         clip_grad_norm_(mlp().parameters(), **keywords)
+
+
+def test_nan_norms_poison_every_gradient_as_in_pytorch() -> None:
+    """Whoever clips away a NaN in one layer would train the others unclipped and never notice."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = ZenFlowAdamW(model.parameters(), update_interval=1, host_kernel="aten", min_offload_size=1)
+    with optimizer:
+        model(torch.full((2, 64), float("nan"))).sum().backward()
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.synchronize()
+        assert norm.isnan()
+        assert all(param.isnan().all() for param in model.parameters())

@@ -176,3 +176,27 @@ def test_a_scale_that_is_not_there_any_more_counts_no_more() -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
     assert len(optimizer.param_groups[0]["params"]) == 6
+
+
+def test_torch_clipping_over_the_groups_is_exact_too() -> None:
+    """The carrier is among the groups' parameters then: its norm counts, and its witness keeps the factor."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Linear(64, 128, bias=False) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    batch = torch.randn(8, 64)
+    with ZenFlowAdamW(
+        ours.parameters(), lr=1e-2, update_interval=1, host_kernel="aten", min_offload_size=1
+    ) as optimizer:
+        assert optimizer.engine.offloaded
+        for step in range(4):
+            norms = []
+            for model, stepping in ((ours, optimizer), (theirs, reference)):
+                (model(batch).square().mean() * (step + 1)).backward()
+                params = [param for group in stepping.param_groups for param in group["params"]]
+                norms.append(torch.nn.utils.clip_grad_norm_(params, 0.01))
+                stepping.step()
+                stepping.zero_grad()
+            torch.testing.assert_close(*norms)
+        optimizer.synchronize()
+        torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=1e-6)

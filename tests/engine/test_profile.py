@@ -1,0 +1,36 @@
+"""The profiler on a real engine: a wait that is made on purpose is a stall in the summary."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import zenflow_compile as zf
+from tests.engine.training import EAGER_BACKEND, Training
+from zenflow_compile.runtime import copies
+
+
+@pytest.mark.parametrize("slow_ms", [0.0, 15.0])
+def test_slow_copies_are_a_stall(monkeypatch: pytest.MonkeyPatch, slow_ms: float) -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    copy = copies.copy_without_gil
+
+    def slowly(target, source):  # type: ignore[no-untyped-def]
+        time.sleep(slow_ms / 1e3)
+        copy(target, source)
+
+    monkeypatch.setattr(copies, "copy_without_gil", slowly)
+    with zf.profile(training.optimizer) as profile:
+        training.run(3, 9)
+    summary = profile.summary()
+    offloaded = len(training.optimizer.engine.offloaded)
+    assert offloaded >= 2
+    assert summary["steps"] == 6
+    assert summary["d2h_bytes_per_step"] > 0
+    assert summary["windows_closed"] == 6 * offloaded
+    if slow_ms:
+        # Both lanes copy in turn, so that all copies but the last one down are waited for somewhere.
+        assert summary["stall_ms_per_step"] > slow_ms * (offloaded - 1)
+    else:
+        assert summary["stall_ms_per_step"] < 15.0 * (offloaded - 1)
