@@ -10,7 +10,6 @@ import zenflow_compile as zf
 from tests.engine.training import EAGER_BACKEND, Training
 from zenflow_compile.runtime import copies
 
-
 SLOW_MS = 30.0
 
 
