@@ -84,8 +84,8 @@ class Options:
             one, run host updates.
         steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
-        gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that updates
-            can start in the last of them. None: any number, and gradients are final at ``step()``.
+        gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that
+            gradients are split and copied in the last of them. None: any number, and they are final at ``step()``.
         device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
             they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.engine.training import (
     ADAM,
@@ -32,10 +32,6 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.workers import Job
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def plain(training: Training) -> list[Tensor]:
-    return [param.detach().clone() for param in training.model.parameters()]
 
 
 def threads_of_ours() -> list[str]:
@@ -61,7 +57,7 @@ def test_closing_applies_waiting_windows(entry: dict[str, Any] | None) -> None:
     before = training.weights()
     assert waiting
     training.optimizer.close()
-    after = plain(training)
+    after = training.weights_as_they_are()
     moved = {i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not torch.equal(a, b)}
     assert moved == waiting
     assert threads_of_ours() == []
@@ -74,7 +70,7 @@ def test_closing_leaves_weights_that_somebody_loaded() -> None:
     training.step(6)
     training.model.load_state_dict(best)
     training.optimizer.close()
-    assert_same(plain(training), list(best.values()))
+    assert_same(training.weights_as_they_are(), list(best.values()))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
@@ -132,7 +128,7 @@ def test_after_an_error_the_block_form_flushes_nothing() -> None:
     before = training.weights()
     with pytest.raises(KeyError), training.optimizer:
         raise KeyError
-    assert_same(plain(training), before)
+    assert_same(training.weights_as_they_are(), before)
     assert threads_of_ours() == []
 
 
@@ -147,7 +143,7 @@ def test_a_collected_optimizer_ends_its_threads_and_lands_what_is_due(entry: dic
     gc.collect()
     assert reference() is None
     assert threads_of_ours() == []
-    assert_same(plain(training), expected)
+    assert_same(training.weights_as_they_are(), expected)
     assert all(ops.owner_of(param) is None for param in training.model.parameters())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.engine.training import (
     ADAM,
@@ -23,10 +23,6 @@ from zenflow_compile.runtime import checkpoint as checkpoints
 from zenflow_compile.runtime import device_ops
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def plain(training: Training) -> list[Tensor]:
-    return [param.detach().clone() for param in training.model.parameters()]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -47,7 +43,7 @@ def test_state_dict_of_a_compiled_model_sees_what_is_due(staleness: int) -> None
 def test_weights_are_behind_until_somebody_reads_them() -> None:
     """The control of the tests above: without a reader, the host's lines wait for their first use."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    before = plain(training)
+    before = training.weights_as_they_are()
     after = training.weights()
     assert not torch.equal(before[0], after[0])
 

@@ -75,6 +75,10 @@ class Training:
     def weights(self) -> list[Tensor]:
         """Copies of the weights with all that is due."""
         self.optimizer.synchronize()
+        return self.weights_as_they_are()
+
+    def weights_as_they_are(self) -> list[Tensor]:
+        """Copies of the weights, whatever is still on its way."""
         return [param.detach().clone() for param in self.model.parameters()]
 
     def saved(self) -> bytes:
