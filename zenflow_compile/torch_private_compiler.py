@@ -253,6 +253,16 @@ def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
     return mode if mode is not None else nullcontext()
 
 
+def cache_note(graph: torch.fx.Graph) -> dict[str, str]:
+    """What Inductor's FX graph cache must key on beside the nodes: it never reads this setting here, but hashes it.
+
+    The shapes of our nodes' results depend on the plan (``topk_ratio``), which the nodes only refer to by number.
+    """
+    values = (node.meta.get("val") for node in graph.nodes if str(node.target).startswith("zenflow."))
+    shapes = ";".join(str(tuple(value.shape)) for value in values if isinstance(value, torch.Tensor))
+    return {"zenflow": REWRITE_VERSION, "shapes": shapes}
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -266,6 +276,7 @@ def compile_with_inductor(
     ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
     """
     from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     if rewrite is None:
@@ -279,13 +290,12 @@ def compile_with_inductor(
         elif keywords.get("is_inference"):
             phase = "inference"
         rewrite(graph, phase)
-        return compile_fx_inner(graph, example_inputs, **keywords)
+        with inductor_config.patch({"aot_inductor.metadata": cache_note(graph.graph)}):
+            return compile_fx_inner(graph, example_inputs, **keywords)
 
     settings = {
         # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
         "reorder_for_peak_memory": False,
-        # A note that Inductor never reads here, but that is in the key of its FX graph cache.
-        "aot_inductor.metadata": {"zenflow": REWRITE_VERSION},
         **config_patches,
     }
     with functorch_config.patch(enable_autograd_cache=False):
