@@ -14,6 +14,7 @@ from typing import Any, Literal
 from zenflow_compile.deepspeed_config import read_deepspeed_config
 from zenflow_compile.validate import (
     check_choice,
+    check_cores,
     check_flag,
     check_integer,
     check_positive,
@@ -24,7 +25,6 @@ from zenflow_compile.validate import (
 __all__ = [
     "ADAM_KEYWORDS",
     "AUTO_SELECT_INTERVAL",
-    "MAX_AUTO_UPDATE_INTERVAL",
     "OPTION_NAMES",
     "BackendOptions",
     "Options",
@@ -36,11 +36,8 @@ POLICIES = ("resident", "zero_offload", "zenflow")
 SELECT_STRATEGIES = ("auto", "step", "epoch")
 HostKernel = Literal["auto", "inductor", "aten"]
 HOST_KERNELS = ("auto", "inductor", "aten")
-
-MAX_AUTO_UPDATE_INTERVAL = 4
-"""Longest window, in steps, that ``update_interval="auto"`` may choose. Source: this project's convergence
-study (docs/options.md, "Where the defaults come from"): a small GPT trained from scratch ends +1.3% above
-AdamW's validation loss at 4 (3 seeds) and +7.6% or more at 8 (1 seed)."""
+GRADIENT_COMPRESSIONS = ("int8",)
+WEIGHT_GRAD_ORDERS = ("asap", "forward")
 
 AUTO_SELECT_INTERVAL = 16
 """Steps between re-selections under ``select_interval="auto"``. Same study: with an averaged score, more
@@ -69,7 +66,12 @@ class Options:
             ``"epoch"``. A parameter re-selects at the first close of its own window at or after that many
             steps.
         update_interval: Window length S in steps, >= 1: the gradient of what was not selected is collected
-            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts in [1, 4] to gradient values.
+            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 1 to
+            ``max_update_interval``.
+        max_update_interval: Longest window in steps, >= 1, that ``update_interval="auto"`` may choose. Source
+            of its default: this project's convergence study (docs/options.md, "Where the defaults come from"): a
+            small GPT trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more
+            at 8 (1 seed).
         full_warm_up_rounds: Steps at the start, >= 0, in which every window closes at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
         overlap_step: Run host updates beside the device's work. False runs them blocking at the step; this
@@ -81,7 +83,12 @@ class Options:
         auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window closes when the norm of what
             waits reaches this share of the average norm of what is selected.
         pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch. The others, at least
-            one, run host updates.
+            one, run host updates, and so do at most all but two. Ignored where ``workers`` or ``worker_cores`` is
+            given.
+        workers: Threads that run host updates, >= 1, at most one per physical core; None derives them from
+            ``pt_reserved_cores_perc``.
+        worker_cores: The logical cores that workers are pinned to, one worker each; None takes the last physical
+            cores that this process may use.
         steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
         gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that
@@ -89,6 +96,17 @@ class Options:
         device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
             they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
+        accumulate_on_device: Sum the gradients of a window on the device, which needs a model-sized buffer there, and
+            copy the sum once per window. Another rule: one step on the window's mean gradient (docs/options.md).
+        gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per line, and
+            keeps what was rounded away for the next step; None sends them in the model's dtype.
+        staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's
+            remaining lines. None: three times that.
+        weight_grad_order: Order of the backward: ``"asap"`` computes every weight gradient as soon as it can be;
+            ``"forward"`` computes those of the first layers last, in the order in which the next forward needs them,
+            which gives the host more time for them.
+        weight_grad_bytes: Device memory, in bytes, that inputs and output gradients may take which ``"forward"``
+            keeps for longer: it decides for how many layers. None: a quarter of what is free.
         host_kernel: Host Adam: ``"inductor"`` (one fused kernel; needs a C++ compiler), ``"aten"``
             (``torch._fused_adamw_``, slower), or ``"auto"``, the first where it compiles.
     """
@@ -98,17 +116,25 @@ class Options:
     select_strategy: str = "auto"
     select_interval: int | Literal["auto"] = "auto"
     update_interval: int | Literal["auto"] = 4
+    max_update_interval: int = 4
     full_warm_up_rounds: int = 0
     overlap_step: bool = True
     staleness: int = 0
     offload: bool = False
     auto_ratio: float = 0.99
     pt_reserved_cores_perc: float = 0.5
+    workers: int | None = None
+    worker_cores: tuple[int, ...] | None = None
     steps_per_epoch: int | None = None
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int | None = None
     device_share: float = 0.25
     min_offload_size: int = 4096
+    accumulate_on_device: bool = False
+    gradient_compression: str | None = None
+    staging_bytes: int | None = None
+    weight_grad_order: str = "asap"
+    weight_grad_bytes: int | None = None
     host_kernel: HostKernel = "auto"
 
     def __post_init__(self) -> None:
@@ -116,6 +142,8 @@ class Options:
             "policy": check_choice("policy", self.policy, POLICIES),
             "select_strategy": check_choice("select_strategy", self.select_strategy, SELECT_STRATEGIES),
             "host_kernel": check_choice("host_kernel", self.host_kernel, HOST_KERNELS),
+            "weight_grad_order": check_choice("weight_grad_order", self.weight_grad_order, WEIGHT_GRAD_ORDERS),
+            "max_update_interval": check_integer("max_update_interval", self.max_update_interval, 1),
             "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
             "staleness": check_integer("staleness", self.staleness, 0, 1),
             "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
@@ -125,13 +153,28 @@ class Options:
         for name in ("select_interval", "update_interval"):
             if (value := getattr(self, name)) != "auto":
                 checked[name] = check_integer(name, value, 1, remedy=' or "auto"')
-        for name in ("steps_per_epoch", "gradient_accumulation_steps"):
+        for name in ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes"):
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_integer(name, value, 1, remedy=" or None")
         if self.max_grad_norm is not None:
             remedy = "; None turns clipping off"
             checked["max_grad_norm"] = check_positive("max_grad_norm", self.max_grad_norm, remedy=remedy)
-        for name in ("overlap_step", "offload"):
+        if self.weight_grad_bytes is not None:
+            checked["weight_grad_bytes"] = check_integer(
+                "weight_grad_bytes", self.weight_grad_bytes, 0, remedy=" or None"
+            )
+        if self.gradient_compression is not None:
+            checked["gradient_compression"] = check_choice(
+                "gradient_compression", self.gradient_compression, GRADIENT_COMPRESSIONS
+            )
+        if self.worker_cores is not None:
+            checked["worker_cores"] = check_cores("worker_cores", self.worker_cores)
+            if self.workers is not None and self.workers != len(checked["worker_cores"]):
+                raise ValueError(
+                    f"workers={self.workers} and worker_cores={self.worker_cores!r} disagree: one worker runs on each "
+                    "core of the list; give one of the two"
+                )
+        for name in ("overlap_step", "offload", "accumulate_on_device"):
             check_flag(name, getattr(self, name))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -145,6 +188,11 @@ class Options:
                 "offload=True (state of the selected columns off the device) is not supported in this "
                 "version; use offload=False with a smaller topk_ratio and device_share=0, or "
                 'policy="zero_offload", which keeps the state of every large parameter on the host'
+            )
+        if self.accumulate_on_device and self.gradient_compression is not None:
+            raise ValueError(
+                f"gradient_compression={self.gradient_compression!r} with accumulate_on_device=True would round a sum "
+                "of several steps at once; choose one of the two"
             )
         if self.select_strategy == "auto":
             if self.select_interval != "auto":
@@ -186,23 +234,23 @@ class Options:
         return cls(**keywords)
 
     @property
-    def max_update_interval(self) -> int:
-        """Longest window in steps, which sizes host memory: 4 under ``"auto"``, 1 without deferral."""
+    def longest_window(self) -> int:
+        """Longest window in steps, which sizes host memory: the bound under ``"auto"``, 1 without deferral."""
         if self.policy != "zenflow":
             return 1
-        return MAX_AUTO_UPDATE_INTERVAL if self.update_interval == "auto" else self.update_interval
+        return self.max_update_interval if self.update_interval == "auto" else self.update_interval
 
     def resolved_select_interval(self, update_interval: int | None = None) -> int:
         """Steps between re-selections of a parameter whose windows are ``update_interval`` steps long.
 
         Args:
-            update_interval: the parameter's own window length; by default ``max_update_interval``.
+            update_interval: the parameter's own window length; by default ``longest_window``.
 
         Returns:
             Steps, not yet rounded up to a close of the parameter's windows.
         """
         if self.select_interval == "auto":
-            return max(AUTO_SELECT_INTERVAL, update_interval or self.max_update_interval)
+            return max(AUTO_SELECT_INTERVAL, update_interval or self.longest_window)
         if self.select_strategy == "epoch" and self.steps_per_epoch is not None:
             return self.select_interval * self.steps_per_epoch
         return self.select_interval

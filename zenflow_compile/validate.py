@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,21 @@ def check_ratio(name: str, value: Any) -> float:
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name}={value!r} must be {allowed}")
     return number
+
+
+def check_cores(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as logical cores that this process may use, none of them twice."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}={value!r} must be a list of core numbers, such as [2, 3], or None")
+    cores = tuple(check_integer(name, core, 0) for core in value)
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    unusable = [core for core in cores if core not in usable]
+    if unusable or not cores or len(set(cores)) < len(cores):
+        raise ValueError(
+            f"{name}={list(cores)} must name at least one core, each once, of those this process may use: {usable}; "
+            "leave it at None to have them chosen"
+        )
+    return cores
 
 
 def check_positive(name: str, value: Any, *, remedy: str = "") -> float:

@@ -199,9 +199,9 @@ def test_intervals_resolve_to_steps() -> None:
     assert Options(select_strategy="step", select_interval=6).resolved_select_interval() == 6
     epochs = Options(select_strategy="epoch", select_interval=3, steps_per_epoch=100)
     assert epochs.resolved_select_interval() == 300
-    assert Options(update_interval=7).max_update_interval == 7
-    assert Options(update_interval="auto").max_update_interval == 4
-    assert Options(policy="zero_offload", update_interval=7).max_update_interval == 1
+    assert Options(update_interval=7).longest_window == 7
+    assert Options(update_interval="auto").longest_window == 4
+    assert Options(policy="zero_offload", update_interval=7).longest_window == 1
 
 
 def test_every_option_is_documented() -> None:

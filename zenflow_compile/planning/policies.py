@@ -25,7 +25,7 @@ class PlanningOptions(Protocol):
     @property
     def topk_ratio(self) -> float: ...
     @property
-    def max_update_interval(self) -> int: ...
+    def longest_window(self) -> int: ...
     @property
     def staleness(self) -> int: ...
     @property
@@ -96,7 +96,7 @@ def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptio
                 first + offset,
                 Placement.SPLIT_COLUMNS,
                 k=_selection_size(max(_two_dimensional(spec)), options.topk_ratio),
-                interval=options.max_update_interval,
+                interval=options.longest_window,
                 staleness=options.staleness,
                 blocking=not options.overlap_step,
             )
