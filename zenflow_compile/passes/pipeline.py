@@ -12,13 +12,14 @@ from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import GraphPass, PassContext, Phase, written_inputs
 from zenflow_compile.passes.fetch_parameters import FetchParameters
 from zenflow_compile.passes.offload_gradients import OffloadGradients
+from zenflow_compile.passes.order_gradients import OrderGradients
 from zenflow_compile.passes.select_columns import SelectColumns
 from zenflow_compile.passes.update_parameters import UpdateParameters
 
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
     Phase.FORWARD: (FetchParameters(),),
     Phase.INFERENCE: (FetchParameters(),),
-    Phase.BACKWARD: (SelectColumns(), OffloadGradients(), UpdateParameters()),
+    Phase.BACKWARD: (OrderGradients(), SelectColumns(), OffloadGradients(), UpdateParameters()),
 }
 
 log = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import Timeline
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
 from zenflow_compile.runtime.offloaded import OffloadedParam
@@ -127,8 +128,16 @@ class Engine:
 
     @property
     def finalizes_in_backward(self) -> bool:
-        """Whether updates may sit on the tail of the backward graph."""
+        """Whether updates may sit in the backward graph."""
         return self.implicit and self.options.max_grad_norm is None
+
+    @property
+    def weight_grad_bytes(self) -> int:
+        """Device memory for what weight gradients are computed from when their order changes; 0: it does not."""
+        if self.options.weight_grad_order == "asap":
+            return 0
+        given = self.options.weight_grad_bytes
+        return free_device_bytes(self.device) // 4 if given is None else given
 
     @property
     def timeline(self) -> Timeline | None:
@@ -302,7 +311,7 @@ class Engine:
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         if offloaded.updated:
             return False
-        # On the tail of a backward only a parameter whose gradients were seen to arrive in one piece is final.
+        # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final.
         in_one_piece = offloaded.single and offloaded.uses == 1
         return self._updating or (self.finalizes_in_backward and in_one_piece and self._split_now)
 
@@ -399,6 +408,13 @@ class Engine:
             self.closed = True
             ops.unregister_engine(self.id)
             self.roster.close()
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Memory that a device has left; of the CPU, which plays the device in tests, that of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_memory()[0]
 
 
 @atexit.register
