@@ -59,6 +59,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"select_interval=2 .*must be at least update_interval=4.*raise select_interval or lower update_interval",
     ),
     ({"select_interval": 8}, ValueError, r'select_interval=8 has no unit under select_strategy="auto"; pass'),
+    ({"spare_device_bytes": -1}, ValueError, r"spare_device_bytes=-1 must be an integer >= 0"),
     ({"staging_bytes": 0}, ValueError, r"staging_bytes=0 must be an integer >= 1 or None"),
     ({"weight_grad_order": "late"}, ValueError, r'weight_grad_order=.late. is not one of "asap", "forward"'),
     ({"weight_grad_bytes": -1}, ValueError, r"weight_grad_bytes=-1 must be an integer >= 0 or None"),
