@@ -129,7 +129,7 @@ def test_what_cannot_be_served_stays_on_the_device(spec: ParamSpec, offloaded: b
 
 @pytest.mark.parametrize(
     ("shape", "dim", "lines", "length"),
-    [((64, 32), 0, 64, 32), ((32, 64), 1, 64, 32), ((64, 64), 1, 64, 64), ((8, 4, 3, 3), 1, 36, 8)],
+    [((64, 32), 0, 64, 32), ((32, 64), 1, 64, 32), ((64, 64), 0, 64, 64), ((8, 4, 3, 3), 1, 36, 8)],
 )
 def test_lines_run_along_the_longer_side(shape: tuple[int, ...], dim: int, lines: int, length: int) -> None:
     param = plan_of([shape], device_share=0.0, min_offload_size=1).params[0]

@@ -15,7 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
+from zenflow_compile import torch_private
+from zenflow_compile.runtime.adam import SlotCoefficients
 
 # Elements that the references work on at a time, so that what they make in between stays small and in a core's cache.
 # Transposed, a piece should also have many rows: pieces of a quarter of this size gain nothing.
@@ -178,7 +179,12 @@ def adam_columns_(
             matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, slot, step=step, eps=eps
         )
     elif selection.selected.numel():
-        rule_p_(master, exp_avg, exp_avg_sq, [gradient], [slot], step=step, eps=eps)
+        grad = gradient.to(torch.float32)
+        torch_private.fused_adamw_(
+            master, exp_avg, exp_avg_sq, [grad if slot.grad_scale == 1.0 else grad * slot.grad_scale],
+            torch.tensor(float(step), device=master.device),
+            lr=slot.lr, beta1=slot.beta1, beta2=slot.beta2, weight_decay=slot.weight_decay, eps=eps,
+        )  # fmt: skip
         reference_merge_columns(matrix, dim, selection.selected, master.to(matrix.dtype))
 
 
