@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -88,7 +89,7 @@ def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, 
     torch.compiler.reset()
     torch.manual_seed(0)
     model = EmulatedModel(layers, WIDTH, seconds)
-    options = {
+    options: dict[str, Any] = {
         "inner": "eager",
         "lr": 1e-3,
         "topk_ratio": 0.1,
