@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
+from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
 from zenflow_compile.passes.context import Phase, written_inputs
-from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
@@ -25,7 +24,7 @@ def test_updates_sit_on_the_tail(recording: Callable[..., RecordingEngine]) -> N
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
-    capture = Capture(engine, PIPELINES)
+    capture = Capture(engine, READABLE)
     capture.run(model, x)
     backward = capture.after[Phase.BACKWARD]
     updates = nodes(backward, ops.UPDATE_ON_HOST)
@@ -44,7 +43,7 @@ def test_updates_sit_on_the_tail(recording: Callable[..., RecordingEngine]) -> N
 def test_leaves_updates_to_step(recording: Callable[..., RecordingEngine]) -> None:
     model = Small()
     engine = recording(model)
-    capture = Capture(engine, PIPELINES)
+    capture = Capture(engine, READABLE)
     capture.run(model, inputs())
     assert capture.reports[Phase.BACKWARD].counts[-1] == ("update_parameters", 0)
     assert not engine.runs("update_on_host")

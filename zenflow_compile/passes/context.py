@@ -81,7 +81,7 @@ def find(graph: Graph, op: Any, engine_id: int, p: int | None = None) -> Node | 
 
 def insert(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
     """Insert a call of one of our ops at the graph's insertion point, with the example value that Inductor needs."""
-    ints = [str(arg) for arg in args[1:] if isinstance(arg, int)]  # engine and p; p alone names the node
+    ints = [str(arg) for arg in args[1:] if isinstance(arg, int)]  # engine and p, which alone names the node
     name = "_".join((op._schema.name.removeprefix("zenflow::").rstrip("_"), *ints[-1:]))
     node = graph.create_node("call_function", op, args, name=name)
     node.meta["val"] = None
@@ -112,9 +112,10 @@ def token(graph: Graph, engine_id: int) -> Node:
 
 def written_inputs(graph: Graph) -> set[Node]:
     """The inputs that our nodes write to."""
-    targets = (ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_)
+    targets = (ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_, ops.FETCH_PARAMETERS_, ops.UPDATE_PARAMETERS)
     nodes = (node for op in targets for node in graph.find_nodes(op="call_function", target=op))
-    return {node.args[0] for node in nodes if isinstance(node.args[0], Node)}
+    written = (node.args[0] if isinstance(node.args[0], (list, tuple)) else (node.args[0],) for node in nodes)
+    return {each for group in written for each in group if isinstance(each, Node)}
 
 
 def gradient(graph: Graph, input_index: int) -> tuple[Node, int] | None:

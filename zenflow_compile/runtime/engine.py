@@ -185,6 +185,10 @@ class Engine:
         if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
             self._on_backward_end(optimizer)
 
+    def offload_gradient(self, p: int, grad: Tensor) -> None:
+        """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
+        self.offloaded[p].offload(grad, split_now=self._split_now)
+
     def column_norms(self, p: int, grad: Tensor) -> Tensor:
         """Squared norms f32[lines] of the gradient that will be split now; zeros while it accumulates."""
         return self.offloaded[p].receive(grad, split_now=self._split_now)
@@ -225,9 +229,7 @@ class Engine:
                 f"{name} was read outside of the compiled model while an update of it was on its way, so this gradient "
                 "is of old weights; call optimizer.synchronize() before running the model uncompiled"
             )
-        self.select_columns(p, self.column_norms(p, grad))
-        offloaded.split()
-        offloaded.copy_to_host()
+        offloaded.offload(grad, split_now=self._split_now)
 
     # The final moment.
 
@@ -274,6 +276,18 @@ class Engine:
     def clip(self, factor: float, only: set[int] | None = None) -> None:
         """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
         scale_waiting(self.roster, factor, only)
+
+    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        """Update those of ``ps`` whose gradients are final now: ``adam_columns_`` and ``update_on_host`` of each.
+
+        Args:
+            params: those of them that have columns on the device, in the order of ``ps``.
+        """
+        with_columns = [p for p in ps if self.plan.params[p].k]
+        for p, param in zip(with_columns, params, strict=True):
+            self.adam_columns_(p, param)
+        for p in ps:
+            self.update_on_host(p)
 
     def adam_columns_(self, p: int, param: Tensor) -> None:
         """Update the selected columns, if the gradient is final now."""
@@ -345,6 +359,11 @@ class Engine:
     def declare_forward_order(self, order: Sequence[int]) -> None:
         """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
         self.landing.declare_order(order)
+
+    def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        """The parameters ``ps`` are about to be read: ``copy_to_device_`` of each."""
+        for p, param in zip(ps, params, strict=True):
+            self.copy_to_device_(p, param)
 
     def copy_to_device_(self, p: int, param: Tensor) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""

@@ -86,6 +86,12 @@ class OffloadedParam:
 
     # Gradients in.
 
+    def offload(self, grad: Tensor, *, split_now: bool) -> None:
+        """Take one contribution and start its copy, if it is split now. Raises: see ``receive``."""
+        self.select(self.receive(grad, split_now=split_now))
+        self.split()
+        self.copy_to_host()
+
     def receive(self, grad: Tensor, *, split_now: bool) -> Tensor:
         """Take one contribution; returns f32[lines] norms of what will be split now, zeros if nothing will.
 
