@@ -81,14 +81,21 @@ def nodes_of(graph: Graph, engine_id: int, *targets: Any) -> Iterator[Node]:
             yield node
 
 
+def index_of(node: Node) -> int:
+    """Which parameter a readable node is for."""
+    p = node.args[-1]
+    assert isinstance(p, int)
+    return p
+
+
 def gradient_chains(graph: Graph, engine_id: int) -> list[tuple[Node, Node, Node, Node]]:
     """``column_norms`` to ``copy_to_host`` of each parameter whose chain nobody else reads."""
     chains = []
-    copies = {node.args[-1]: node for node in nodes_of(graph, engine_id, ops.COPY_TO_HOST)}
+    copies = {index_of(node): node for node in nodes_of(graph, engine_id, ops.COPY_TO_HOST)}
     for norms in nodes_of(graph, engine_id, ops.COLUMN_NORMS):
         select = only_user(norms, ops.SELECT_COLUMNS)
         split = only_user(select, ops.SPLIT_COLUMNS) if select else None
-        copy = copies.get(norms.args[-1])
+        copy = copies.get(index_of(norms))
         if select is not None and split is not None and copy is not None and split.args[1] is norms.args[0]:
             chains.append((norms, select, split, copy))
     return chains
@@ -105,8 +112,8 @@ def fuse_updates(graph: Graph, ctx: PassContext) -> int:
     count = 0
     for run in update_runs(graph, ctx.engine_id):
         columns = [node for node in run if node.target is ops.ADAM_COLUMNS_]
-        ps = [node.args[-1] for node in run if node.target is ops.UPDATE_ON_HOST]
-        if not ps or [node.args[-1] for node in columns] != [p for p in ps if ctx.plan.params[p].k]:
+        ps = [index_of(node) for node in run if node.target is ops.UPDATE_ON_HOST]
+        if not ps or [index_of(node) for node in columns] != [p for p in ps if ctx.plan.params[p].k]:
             continue  # half of some parameter's update stands elsewhere
         with graph.inserting_before(run[-1]):
             params = [node.args[0] for node in columns]
@@ -133,7 +140,7 @@ def fuse_fetches(graph: Graph, ctx: PassContext) -> int:
     for group in groups:
         with graph.inserting_before(group[0]):
             params = [node.args[0] for node in group]
-            insert(graph, ops.FETCH_PARAMETERS_, (params, ctx.engine_id, [node.args[-1] for node in group]))
+            insert(graph, ops.FETCH_PARAMETERS_, (params, ctx.engine_id, [index_of(node) for node in group]))
         erase(group)
     return len(groups)
 
@@ -149,8 +156,7 @@ def fetch_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
         if node.target is not ops.COPY_TO_DEVICE_ or node.args[1] != ctx.engine_id:
             computed = computed or not computes_nothing(node)
             continue
-        p: Any = node.args[2]
-        param = ctx.plan.params[p]
+        param = ctx.plan.params[index_of(node)]
         size = param.numel * param.dtype.itemsize
         moved = size if computed else 0
         if groups and (not moved or (size <= SMALL_BYTES and ahead + moved <= AHEAD_BYTES)):
