@@ -2,7 +2,8 @@
 
     python -m benchmarks.slack [--steps 40] [--milliseconds 3]
 
-A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a step
+A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a
+step
 without clipping, or 30% with it (where no update can start before the whole gradient is known). Three runs each:
 
 * ``planned``: the first layers on the device, the rest in windows of 4 steps, and the order of weight gradients given;

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.recording import RecordingEngine
+from zenflow_compile.runtime import copies
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +17,12 @@ def fresh_start() -> None:
     """Each test compiles its classes anew, whatever the tests before it compiled; no test resets Dynamo itself."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def asynchronous_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of tests are small: their copies are as asynchronous as those of large ones."""
+    monkeypatch.setattr(copies, "INLINE_BYTES", 0)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ class RecordingEngine:
     Attributes:
         executed: how often each node ran, by ``(op name, p)``; p is None for ``begin_backward``.
         trace: the same in order.
-        received: the gradient of each parameter as rebuilt from what ``split_columns`` was handed, summed up.
+        received: the gradient of each parameter, summed up; in readable nodes as rebuilt from what ``split_columns``
+            was handed.
+        fetches: the parameters of each ``fetch_parameters_``.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class RecordingEngine:
         self.executed: Counter[tuple[str, int | None]] = Counter()
         self.trace: list[tuple[str, int | None]] = []
         self.received: dict[int, Tensor] = {}
-        self.copied: list[int] = []
+        self.fetches: list[list[int]] = []
         self._staged: dict[int, Tensor] = {}
         self.params = [param for _, param in named]
         self._index = {id(param): p for p, param in enumerate(self.params)}
@@ -92,6 +94,23 @@ class RecordingEngine:
 
     def begin_backward(self) -> None:
         self._note("begin_backward")
+
+    def offload_gradient(self, p: int, grad: Tensor) -> None:
+        self._note("offload_gradient", p)
+        self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
+
+    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        with_columns = [p for p in ps if self.plan.params[p].k]
+        for p, param in zip(with_columns, params, strict=True):
+            assert param.data_ptr() == self.params[p].data_ptr(), "one parameter would be updated in another's place"
+        for p in ps:
+            self._note("update_parameters", p)
+
+    def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        self.fetches.append(list(ps))
+        for p, param in zip(ps, params, strict=True):
+            assert param.data_ptr() == self.params[p].data_ptr(), "the graph of one parameter ran with another"
+            self._note("fetch_parameters_", p)
 
     def column_norms(self, p: int, grad: Tensor) -> Tensor:
         self._note("column_norms", p)

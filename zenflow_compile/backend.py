@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.explain import record_graph
+from zenflow_compile.explain import rewrite_and_record
 from zenflow_compile.options import BackendOptions, split_backend_options
 from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
-from zenflow_compile.passes.pipeline import run_pipeline
 from zenflow_compile.runtime import ops
 
 
@@ -155,10 +154,9 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, 
                 forward_order=tuple(forward_order.get(engine_id, ())),
                 weight_grad_bytes=engine.weight_grad_bytes,
             )
-            report = run_pipeline(gm, ctx)
+            engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
             if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
                 forward_order[engine_id] = order
                 engine.declare_forward_order(order)
-            engine.graphs.append(record_graph(gm, ctx, report, compile_id))
 
     return rewrite

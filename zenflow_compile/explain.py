@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -16,14 +16,14 @@ from torch.fx import GraphModule, Node
 
 from zenflow_compile.ownership import Engine, engines_of
 from zenflow_compile.passes.context import PassContext, Phase
-from zenflow_compile.passes.pipeline import PassReport
+from zenflow_compile.passes.pipeline import PassReport, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
 
 WIDTH = 80
 
-WHY: dict[Any, str] = {
+WHY: Mapping[Any, str] = {
     ops.BEGIN_BACKWARD: "the token that keeps the nodes below in order",
     ops.COLUMN_NORMS: "right after the gradient, in one read of it: squared norms of its {lines} lines, and both parts",
     ops.SELECT_COLUMNS: "the {k} lines that the device updates itself, as in force now",
@@ -51,13 +51,15 @@ class GraphRecord:
         phase: which graph of the step.
         compile_id: Dynamo's "frame/recompilation".
         counts: rewrites per pass.
-        lines: the nodes in order.
+        lines: the nodes in order, before they were fused.
+        fused: how many ops the inserted nodes run as.
     """
 
     phase: Phase
     compile_id: str
     counts: tuple[tuple[str, int], ...]
     lines: tuple[GraphLine, ...]
+    fused: int = 0
 
     @property
     def inserted(self) -> int:
@@ -65,22 +67,33 @@ class GraphRecord:
         return sum(line.reason is not None for line in self.lines)
 
 
-def record_graph(gm: GraphModule, ctx: PassContext, report: PassReport, compile_id: str) -> GraphRecord:
-    """What ``explain`` will print of a graph that was just rewritten."""
-    lines = tuple(GraphLine(format_node(node), reason(node, ctx)) for node in gm.graph.nodes)
-    return GraphRecord(ctx.phase, compile_id, report.counts, lines)
+def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> GraphRecord:
+    """Run the pipeline over ``gm``, and keep what ``explain`` will print of it."""
+    readable: list[GraphRecord] = []
+
+    def record(report: PassReport) -> None:
+        lines = tuple(GraphLine(format_node(node), reason(node, ctx)) for node in gm.graph.nodes)
+        readable.append(GraphRecord(ctx.phase, compile_id, report.counts, lines))
+
+    run_pipeline(gm, ctx, readable=record)
+    return replace(readable[0], fused=sum(engine_of(node) == ctx.engine_id for node in gm.graph.nodes))
+
+
+def engine_of(node: Node) -> Any:
+    """The engine that a node of ours names; None for a node of the model's own."""
+    if node.op != "call_function" or not str(node.target).startswith("zenflow."):
+        return None
+    return node.args[0] if node.target is ops.BEGIN_BACKWARD else node.args[-2]
 
 
 def reason(node: Node, ctx: PassContext) -> str | None:
     """Why the node was inserted for this engine; None for the model's own nodes and other engines' ones."""
-    template = WHY.get(node.target) if node.op == "call_function" else None
-    if template is None:
+    template = WHY.get(node.target)
+    if template is None or engine_of(node) != ctx.engine_id:
         return None
-    if node.target is ops.BEGIN_BACKWARD:
-        return template if node.args[0] == ctx.engine_id else None
-    engine_id, p = node.args[-2:]
-    if engine_id != ctx.engine_id or not isinstance(p, int):
-        return None
+    p = node.args[-1]
+    if node.target is ops.BEGIN_BACKWARD or not isinstance(p, int):
+        return template
     param = ctx.plan.params[p]
     why = template.format(lines=param.lines, k=param.k, rest=param.rest, when=window(param))
     return f"{param.name}: {why}"
@@ -177,8 +190,7 @@ def explanation_of(engine: Engine) -> Explanation:
     """The explanation of one engine's plan and of all graphs that were compiled for it."""
     gm = build_step_graph(engine.plan, engine.id)
     ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())
-    step = record_graph(gm, ctx, PassReport(Phase.STEP, ()), "")
-    return Explanation(engine.plan, tuple(engine.graphs), step)
+    return Explanation(engine.plan, tuple(engine.graphs), rewrite_and_record(gm, ctx, ""))
 
 
 def plan_table(plan: Plan) -> Table:
@@ -221,6 +233,8 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
     text = Text()
     title = textwrap.fill(f"{title}: {record.inserted} of {len(record.lines)} nodes inserted", WIDTH - 1)
     text.append(f"{title}\n", style="bold")
+    if record.inserted:
+        text.append(f"  they run fused: {record.inserted} nodes as {record.fused}\n", style="dim")
     if counts := [f"{name} {count}" for name, count in record.counts if count]:
         text.append(f"  passes: {', '.join(counts)}\n", style="dim")
     shown = set(range(len(record.lines))) if full else neighbours(record.lines)

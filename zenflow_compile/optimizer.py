@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from zenflow_compile import torch_private
 from zenflow_compile.loss_scaling import Carrier
 from zenflow_compile.options import Options
-from zenflow_compile.passes.update_parameters import build_step_graph
+from zenflow_compile.passes.pipeline import fused_step_graph
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
@@ -73,7 +73,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise
         self._engine = engine
         engine.attach(self, _backward_ended)
-        self._step_graph: GraphModule = build_step_graph(engine.plan, engine.id)
+        self._step_graph: GraphModule = fused_step_graph(engine.plan, engine.id)
         record_new_engine(engine)
 
     @classmethod
@@ -125,7 +125,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             except BaseException:
                 self.param_groups.pop()
                 raise
-            self._step_graph = build_step_graph(engine.plan, engine.id)
+            self._step_graph = fused_step_graph(engine.plan, engine.id)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

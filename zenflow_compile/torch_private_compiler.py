@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-REWRITE_VERSION = "1"
+REWRITE_VERSION = "2"
 """To be raised when passes leave the same nodes but other metadata than before. Inductor's FX graph cache keys on nodes
 alone: an update of this package would else load code that its predecessor's metadata made."""
 
@@ -278,7 +278,8 @@ def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
 def cache_note(graph: torch.fx.Graph) -> dict[str, str]:
     """What Inductor's FX graph cache must key on beside the nodes: it never reads this setting here, but hashes it.
 
-    The shapes of our nodes' results depend on the plan (``topk_ratio``), which the nodes only refer to by number.
+    The shapes of our nodes' results depend on the plan (``topk_ratio``), which the nodes only refer to by number. Fused
+    nodes have no results; what stays unfused still does.
     """
     values = (node.meta.get("val") for node in graph.nodes if str(node.target).startswith("zenflow."))
     shapes = ";".join(str(tuple(value.shape)) for value in values if isinstance(value, torch.Tensor))

@@ -150,15 +150,15 @@ def test_other_parameters_land_when_one_fails(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocation in the training thread: some parameters are updated, others not."""
+    """An allocation in the training thread: some parameters' windows have the gradient, others' not."""
     training = Training(EAGER_BACKEND).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    update = offloaded.OffloadedParam.update_columns
+    update = offloaded.OffloadedParam.update_on_host
     with monkeypatch.context() as patch:
         error = torch.OutOfMemoryError("on purpose")
-        patch.setattr(offloaded.OffloadedParam, "update_columns", failing_after(calls, update, error))
+        patch.setattr(offloaded.OffloadedParam, "update_on_host", failing_after(calls, update, error))
         with pytest.raises(torch.OutOfMemoryError):
             training.step(3)
     with pytest.raises(RuntimeError, match="half-way") as caught:

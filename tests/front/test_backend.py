@@ -153,10 +153,9 @@ def test_zoo(name: str, options: dict[str, Any], recording: Callable[..., Record
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
     ran = {p for p, param in enumerate(engine.params) if engine.plan.params[p].offloaded and p in engine.received}
     assert ran, "nothing was offloaded"
-    for op in ("column_norms", "select_columns", "split_columns", "copy_to_host"):
-        assert set(engine.runs(op)) == ran
-    assert all(count >= 3 for count in engine.runs("copy_to_device_").values())
-    assert not engine.runs("update_on_host"), "updates belong to step()"
+    assert set(engine.runs("offload_gradient")) == ran
+    assert all(count >= 3 for count in engine.runs("fetch_parameters_").values())
+    assert not engine.runs("update_parameters"), "updates belong to step()"
 
 
 @pytest.mark.parametrize("options", BOTH)
@@ -167,14 +166,13 @@ def test_order_of_ops(options: dict[str, Any], recording: Callable[..., Recordin
     compiled = torch.compile(model, backend=zenflow, options=options)
     compiled(vectors()).sum().backward()
     assert engine.orders == [[0, 2, 4, 6]]
-    assert [p for op, p in engine.trace if op == "copy_to_device_"] == [0, 2, 4, 6]
+    assert [p for op, p in engine.trace if op == "fetch_parameters_"] == [0, 2, 4, 6]
     backward = engine.trace[4:]
     assert backward[0] == ("begin_backward", None)
-    ops = ["column_norms", "select_columns", "split_columns", "copy_to_host"]
-    assert backward[1:17] == [(op, p) for p in (6, 4, 2, 0) for op in ops]
-    assert all(op in ("adam_columns_", "update_on_host") for op, _ in backward[17:])
+    assert backward[1:5] == [("offload_gradient", p) for p in (6, 4, 2, 0)]
+    assert all(op == "update_parameters" for op, _ in backward[5:])
     if options != EAGER:  # the default partitioner saves transposed views, so that no weight is an input
-        assert [p for op, p in backward[17:] if op == "update_on_host"] == [6, 4, 2]
+        assert [p for _, p in backward[5:]] == [6, 4, 2]
 
 
 def test_dynamic_shapes(recording: Callable[..., RecordingEngine]) -> None:
@@ -202,7 +200,7 @@ def test_two_models_of_one_class(
         train(compiled[i], references[i], [vectors(rows if dynamic else 4)])
     for model, engine, reference in zip(models, engines, references, strict=True):
         check(model, engine, reference)
-        assert engine.runs("copy_to_host") == {0: 3, 2: 3}
+        assert engine.runs("offload_gradient") == {0: 3, 2: 3}
 
 
 def test_twelve_layers_behind_breaks(recording: Callable[..., RecordingEngine]) -> None:
@@ -217,7 +215,7 @@ def test_twelve_layers_behind_breaks(recording: Callable[..., RecordingEngine]) 
     engine = recording(model)
     train(torch.compile(model, backend=zenflow, options=EAGER), reference, [vectors() for _ in range(3)])
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
-    assert engine.runs("copy_to_host") == dict.fromkeys(engine.offloaded(), 3), "some layers fell back to eager"
+    assert engine.runs("offload_gradient") == dict.fromkeys(engine.offloaded(), 3), "some layers fell back to eager"
 
 
 def test_twelve_layers_in_a_loop_with_breaks(recording: Callable[..., RecordingEngine]) -> None:
@@ -254,7 +252,7 @@ def test_each_layer_compiled_on_its_own(recording: Callable[..., RecordingEngine
 
     train(run, reference, [vectors() for _ in range(3)])
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
-    assert engine.runs("copy_to_host") == dict.fromkeys(engine.offloaded(), 3)
+    assert engine.runs("offload_gradient") == dict.fromkeys(engine.offloaded(), 3)
 
 
 def test_module_compiled_in_place(recording: Callable[..., RecordingEngine]) -> None:
@@ -271,7 +269,7 @@ def test_found_by_name(recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model)
     torch.compile(model, backend="zenflow", options=EAGER)(vectors()).sum().backward()
-    assert engine.runs("copy_to_host") == {0: 1, 2: 1}
+    assert engine.runs("offload_gradient") == {0: 1, 2: 1}
 
 
 def test_a_dead_model_leaves_no_code_behind() -> None:
@@ -281,7 +279,7 @@ def test_a_dead_model_leaves_no_code_behind() -> None:
         model = MLP()
         engine = RecordingEngine(model.named_parameters())
         torch.compile(model, backend=zenflow, options=EAGER)(vectors()).sum().backward()
-        assert engine.runs("copy_to_host") == {0: 1, 2: 1}
+        assert engine.runs("offload_gradient") == {0: 1, 2: 1}
         del model, engine
         gc.collect()
         graph = graph or next(each for each in gc.get_objects() if type(each) is ServedGraph)
@@ -295,7 +293,7 @@ def test_evaluation_fetches_and_leaves_gradients_alone(recording: Callable[..., 
     x = vectors()
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
-    assert engine.executed == {("copy_to_device_", 0): 1, ("copy_to_device_", 2): 1}
+    assert engine.executed == {("fetch_parameters_", 0): 1, ("fetch_parameters_", 2): 1}
 
 
 def test_frozen_parameters(recording: Callable[..., RecordingEngine]) -> None:
@@ -341,7 +339,7 @@ def test_owners_that_come_and_go_recompile(recording: Callable[..., RecordingEng
         engine = RecordingEngine(model.named_parameters())
         compiled(x).sum().backward()
         assert model.up.weight.grad is None
-        assert engine.runs("copy_to_host") == {0: 1, 2: 1}
+        assert engine.runs("offload_gradient") == {0: 1, 2: 1}
         engine.close()
     compiled(x).sum().backward()
     assert model.up.weight.grad is not None
@@ -351,8 +349,8 @@ def test_host_only_parameters_have_no_column_update(recording: Callable[..., Rec
     model = MLP()
     engine = recording(model, placement=Placement.HOST, finalizes_in_backward=True)
     torch.compile(model, backend=zenflow)(vectors()).sum().backward()
-    assert not engine.runs("adam_columns_")
-    assert engine.runs("update_on_host") == {2: 1}  # the weight that this backward has as an input
+    # RecordingEngine checks that no parameter comes along; 2 is the weight that this backward has as an input.
+    assert engine.runs("update_parameters") == {2: 1}
 
 
 def test_autocast(recording: Callable[..., RecordingEngine]) -> None:

@@ -13,7 +13,10 @@ from torch.fx import GraphModule
 from tests.recording import RecordingEngine
 from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import GraphPass, PassContext, Phase
-from zenflow_compile.passes.pipeline import PassReport, run_pipeline
+from zenflow_compile.passes.fuse_nodes import FuseNodes
+from zenflow_compile.passes.pipeline import PIPELINES, PassReport, run_pipeline
+
+READABLE = {phase: tuple(p for p in passes if not isinstance(p, FuseNodes)) for phase, passes in PIPELINES.items()}
 
 
 class Small(nn.Module):

@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.passes.capture import Capture, reference_gradients
+from tests.passes.capture import READABLE, Capture, reference_gradients
 from tests.recording import RecordingEngine
+from zenflow_compile.passes import context
 from zenflow_compile.passes.context import Phase
 from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone
-from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.runtime import ops
 
 LAYERS, WIDTH, BATCH = 5, 8, 3
 PLENTY = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "SMALL_BYTES", 0)
 
 
 def deep() -> nn.Module:
@@ -33,7 +38,7 @@ def run(recording: Callable[..., RecordingEngine], weight_grad_bytes: int, **opt
     expected = reference_gradients(model, x)
     options = {"finalizes_in_backward": True, **options}
     engine = recording(model, weight_grad_bytes=weight_grad_bytes, **options)
-    capture = Capture(engine, PIPELINES)
+    capture = Capture(engine, READABLE)
     capture.run(model, x)
     for p, name in enumerate(expected):
         assert torch.equal(engine.received[p], expected[name])

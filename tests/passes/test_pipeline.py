@@ -4,6 +4,7 @@ import pytest
 
 from zenflow_compile.passes.context import Phase
 from zenflow_compile.passes.fetch_parameters import FetchParameters
+from zenflow_compile.passes.fuse_nodes import FuseNodes
 from zenflow_compile.passes.pipeline import PIPELINES, check_order
 from zenflow_compile.passes.update_parameters import UpdateParameters
 
@@ -26,3 +27,9 @@ def test_a_pass_without_what_it_needs() -> None:
 def test_names_are_unique() -> None:
     names = [graph_pass.name for passes in PIPELINES.values() for graph_pass in set(passes)]
     assert len(set(names)) == len({type(each) for passes in PIPELINES.values() for each in passes})
+
+
+@pytest.mark.parametrize("phase", PIPELINES)
+def test_every_pipeline_ends_with_fusing(phase: Phase) -> None:
+    assert [isinstance(graph_pass, FuseNodes) for graph_pass in PIPELINES[phase]][-1]
+    assert sum(isinstance(graph_pass, FuseNodes) for graph_pass in PIPELINES[phase]) == 1

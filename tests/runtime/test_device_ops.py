@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
-from zenflow_compile.runtime.device_ops import Selection
+from zenflow_compile.runtime.device_ops import LineState, Selection
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,10 +29,14 @@ def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor,
     return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.rest), length), 9)
 
 
-@pytest.fixture(autouse=True, params=[1 << 20, 400], ids=["one chunk", "several chunks"])
+@pytest.fixture(
+    autouse=True, params=[(1 << 20, 1 << 20), (1 << 20, 0), (400, 0)], ids=["small", "one chunk", "several chunks"]
+)
 def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_ops, "_CHUNK_ELEMENTS", request.param)
-    monkeypatch.setattr(device_ops, "_SQUARES_ELEMENTS", request.param)
+    chunk, small = request.param
+    monkeypatch.setattr(device_ops, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(device_ops, "_SQUARES_ELEMENTS", chunk)
+    monkeypatch.setattr(device_ops, "_SMALL_ELEMENTS", small)
 
 
 @pytest.mark.parametrize("layout", ["row_major", "column_major", "strided"])
@@ -95,12 +99,40 @@ def test_adam_updates_state_and_casts_it_into_the_selected_lines(dtype: torch.dt
     state = [master, torch.randn_like(master), torch.rand_like(master)]
     expected = [tensor.clone() for tensor in state]
     rule_p_(*expected, [gradient], [SLOT], step=5, eps=1e-8)
-    device_ops.adam_columns_(matrix, dim, selection, gradient, *state, SLOT, step=5, eps=1e-8)
+    device_ops.adam_columns_([LineState(matrix, dim, selection, gradient, *state, 5)], SLOT, eps=1e-8)
     for mine, theirs in zip(state, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-6)
     lines, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
     assert torch.equal(lines[selection.selected.long()], state[0].to(dtype))
     assert torch.equal(lines[selection.rest.long()], old[selection.rest.long()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_parameters_at_once_are_updated_as_one_by_one(dtype: torch.dtype) -> None:
+    """Whatever their shapes and numbers of steps, and wherever a batch ends: bit for bit."""
+
+    def made() -> list[LineState]:
+        torch.manual_seed(0)
+        states = []
+        for step, (rows, columns, dim, fraction) in enumerate(
+            [(31, 45, 0, 0.2), (7, 60, 1, 0.5), (64, 3, 0, 0.0), (16, 16, 1, 1.0), (33, 20, 1, 0.3)], start=1
+        ):
+            matrix = torch.randn(rows, columns).to(dtype)
+            selection = selection_of(matrix.shape[dim], fraction)
+            gradient = blocks_like(matrix, dim, selection)[0].normal_()
+            master, exp_avg = torch.randn_like(gradient, dtype=torch.float32), torch.randn_like(gradient).float()
+            states.append(LineState(matrix, dim, selection, gradient, master, exp_avg, exp_avg.square(), step))
+        return states
+
+    together, apart = made(), made()
+    device_ops.adam_columns_(together, SLOT, eps=1e-8)
+    for each in apart:
+        device_ops.adam_columns_([each], SLOT, eps=1e-8)
+    for mine, theirs, before in zip(together, apart, made(), strict=True):
+        assert torch.equal(mine.matrix, theirs.matrix)
+        assert torch.equal(mine.master, theirs.master)
+        assert torch.equal(mine.exp_avg_sq, theirs.exp_avg_sq)
+        assert mine.gradient.numel() == 0 or not torch.equal(mine.master, before.master)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

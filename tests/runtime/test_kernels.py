@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
-from zenflow_compile.runtime.device_ops import Selection
+from zenflow_compile.runtime.device_ops import LineState, Selection
 
 pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -220,7 +220,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     device_ops.column_norms(matrix, dim)
     device_ops.split_columns(matrix, dim, selection, *blocks)
     device_ops.merge_columns(matrix, dim, selection.rest, blocks[1])
-    device_ops.adam_columns_(matrix, dim, selection, blocks[0], *blocks[:1] * 3, SLOT, step=1, eps=1e-8)
+    device_ops.adam_columns_([LineState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], SLOT, eps=1e-8)
     assert ran == ["column_norms", "split_columns", "merge_columns", "adam_columns_"]
 
 

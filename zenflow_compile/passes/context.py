@@ -14,6 +14,15 @@ from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
 
+SMALL_BYTES = 1 << 16
+"""Parameters up to this size are served together, even where each could have been served at a better moment: an op call
+costs about as long as a link of 16 GB/s needs for so many bytes."""
+
+
+def is_small(param: ParamPlan) -> bool:
+    """Whether the parameter is served together with others."""
+    return param.numel * param.dtype.itemsize <= SMALL_BYTES
+
 
 class Phase(StrEnum):
     """Which graph of a training step is rewritten."""
@@ -90,7 +99,7 @@ def find(graph: Graph, op: Any, engine_id: int, p: int | None = None) -> Node | 
 
 def insert(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
     """Insert a call of one of our ops at the graph's insertion point, with the example value that Inductor needs."""
-    ints = [str(arg) for arg in args[1:] if isinstance(arg, int)]  # engine and p; p alone names the node
+    ints = [str(arg) for arg in args[1:] if isinstance(arg, int)]  # engine and p, which alone names the node
     name = "_".join((op._schema.name.removeprefix("zenflow::").rstrip("_"), *ints[-1:]))
     node = graph.create_node("call_function", op, args, name=name)
     node.meta["val"] = None
@@ -121,9 +130,10 @@ def token(graph: Graph, engine_id: int) -> Node:
 
 def written_inputs(graph: Graph) -> set[Node]:
     """The inputs that our nodes write to."""
-    targets = (ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_)
+    targets = (ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_, ops.FETCH_PARAMETERS_, ops.UPDATE_PARAMETERS)
     nodes = (node for op in targets for node in graph.find_nodes(op="call_function", target=op))
-    return {node.args[0] for node in nodes if isinstance(node.args[0], Node)}
+    written = (node.args[0] if isinstance(node.args[0], (list, tuple)) else (node.args[0],) for node in nodes)
+    return {each for group in written for each in group if isinstance(each, Node)}
 
 
 def gradient(graph: Graph, input_index: int) -> tuple[Node, int] | None:

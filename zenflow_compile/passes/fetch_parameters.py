@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.passes.context import PassContext, Phase, check_shape, find, insert
+from zenflow_compile.passes.context import PassContext, Phase, check_shape, insert
 from zenflow_compile.runtime import ops
 
 
@@ -36,10 +36,11 @@ class FetchParameters:
         graph = gm.graph
         order = {node: position for position, node in enumerate(graph.nodes)}
         inputs = private.aot_inputs(graph)
+        fetched = set(fetch_order(gm, ctx.engine_id))
         todo: list[tuple[int, Node, Node]] = []
         for param, index in ctx.offloaded():
             node = inputs.get(index)
-            if node is None or not node.users or find(graph, ops.COPY_TO_DEVICE_, ctx.engine_id, param.index):
+            if node is None or not node.users or param.index in fetched:
                 continue
             check_shape(node, param, "the input")
             todo.append((param.index, node, min(node.users, key=order.__getitem__)))
@@ -50,8 +51,11 @@ class FetchParameters:
 
 
 def fetch_order(gm: GraphModule, engine_id: int) -> list[int]:
-    """The engine's parameters in the order in which this graph needs them."""
-    fetches = gm.graph.find_nodes(op="call_function", target=ops.COPY_TO_DEVICE_)
-    in_graph = {node: position for position, node in enumerate(gm.graph.nodes)}
-    mine = sorted((node for node in fetches if node.args[1] == engine_id), key=in_graph.__getitem__)
-    return [p for node in mine if isinstance(p := node.args[2], int)]
+    """The engine's parameters in the order in which this graph needs them, fused or not."""
+    order: list[int] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in (ops.COPY_TO_DEVICE_, ops.FETCH_PARAMETERS_):
+            _, engine, ps = node.args
+            if engine == engine_id:
+                order += ps if isinstance(ps, (list, tuple)) else [ps]
+    return order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
-from zenflow_compile.runtime.adam import SlotCoefficients
 
 # Weight of the past in the score. A one-batch score is mostly noise: the choice made by an average over about ten steps
 # keeps a Jaccard overlap of 0.70 after 16 steps, that of a single batch 0.29 (the project's convergence study).
@@ -62,18 +62,14 @@ class DeviceSide:
         tensors = (self.gradient, self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
         return sum(tensor.nbytes for tensor in tensors) + self.selection.nbytes
 
-    def feed_score(self, grad_scale: float) -> None:
-        """Take the waiting gradient's norms, of a step that is not void, into the score."""
-        self.score.mul_(SCORE_DECAY).add_(self.norms, alpha=(1.0 - SCORE_DECAY) * grad_scale * grad_scale)
-
     def best_lines(self) -> Tensor:
         """i32[k], sorted: the lines with the highest scores."""
         return torch.topk(self.score, self.plan.k, sorted=False).indices.sort().values.to(torch.int32)
 
-    def update(self, matrix: Tensor, slot: SlotCoefficients, eps: float) -> None:
-        """One AdamW step on the selected lines of the parameter's 2-D view, from the waiting gradient."""
+    def next_step(self, matrix: Tensor) -> device_ops.LineState:
+        """One more gradient counts: the waiting one, for an AdamW step on the selected lines of the 2-D view."""
         self.steps += 1
-        device_ops.adam_columns_(
+        return device_ops.LineState(
             matrix,
             self.plan.dim,
             self.selection,
@@ -81,14 +77,24 @@ class DeviceSide:
             self.master,
             self.exp_avg,
             self.exp_avg_sq,
-            slot,
-            step=self.steps,
-            eps=eps,
+            self.steps,
         )
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """fp32 master and moments."""
         return self.master, self.exp_avg, self.exp_avg_sq
+
+
+def feed_scores(sides: Sequence[DeviceSide], grad_scale: float) -> None:
+    """Take the waiting gradients' norms, of a step that is not void, into the scores.
+
+    Args:
+        grad_scale: one over the loss scale.
+    """
+    scores, norms = [side.score for side in sides], [side.norms for side in sides]
+    if grad_scale != 1.0:
+        norms = list(torch._foreach_mul(norms, grad_scale * grad_scale))
+    torch._foreach_lerp_(scores, norms, 1.0 - SCORE_DECAY)
 
 
 def exchange_lines(

@@ -21,6 +21,10 @@ from torch import Tensor
 
 from zenflow_compile.runtime.recorder import Recorder
 
+INLINE_BYTES = 1 << 16
+"""Copies up to this size are made at once where a lane is a thread: handing one over costs its ticket, its place in the
+queue and two turns of the GIL, some 20 us, in which a core copies as much."""
+
 
 class CopyError(RuntimeError):
     """An asynchronous copy failed; chained to what made it fail."""
@@ -82,6 +86,9 @@ def make_lane(name: str, device: torch.device, recorder: Recorder) -> CopyLane:
     return ThreadLane(name, recorder)
 
 
+_FAILED = "an asynchronous copy between device and host failed; load the last saved state, or start anew"
+
+
 class ThreadTicket:
     """A copy handed to a :class:`ThreadLane`."""
 
@@ -103,12 +110,30 @@ class ThreadTicket:
     def wait(self) -> None:
         self._event.wait()
         if self._error is not None:
-            raise CopyError(
-                "an asynchronous copy between device and host failed; load the last saved state, or start anew"
-            ) from self._error
+            raise CopyError(_FAILED) from self._error
 
     def settle(self) -> None:
         self._event.wait()
+
+    def wait_on_device(self) -> None:
+        self.wait()
+
+
+class DoneTicket:
+    """A copy that was made at once."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def done(self) -> bool:
+        return self.error is None
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise CopyError(_FAILED) from self.error
+
+    def settle(self) -> None:
+        pass
 
     def wait_on_device(self) -> None:
         self.wait()
@@ -124,7 +149,10 @@ class ThreadLane:
         self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, ThreadTicket, int, str, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> ThreadTicket:
+    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
+        if source.nbytes <= INLINE_BYTES:
+            self.bytes_copied += source.nbytes
+            return self._copy(target, source, step, param, kind)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
             thread.start()
@@ -147,16 +175,18 @@ class ThreadLane:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             target, source, ticket, step, param, kind = item
-            begin = time.perf_counter_ns()
-            try:
-                copy_without_gil(target, source)
-            except BaseException as error:
-                ticket.finish(error)
-                continue
-            if (timeline := self._recorder.timeline) is not None:
-                end = time.perf_counter_ns()
-                timeline.add(self._name, kind, begin, end, step=step, param=param, bytes=source.nbytes)
-            ticket.finish()
+            ticket.finish(self._copy(target, source, step, param, kind).error)
+
+    def _copy(self, target: Tensor, source: Tensor, step: int, param: str, kind: str) -> DoneTicket:
+        begin = time.perf_counter_ns()
+        try:
+            copy_without_gil(target, source)
+        except BaseException as error:
+            return DoneTicket(error)
+        if (timeline := self._recorder.timeline) is not None:
+            end = time.perf_counter_ns()
+            timeline.add(self._name, kind, begin, end, step=step, param=param, bytes=source.nbytes)
+        return DoneTicket()
 
 
 def copy_without_gil(target: Tensor, source: Tensor) -> None:
@@ -251,12 +281,15 @@ class StagingRing:
     def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
         self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
         self._free: deque[tuple[int, Ticket | None]] = deque((number, None) for number in range(slots))
+        # Three operators make a view; the same few blocks come again and again.
+        self._views: dict[tuple[int, tuple[int, int], torch.dtype], Tensor] = {}
 
     def fit(self, slots: int, slot_bytes: int) -> None:
         """Be ``slots`` buffers of at least ``slot_bytes``; none may be in use."""
         slot_bytes = max(slot_bytes, self._buffers[0].numel())
         if slots != len(self._buffers) or slot_bytes > self._buffers[0].numel():
             self.settle()
+            self._views.clear()
             device = self._buffers[0].device
             self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
             self._free = deque((number, None) for number in range(slots))
@@ -279,12 +312,15 @@ class StagingRing:
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
         """The buffer that was free longest, as ``[line, length]``."""
-        size = shape[0] * shape[1] * dtype.itemsize
         number, ticket = self._free[0]
         if ticket is not None:
             ticket.wait_on_device()  # if the copy failed this raises, and the buffer stays where it is
         self._free.popleft()
-        return StagedBlock(number, self._buffers[number][:size].view(dtype).view(shape))
+        view = self._views.get((number, shape, dtype))
+        if view is None:
+            size = shape[0] * shape[1] * dtype.itemsize
+            view = self._views[number, shape, dtype] = self._buffers[number][:size].view(dtype).view(shape)
+        return StagedBlock(number, view)
 
     def give_back(self, block: StagedBlock, after: Ticket | None = None) -> None:
         """The block is free, once ``after`` (a copy that reads it) is done."""

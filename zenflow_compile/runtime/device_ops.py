@@ -8,9 +8,11 @@ A *line* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, colum
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from zenflow_compile.runtime.adam import SlotCoefficients
 # Transposed, a piece should also have many rows: pieces of a quarter of this size gain nothing.
 _CHUNK_ELEMENTS = 1 << 20
 _SQUARES_ELEMENTS = 1 << 18
+# Up to this size the number of operator calls is what counts, not how they go through memory.
+_SMALL_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,47 +157,88 @@ def merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Tensor) -> No
         reference_merge_columns(matrix, dim, lines, values)
 
 
-def adam_columns_(
-    matrix: Tensor,
-    dim: int,
-    selection: Selection,
-    gradient: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    slot: SlotCoefficients,
-    *,
-    step: int,
-    eps: float,
-) -> None:
-    """One AdamW step on the selected lines' fp32 state ``[k, length]``, cast into the matrix.
+class LineState(NamedTuple):
+    """The selected lines of one parameter, for :func:`adam_columns_`.
 
-    Args:
+    Attributes:
         matrix: [rows, columns], fp32, bf16 or fp16; only its selected lines are written, none is read.
         gradient: [k, length] in any floating dtype; not written.
-        master, exp_avg, exp_avg_sq: contiguous, updated in place.
+        master, exp_avg, exp_avg_sq: f32[k, length], contiguous, updated in place.
         step: gradients that the moments have taken after this one.
     """
-    if kernels := _kernels_for(matrix):
-        kernels.adam_columns_(
-            matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, slot, step=step, eps=eps
-        )
-    elif selection.selected.numel():
-        grad = gradient.to(torch.float32)
-        torch_private.fused_adamw_(
-            master, exp_avg, exp_avg_sq, [grad if slot.grad_scale == 1.0 else grad * slot.grad_scale],
-            torch.tensor(float(step), device=master.device),
-            lr=slot.lr, beta1=slot.beta1, beta2=slot.beta2, weight_decay=slot.weight_decay, eps=eps,
-        )  # fmt: skip
-        reference_merge_columns(matrix, dim, selection.selected, master.to(matrix.dtype))
+
+    matrix: Tensor
+    dim: int
+    selection: Selection
+    gradient: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: int
+
+
+def adam_columns_(params: Sequence[LineState], slot: SlotCoefficients, *, eps: float) -> None:
+    """One AdamW step on the selected lines of parameters that share coefficients, cast into their matrices.
+
+    What comes out for one of them does not depend on the others.
+    """
+    params = [each for each in params if each.gradient.numel()]
+    if params and (kernels := _kernels_for(params[0].matrix)):
+        for matrix, dim, selection, gradient, master, exp_avg, exp_avg_sq, step in params:
+            kernels.adam_columns_(
+                matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, slot, step=step, eps=eps
+            )
+    else:
+        reference_adam_columns_(params, slot, eps=eps)
 
 
 # The references, which the tests hold against the kernels.
 
 
+def reference_adam_columns_(params: Sequence[LineState], slot: SlotCoefficients, *, eps: float) -> None:
+    """:func:`adam_columns_` in PyTorch: one call for the arithmetic of many, which takes them one after the other."""
+    for batch in _batches(params):
+        grads = [each.gradient.float() for each in batch]
+        if slot.grad_scale != 1.0:
+            grads = list(torch._foreach_mul(grads, slot.grad_scale))
+        steps = {count: torch.tensor(float(count)) for count in {each.step for each in batch}}
+        torch_private.fused_adamw_multi_(
+            [each.master for each in batch],
+            grads,
+            [each.exp_avg for each in batch],
+            [each.exp_avg_sq for each in batch],
+            [steps[each.step] for each in batch],
+            lr=slot.lr,
+            beta1=slot.beta1,
+            beta2=slot.beta2,
+            weight_decay=slot.weight_decay,
+            eps=eps,
+        )
+        for each in batch:
+            master = each.master.to(each.matrix.dtype)
+            reference_merge_columns(each.matrix, each.dim, each.selection.selected, master)
+
+
+def _batches(params: Sequence[LineState]) -> Iterator[list[LineState]]:
+    """Few enough at a time to bound the casts of their gradients."""
+    batch: list[LineState] = []
+    elements = 0
+    for each in params:
+        batch.append(each)
+        elements += each.gradient.numel()
+        if elements >= _CHUNK_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
+
+
 def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
     """:func:`column_norms` in PyTorch."""
     matrix, dim = row_major(matrix, dim)
+    if matrix.numel() <= _SQUARES_ELEMENTS:
+        small = matrix if matrix.dtype == torch.float32 else matrix.to(torch.float32)
+        return small.square().sum(1 - dim)
     if dim == 0:
         norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
         return norms.square_()
@@ -213,9 +258,10 @@ def reference_split_columns(
     matrix, dim = row_major(matrix, dim)
     blocks = [(selection.selected, selected_out), (selection.rest, rest_out)]
     blocks = [(lines, out) for lines, out in blocks if lines.numel()]
-    if dim == 0:
+    if dim == 0 or matrix.numel() <= _SMALL_ELEMENTS:
+        whole = matrix if dim == 0 else matrix.t().contiguous()
         for lines, out in blocks:
-            torch.index_select(matrix, 0, lines, out=out)
+            torch.index_select(whole, 0, lines, out=out)
         return
     rows = _rows_per_chunk(matrix, _CHUNK_ELEMENTS)
     for first in range(0, matrix.shape[0], rows):
@@ -234,6 +280,8 @@ def reference_merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Ten
     index = lines.long()
     if dim == 0:
         matrix.index_copy_(0, index, values)
+    elif matrix.numel() <= _SMALL_ELEMENTS:
+        matrix.t().index_copy_(0, index, values)  # against the grain, but in few calls
     elif 2 * lines.numel() < matrix.shape[1]:
         matrix.index_copy_(1, index, values.t().contiguous())
     else:

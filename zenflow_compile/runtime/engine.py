@@ -27,7 +27,6 @@ from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import Timeline
 from zenflow_compile.runtime import entry, ops
-from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
@@ -35,6 +34,7 @@ from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.schedule import Schedule
+from zenflow_compile.runtime.updates import Coefficients, update_columns
 
 _ids = itertools.count()
 
@@ -194,13 +194,19 @@ class Engine:
         if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
             self._on_backward_end(optimizer)
 
+    def offload_gradient(self, p: int, grad: Tensor) -> None:
+        """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
+        self.offloaded[p].offload(grad, split_now=self._split_now)
+
     def column_norms(self, p: int, grad: Tensor) -> Tensor:
-        """Squared norms f32[lines] of the gradient that will be split now; zeros while it accumulates."""
-        return self.offloaded[p].receive(grad, split_now=self._split_now)
+        """Squared norms f32[lines] of the gradient that was split last: this one, unless it accumulates."""
+        offloaded = self.offloaded[p]
+        offloaded.receive(grad, split_now=self._split_now)
+        return offloaded.device.norms.clone()  # a graph's values are not engine memory
 
     def select_columns(self, p: int, norms: Tensor) -> Tensor:
         """The selection in force, i32[k]."""
-        return self.offloaded[p].select(norms)
+        return self.offloaded[p].device.selection.selected.clone()
 
     def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
         """Split the gradient received last into engine memory."""
@@ -234,9 +240,7 @@ class Engine:
                 f"{name} was read outside of the compiled model while an update of it was on its way, so this gradient "
                 "is of old weights; call optimizer.synchronize() before running the model uncompiled"
             )
-        self.select_columns(p, self.column_norms(p, grad))
-        offloaded.split()
-        offloaded.copy_to_host()
+        offloaded.offload(grad, split_now=self._split_now)
 
     # The final moment.
 
@@ -266,10 +270,12 @@ class Engine:
         self.recorder.begin_phase("update")
         for p, offloaded in self.offloaded.items():
             offloaded.raise_failures()
-            self.accept_grad(p)  # written by hand: no backward of ours has seen it
+            if offloaded.param.grad is not None:
+                self.accept_grad(p)  # written by hand: no backward of ours has seen it
             if not offloaded.updated:
                 offloaded.notice_foreign_write(self.step)
-                self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
+                if offloaded.host.closes:
+                    self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
                 offloaded.settle()
         resident_unscale = 1.0 if residents_unscaled else unscale
         if not void and (limit := self.options.max_grad_norm) is not None:
@@ -284,39 +290,57 @@ class Engine:
         """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
         scale_waiting(self.roster, factor, only)
 
+    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        """Update those of ``ps`` whose gradients are final now: ``adam_columns_`` and ``update_on_host`` of each.
+
+        Args:
+            params: those of them that have columns on the device, in the order of ``ps``.
+        """
+        final = [self.offloaded[p] for p in ps]
+        in_force = Coefficients(self.roster, self._unscale)
+        self._update_columns([each for each in final if each.plan.k], params, in_force)
+        for offloaded in final:
+            self._update_on_host(offloaded, in_force)
+
     def adam_columns_(self, p: int, param: Tensor) -> None:
         """Update the selected columns, if the gradient is final now."""
-        offloaded = self.offloaded[p]
-        self.roster.check_storage(p, param)
-        if self._may_update(offloaded) and offloaded.contributions and not self._void:
-            slot, eps = self._coefficients(offloaded)
-            offloaded.update_columns(slot, eps, self._unscale)
+        self._update_columns([self.offloaded[p]], [param], Coefficients(self.roster, self._unscale))
 
     def update_on_host(self, p: int) -> None:
         """Put the gradient into its window, if it is final now; close the window if it is due."""
-        if not self._may_update(offloaded := self.offloaded[p]):
+        self._update_on_host(self.offloaded[p], Coefficients(self.roster, self._unscale))
+
+    def _update_columns(
+        self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], in_force: Coefficients
+    ) -> None:
+        for offloaded, param in zip(columns, params, strict=True):
+            self.roster.check_storage(offloaded.plan.index, param)
+        if not self._void:
+            update_columns([each for each in columns if each.contributions and self._may_update(each)], in_force)
+
+    def _update_on_host(self, offloaded: OffloadedParam, in_force: Coefficients) -> None:
+        if not self._may_update(offloaded):
             return
         present = offloaded.contributions > 0 and not self._void
-        slot, eps = self._coefficients(offloaded)
+        slot, eps = in_force.of(offloaded)
         plan, side = offloaded.plan, offloaded.device
         closing = self.schedule.closes(plan, side, self.step, present=present, unscale=self._unscale)
         offloaded.update_on_host(slot if present else None)
         offloaded.updated = True
-        reselect = closing and self.schedule.reselects(plan, side, self.step)
+        if not closing:
+            return
+        reselect = self.schedule.reselects(plan, side, self.step)
         promptly = self.schedule.warming_up(self.step)
-        if closing and offloaded.close_window(at=self.step, eps=eps, reselect=reselect, promptly=promptly):
+        if offloaded.close_window(at=self.step, eps=eps, reselect=reselect, promptly=promptly):
             self.windows_closed += 1
             self.recorder.mark("close", param=plan.name)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
-        if offloaded.updated:
-            return False
+        if offloaded.updated or self._updating:
+            return not offloaded.updated
         # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final.
         in_one_piece = offloaded.single and offloaded.uses == 1
-        return self._updating or (self.finalizes_in_backward and in_one_piece and self._split_now)
-
-    def _coefficients(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
-        return self.roster.coefficients(offloaded.plan.index, self._unscale * offloaded.clip)
+        return self.finalizes_in_backward and in_one_piece and self._split_now
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
@@ -355,12 +379,17 @@ class Engine:
         """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
         self.landing.declare_order(order)
 
-    def copy_to_device_(self, p: int, param: Tensor) -> None:
-        """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
+    def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        """These parameters are about to be read: make visible what is due, and start the uploads that follow."""
         self._check()
         self.recorder.begin_phase("forward")
-        self.roster.check_storage(p, param)
-        self.landing.before_use(self.offloaded[p], self.step)
+        for p, param in zip(ps, params, strict=True):
+            self.roster.check_storage(p, param)
+            self.landing.before_use(self.offloaded[p], self.step)
+
+    def copy_to_device_(self, p: int, param: Tensor) -> None:
+        """``fetch_parameters_`` of one."""
+        self.fetch_parameters_([p], [param])
 
     def before_load(self) -> None:
         """Weights are about to be loaded into the model: what is due lands first, so that they win."""

@@ -38,7 +38,8 @@ class Landing:
 
     def end_step(self, now: int) -> None:
         """``now`` steps were attempted: land what cannot wait for a first use."""
-        self._in_flight = [offloaded for offloaded in self.by_deadline() if offloaded.host.closes]
+        closed = [offloaded for offloaded in self._roster.offloaded.values() if offloaded.host.closes]
+        self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
         for offloaded in self._in_flight:
             if offloaded.eager or offloaded.plan.blocking:
                 self.land(offloaded, now)
@@ -46,8 +47,9 @@ class Landing:
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
         offloaded.uses += 1
-        offloaded.notice_foreign_write(now)
-        if offloaded.due(now):
+        if offloaded.written_by_others:
+            offloaded.notice_foreign_write(now)
+        if offloaded.host.closes and offloaded.due(now):
             self._prefetch(now)
             self.land(offloaded, now)
 

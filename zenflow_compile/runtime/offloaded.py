@@ -80,14 +80,21 @@ class OffloadedParam:
         self._staged: StagedBlock | None = None
         self._copy: tuple[int, Ticket] | None = None
         self._upload: Upload | None = None
+        self._view: Tensor | None = None
         self._version = -1
         self._shown: Tensor | None = None
         self.reseed()
 
     # Gradients in.
 
-    def receive(self, grad: Tensor, *, split_now: bool) -> Tensor:
-        """Take one contribution; returns f32[lines] norms of what will be split now, zeros if nothing will.
+    def offload(self, grad: Tensor, *, split_now: bool) -> None:
+        """Take one contribution and start its copy, if it is split now. Raises: see ``receive``."""
+        self.receive(grad, split_now=split_now)
+        self.split()
+        self.copy_to_host()
+
+    def receive(self, grad: Tensor, *, split_now: bool) -> None:
+        """Take one contribution: its norms and parts if it is split now, else it accumulates.
 
         Raises:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
@@ -99,7 +106,9 @@ class OffloadedParam:
                 "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
             )
         self.contributions += 1
-        matrix: Tensor = grad.detach().reshape(self.param.shape[0], -1)
+        matrix = grad.detach() if grad.requires_grad else grad
+        if matrix.dim() != 2:
+            matrix = matrix.reshape(self.param.shape[0], -1)
         if self._split_done:
             self._rebuild()
         if self.clip != 1.0 and self.contributions > 1 and self._accumulator is not None:
@@ -109,11 +118,10 @@ class OffloadedParam:
         if self.contributions > 1 or not ready:
             accumulator = self._accumulator_like(matrix)
             matrix = accumulator.copy_(matrix) if self.contributions == 1 else accumulator.add_(matrix)
-        if not ready:
-            return torch.zeros(self.plan.lines, dtype=torch.float32, device=grad.device)
-        return self._take(matrix)
+        if ready:
+            self._take(matrix)
 
-    def _take(self, matrix: Tensor) -> Tensor:
+    def _take(self, matrix: Tensor) -> None:
         """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
         self._source = matrix
         rest_shape = (self.plan.rest, self.plan.length)
@@ -121,15 +129,9 @@ class OffloadedParam:
             with self.transport.recorder.stall(self.transport.down_ring.busy, param=self.plan.name):
                 self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
         rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
-        norms: Tensor = device_ops.norms_and_split(
+        self.device.norms = device_ops.norms_and_split(
             matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
         )
-        return norms
-
-    def select(self, norms: Tensor) -> Tensor:
-        """Keep the norms for clipping and score; returns a copy of the selection in force, i32[k]."""
-        self.device.norms.copy_(norms)
-        return self.device.selection.selected.clone()
 
     def split(self) -> None:
         """The parts that were taken with the norms are this step's gradient from here on."""
@@ -152,7 +154,7 @@ class OffloadedParam:
         """Split and copy a gradient that was accumulated until now."""
         if self.contributions and not self._split_done:
             assert self._accumulator is not None
-            self.select(self._take(self._accumulator))
+            self._take(self._accumulator)
             self.split()
             self.copy_to_host()
 
@@ -190,11 +192,13 @@ class OffloadedParam:
 
     # The final moment.
 
-    def update_columns(self, slot: SlotCoefficients, eps: float, unscale: float) -> None:
-        """AdamW on the selected lines, in place in the parameter; ``unscale`` is one over the loss scale."""
-        self.device.update(self._matrix(), slot, eps)
-        self._written()
-        self.device.feed_score(unscale)
+    def next_step(self) -> device_ops.LineState:
+        """The selected lines for one AdamW step, in place in the parameter; ``note_write`` follows."""
+        return self.device.next_step(self._matrix())
+
+    def note_write(self) -> None:
+        """The version that the parameter has now is our own doing."""
+        self._version = self.param._version
 
     def update_on_host(self, slot: SlotCoefficients | None) -> None:
         """The gradient is final: its slot joins the open window. None: the step is void for this parameter."""
@@ -232,7 +236,8 @@ class OffloadedParam:
 
     def due(self, now: int) -> bool:
         """Whether a closed window is visible to a forward after ``now`` attempted steps and has not landed."""
-        return any(close.visible_at <= now for close in self.host.closes)
+        closes = self.host.closes
+        return bool(closes) and any(close.visible_at <= now for close in closes)
 
     def start_upload(self, now: int) -> bool:
         """Start the upload of the next visible close if its job is done; whether one is on its way."""
@@ -396,14 +401,18 @@ class OffloadedParam:
             self._upload = None
 
     def _matrix(self) -> Tensor:
-        return self.param.detach().view(self.param.shape[0], -1)
+        view = self._view
+        if view is None or view.data_ptr() != self.param.data_ptr():  # its storage was replaced
+            view = self._view = self.param.detach().view(self.param.shape[0], -1)
+        return view
 
     def _written(self) -> None:
         # Raw writes below autograd must show, or a graph that saved the old weights would use the new ones silently.
         torch.autograd.graph.increment_version(self.param)
-        self._version = self.param._version
+        self.note_write()
 
     @property
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
         return self.device.nbytes + (0 if self._accumulator is None else self._accumulator.nbytes)
+

@@ -10,11 +10,16 @@ mutate: a plain data dependency, which keeps FX order and protects the ops from 
 
 [Note: staged gradients] Selected and remaining gradients live in engine-owned memory and are never op outputs: Inductor
 reuses the buffer of an op's output inside the graph while Python still holds a reference to it.
+
+[Note: two forms] Passes insert one node for each thing that is done: the readable form, which ``explain`` shows. The
+last pass replaces chains of them by fused ops, which return nothing and are what runs: an op call costs microseconds,
+and a model has hundreds of parameters. The readable form runs too, to the same bits: where somebody's own pass reads
+what is between the parts of a chain, and in the tests that hold one form against the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -40,6 +45,9 @@ class EngineOps(Protocol):
     def adam_columns_(self, p: int, param: Tensor) -> None: ...
     def update_on_host(self, p: int) -> None: ...
     def copy_to_device_(self, p: int, param: Tensor) -> None: ...
+    def offload_gradient(self, p: int, grad: Tensor) -> None: ...
+    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
+    def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
 
 
 _LIVE: WeakValueDictionary[int, EngineOps] = WeakValueDictionary()
@@ -121,6 +129,19 @@ def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
         found.copy_to_device_(p, param)
 
 
+def _offload_gradient(token: Tensor, grad: Tensor, engine_id: int, p: int) -> None:
+    engine(engine_id).offload_gradient(p, grad)
+
+
+def _update_parameters(params: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
+    engine(engine_id).update_parameters(ps, params)
+
+
+def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
+    if (found := _LIVE.get(engine_id)) is not None:  # see _copy_to_device_
+        found.fetch_parameters_(ps, params)
+
+
 def _plan_of(engine_id: int, p: int) -> tuple[int, int]:
     param = engine(engine_id).plan.params[p]
     return param.lines, param.k
@@ -145,6 +166,10 @@ _NODES = (
     ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
+    # The fused form. Those of ``ps`` without columns on the device (k = 0) are not among update_parameters' ``params``.
+    ("offload_gradient(Tensor(a!) token, Tensor grad, int engine, int p) -> ()", _offload_gradient, None),
+    ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
+    ("fetch_parameters_(Tensor(a!)[] params, int engine, int[] ps) -> ()", _fetch_parameters_, None),
 )
 
 
@@ -166,6 +191,13 @@ COPY_TO_HOST = torch.ops.zenflow.copy_to_host.default
 ADAM_COLUMNS_ = torch.ops.zenflow.adam_columns_.default
 UPDATE_ON_HOST = torch.ops.zenflow.update_on_host.default
 COPY_TO_DEVICE_ = torch.ops.zenflow.copy_to_device_.default
+OFFLOAD_GRADIENT = torch.ops.zenflow.offload_gradient.default
+UPDATE_PARAMETERS = torch.ops.zenflow.update_parameters.default
+FETCH_PARAMETERS_ = torch.ops.zenflow.fetch_parameters_.default
 
-for _op in (BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_):
+_WRITING = (
+    BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_,
+    OFFLOAD_GRADIENT, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
+)  # fmt: skip
+for _op in _WRITING:
     torch.fx.node.has_side_effect(_op)

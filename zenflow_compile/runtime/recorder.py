@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, SLACK, STEP, WINDOWS, Timeline
+
+_NOTHING = nullcontext()  # shared: a generator's context costs as much as an operator, and mostly nobody records
 
 
 class Recorder:
@@ -30,26 +32,21 @@ class Recorder:
         self._phase = None
         self._step_began = None if timeline is None else time.perf_counter_ns()
 
-    @contextmanager
-    def compute(self, kind: str, *, param: str = "", on_host: bool = False) -> Iterator[None]:
+    def compute(self, kind: str, *, param: str = "", on_host: bool = False) -> AbstractContextManager[None]:
         """Record what the training thread (``on_host``), or else its stream, does as ``kind`` on the compute lane."""
-        if self.timeline is None:
-            yield
-            return
+        return _NOTHING if self.timeline is None else self._recorded(kind, param, on_host)
+
+    def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> AbstractContextManager[None]:
+        """Record a wait, if there is something to wait for."""
+        return self.compute("wait", param=param, on_host=on_host) if waiting else _NOTHING
+
+    @contextmanager
+    def _recorded(self, kind: str, param: str, on_host: bool) -> Iterator[None]:
         begin = time.perf_counter_ns() if on_host else self._now()
         try:
             yield
         finally:
             self._add(kind, begin, time.perf_counter_ns() if on_host else self._now(), param)
-
-    @contextmanager
-    def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> Iterator[None]:
-        """Record a wait, if there is something to wait for."""
-        if not waiting:
-            yield
-            return
-        with self.compute("wait", param=param, on_host=on_host):
-            yield
 
     def begin_phase(self, kind: str) -> None:
         """The training thread is in ``kind`` ("forward", "backward", "update") from here on."""

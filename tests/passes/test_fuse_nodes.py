@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+
+from tests.engine.training import EAGER_BACKEND, Training, assert_same
+from tests.exactness.trajectories import largest_difference, train_implicitly
+from tests.exactness.zoo import BY_NAME
+from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
+from tests.recording import RecordingEngine
+from zenflow_compile.passes import context, fuse_nodes, pipeline
+from zenflow_compile.passes.context import PassContext, Phase, written_inputs
+from zenflow_compile.passes.fetch_parameters import fetch_order
+from zenflow_compile.passes.fuse_nodes import FuseNodes, fetch_groups
+from zenflow_compile.passes.pipeline import PIPELINES, fused_step_graph
+from zenflow_compile.planning.plan import Placement
+from zenflow_compile.runtime import ops
+
+READABLE_OPS = (
+    ops.COLUMN_NORMS, ops.SELECT_COLUMNS, ops.SPLIT_COLUMNS, ops.COPY_TO_HOST,
+    ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST, ops.COPY_TO_DEVICE_,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_one_op_per_gradient_and_one_for_all_updates(implicit: bool, recording: Callable[..., RecordingEngine]) -> None:
+    model, x = Small(), inputs()
+    expected = reference_gradients(model, x)
+    engine = recording(model, finalizes_in_backward=implicit)
+    capture = Capture(engine, PIPELINES)
+    capture.run(model, x)
+
+    assert not any(capture.count(phase, op) for phase in capture.after for op in READABLE_OPS)
+    assert engine.runs("offload_gradient") == dict.fromkeys(OFFLOADED, 1)
+    assert engine.runs("fetch_parameters_") == dict.fromkeys(OFFLOADED, 1)
+    assert {op for op, _ in engine.executed} <= {
+        "begin_backward", "offload_gradient", "fetch_parameters_", "update_parameters",
+    }  # fmt: skip
+    graph = capture.after[Phase.BACKWARD].graph
+    for node in graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENT):
+        token, grad, _, p = node.args
+        assert token.target is ops.BEGIN_BACKWARD
+        assert node.prev is grad, "a gradient leaves as soon as it exists"
+        torch.testing.assert_close(engine.received[p], expected[list(expected)[p]])
+    updates = graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)
+    assert len(updates) == implicit
+    for node in updates:
+        assert node.next.op == "output"
+        assert set(engine.runs("update_parameters")) == set(node.args[-1])
+        assert written_inputs(graph) == set(node.args[0])
+    for phase in capture.after:
+        capture.assert_idempotent(phase)
+
+
+def test_nothing_to_fuse(recording: Callable[..., RecordingEngine]) -> None:
+    model = nn.LayerNorm(4)
+    capture = Capture(recording(model), PIPELINES)
+    capture.run(model, torch.randn(2, 4))
+    assert capture.reports[Phase.BACKWARD].counts[-1] == ("fuse_nodes", 0)
+    assert str(capture.after[Phase.FORWARD].graph) == capture.before[Phase.FORWARD]
+
+
+def test_leaves_a_chain_that_somebody_else_reads(recording: Callable[..., RecordingEngine]) -> None:
+    class ReadNorms:
+        """A pass of somebody else's, which looks at one parameter's norms."""
+
+        name, phases = "read_norms", frozenset({Phase.BACKWARD})
+        requires, provides = frozenset({"selection"}), frozenset({"norms read"})
+
+        def __call__(self, gm: torch.fx.GraphModule, ctx: PassContext) -> int:
+            norms = gm.graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS)[0]
+            with gm.graph.inserting_after(norms):
+                gm.graph.call_function(torch.ops.aten.sum.default, (norms,))
+            return 0
+
+    model = Small()
+    engine = recording(model)
+    *readable, fuse = PIPELINES[Phase.BACKWARD]
+    capture = Capture(engine, {Phase.BACKWARD: (*readable, ReadNorms(), fuse)})
+    capture.run(model, inputs())
+    assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == capture.count(Phase.BACKWARD, ops.COPY_TO_HOST) == 1
+    assert capture.count(Phase.BACKWARD, ops.OFFLOAD_GRADIENT) == 2
+
+
+@pytest.mark.parametrize("placement", [Placement.SPLIT_COLUMNS, Placement.HOST])
+def test_step_graph(placement: Placement, recording: Callable[..., RecordingEngine]) -> None:
+    engine = recording(Small(), placement=placement)
+    step = fused_step_graph(engine.plan, engine.id)
+    assert step(*(engine.params[p] for p in engine.offloaded())) == ()
+    assert engine.executed == {("update_parameters", p): 1 for p in OFFLOADED}
+    assert len(step.graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)) == 1
+
+
+def test_a_parameter_whose_update_is_in_two_places_stays_unfused(recording: Callable[..., RecordingEngine]) -> None:
+    engine = recording(Small())
+    graph = Graph()
+    a, token = graph.placeholder("a"), graph.placeholder("token")
+    graph.call_function(ops.ADAM_COLUMNS_, (a, token, engine.id, 0))
+    graph.call_function(torch.ops.aten.zeros.default, ([1],))
+    graph.call_function(ops.UPDATE_ON_HOST, (token, engine.id, 0))
+    graph.output(())
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    assert FuseNodes()(gm, PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())) == 0
+
+
+class Forward:
+    """A forward graph written by hand: ``f`` fetches, ``v`` makes a view, ``c`` computes."""
+
+    def __init__(self, engine: RecordingEngine, steps: str) -> None:
+        graph = Graph()
+        params = [graph.placeholder(f"param_{p}") for p in range(len(engine.params))]
+        numbers = count()
+        for step in steps:
+            if step == "f":
+                p = next(numbers)
+                graph.call_function(ops.COPY_TO_DEVICE_, (params[p], engine.id, p))
+            else:
+                graph.call_function(getattr(torch.ops.aten, {"v": "permute", "c": "relu"}[step]).default, (params[0],))
+        graph.output(())
+        self.gm = torch.fx.GraphModule(nn.Module(), graph)
+        self.ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.FORWARD, params=())
+
+    def groups(self) -> list[list[int]]:
+        return [[node.args[-1] for node in group] for group in fetch_groups(self.gm.graph, self.ctx)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "small_bytes", "ahead_bytes", "groups"),
+    [
+        ("fvfvfcc", 0, 0, [[0, 1, 2]]),  # only views between them
+        ("fcfvfc", 0, 0, [[0], [1, 2]]),  # computation between them hides what follows
+        ("fcfcfc", 64, 1000, [[0, 1, 2]]),  # small
+        ("fcfcfc", 63, 1000, [[0], [1], [2]]),
+        ("fcfcfc", 64, 64, [[0, 1], [2]]),  # small, but not together
+        ("cfcfvf", 64, 128, [[0, 1, 2]]),
+    ],
+)
+def test_what_is_fetched_together(
+    steps: str,
+    small_bytes: int,
+    ahead_bytes: int,
+    groups: list[list[int]],
+    recording: Callable[..., RecordingEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Matrices of 64 bytes."""
+    monkeypatch.setattr(context, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(fuse_nodes, "AHEAD_BYTES", ahead_bytes)
+    engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
+    forward = Forward(engine, steps)
+    assert forward.groups() == groups
+    before = fetch_order(forward.gm, engine.id)
+    assert FuseNodes()(forward.gm, forward.ctx) == len(groups)
+    assert fetch_order(forward.gm, engine.id) == before == [0, 1, 2]
+    assert FuseNodes()(forward.gm, forward.ctx) == 0
+
+
+def test_small_parameters_are_fetched_together_at_the_first_use(recording: Callable[..., RecordingEngine]) -> None:
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), torch.randn(2, 4)
+    engine = recording(model)
+    expected = model(x)
+    out = Capture(engine, PIPELINES).run(model, x)
+    torch.testing.assert_close(out, expected)
+    assert engine.fetches == [[0, 2, 4, 6, 8]]
+
+
+OPTIONS = [
+    {},
+    {"staleness": 1},
+    {"update_interval": "auto"},
+    {"gradient_accumulation_steps": 2},
+    {"max_grad_norm": 0.1},
+]
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, readable: bool, inner: str, **keywords: object
+) -> tuple[list[Tensor], set[str]]:
+    """Weights after 14 steps, and the ops that ran."""
+    ran: set[str] = set()
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch:
+        if readable:
+            patch.setattr(pipeline, "PIPELINES", READABLE)
+        entry = {**EAGER_BACKEND, "options": {"inner": inner}}
+        training = Training(entry, {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 5, **keywords})
+        engine = training.optimizer.engine
+        for name in ("split_columns", "offload_gradient", "update_on_host", "update_parameters"):
+            patch.setattr(engine, name, noting(ran, name, getattr(engine, name)))
+        training.run(0, 14)
+        assert engine.selections
+        weights = training.weights()
+        training.optimizer.close()
+    return weights, ran
+
+
+def noting(ran: set[str], name: str, function: Callable[..., object]) -> Callable[..., object]:
+    def noted(*args: object) -> object:
+        ran.add(name)
+        return function(*args)
+
+    return noted
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_bits_are_those_of_the_readable_nodes(
+    options: dict[str, object], inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, fused_ops = trained(monkeypatch, False, inner, **options)
+    readable, readable_ops = trained(monkeypatch, True, inner, **options)
+    assert {"offload_gradient", "update_parameters"} <= fused_ops
+    assert "split_columns" not in fused_ops
+    assert readable_ops == {"split_columns", "update_on_host"}
+    assert_same(fused, readable)
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_updates_on_the_tail_have_the_bits_of_the_readable_nodes(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = BY_NAME["mlp"]
+    fused = train_implicitly(member, inner, 10)
+    torch._dynamo.reset()
+    monkeypatch.setattr(pipeline, "PIPELINES", READABLE)
+    readable = train_implicitly(member, inner, 10)
+    assert fused.windows_closed == readable.windows_closed > 0
+    assert largest_difference(fused, readable, member) == 0.0

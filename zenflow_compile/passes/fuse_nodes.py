@@ -1,0 +1,180 @@
+"""Last in every pipeline: chains of the readable nodes become the few ops that run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zenflow_compile.passes.context import PassContext, Phase, insert, is_small
+from zenflow_compile.runtime import ops
+
+AHEAD_BYTES = 1 << 18
+"""Small parameters (``SMALL_BYTES``) are fetched in front of computation that comes before their first uses, but only
+so many bytes of them at one place. Computation that could have hidden their updates hides them no more: one core
+updates 2^17 bf16 elements, 34 bytes each at 10 GB/s, in less than half a millisecond, and windows that close together
+are one in ``update_interval`` of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FuseNodes:
+    """One op per gradient, per block's fetches, and for all updates.
+
+    Before::
+
+        norms = zenflow.column_norms(grad, engine, p)
+        selected = zenflow.select_columns(norms, engine, p)
+        zenflow.split_columns(token, grad, selected, engine, p)
+        zenflow.copy_to_host(token, engine, p)
+        ...
+        zenflow.adam_columns_(a, token, engine, 0)
+        zenflow.update_on_host(token, engine, 0)
+        zenflow.adam_columns_(b, token, engine, 1)
+        zenflow.update_on_host(token, engine, 1)
+
+    After::
+
+        zenflow.offload_gradient(token, grad, engine, p)
+        ...
+        zenflow.update_parameters([a, b], token, engine, [0, 1])
+
+    And in a forward, where nothing but views lies between the first uses of two parameters, or where the second one is
+    small (``SMALL_BYTES``)::
+
+        zenflow.copy_to_device_(a, engine, 0)             zenflow.fetch_parameters_([a, b], engine, [0, 1])
+        transposed = permute(a, [1, 0])              =>   transposed = permute(a, [1, 0])
+        zenflow.copy_to_device_(b, engine, 1)             y = addmm(b, x, transposed)
+        y = addmm(b, x, transposed)
+
+    ``column_norms`` takes memory that ``copy_to_host`` gives back, and no token holds it in its place between other
+    parameters' nodes: as one op nothing can come between. A chain whose parts somebody else reads stays as it is.
+    """
+
+    name: str = "fuse_nodes"
+    phases: frozenset[Phase] = frozenset(Phase)
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({"fused nodes"})
+
+    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
+        count = fuse_fetches(gm.graph, ctx)
+        for chain in gradient_chains(gm.graph, ctx.engine_id):
+            norms, *_, copy = chain
+            token, engine_id, p = copy.args
+            with gm.graph.inserting_before(norms):
+                insert(gm.graph, ops.OFFLOAD_GRADIENT, (token, norms.args[0], engine_id, p))
+            erase(chain)
+            count += 1
+        return count + fuse_updates(gm.graph, ctx)
+
+
+def nodes_of(graph: Graph, engine_id: int, *targets: Any) -> Iterator[Node]:
+    """The engine's nodes of these ops, in the graph's order."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in targets and node.args[-2] == engine_id:
+            yield node
+
+
+def index_of(node: Node) -> int:
+    """Which parameter a readable node is for."""
+    p = node.args[-1]
+    assert isinstance(p, int)
+    return p
+
+
+def gradient_chains(graph: Graph, engine_id: int) -> list[tuple[Node, Node, Node, Node]]:
+    """``column_norms`` to ``copy_to_host`` of each parameter whose chain nobody else reads."""
+    chains = []
+    copies = {index_of(node): node for node in nodes_of(graph, engine_id, ops.COPY_TO_HOST)}
+    for norms in nodes_of(graph, engine_id, ops.COLUMN_NORMS):
+        select = only_user(norms, ops.SELECT_COLUMNS)
+        split = only_user(select, ops.SPLIT_COLUMNS) if select else None
+        copy = copies.get(index_of(norms))
+        if select is not None and split is not None and copy is not None and split.args[1] is norms.args[0]:
+            chains.append((norms, select, split, copy))
+    return chains
+
+
+def only_user(node: Node, target: Any) -> Node | None:
+    """The node's user, if there is one alone and it calls ``target``."""
+    user = next(iter(node.users), None)
+    return user if len(node.users) == 1 and user is not None and user.target is target else None
+
+
+def fuse_updates(graph: Graph, ctx: PassContext) -> int:
+    """One op for every run of update nodes; none of them depends on another parameter's."""
+    count = 0
+    for run in update_runs(graph, ctx.engine_id):
+        columns = [node for node in run if node.target is ops.ADAM_COLUMNS_]
+        ps = [index_of(node) for node in run if node.target is ops.UPDATE_ON_HOST]
+        if not ps or [index_of(node) for node in columns] != [p for p in ps if ctx.plan.params[p].k]:
+            continue  # half of some parameter's update stands elsewhere
+        with graph.inserting_before(run[-1]):
+            params = [node.args[0] for node in columns]
+            insert(graph, ops.UPDATE_PARAMETERS, (params, run[-1].args[0], ctx.engine_id, ps))
+        erase(run)
+        count += 1
+    return count
+
+
+def update_runs(graph: Graph, engine_id: int) -> list[list[Node]]:
+    """Update nodes that stand side by side."""
+    runs: list[list[Node]] = []
+    for node in nodes_of(graph, engine_id, ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST):
+        if runs and runs[-1][-1].next is node:
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs
+
+
+def fuse_fetches(graph: Graph, ctx: PassContext) -> int:
+    """One op for fetches that lose nothing by coming together; also a single one, so that one form alone runs."""
+    groups = fetch_groups(graph, ctx)
+    for group in groups:
+        with graph.inserting_before(group[0]):
+            params = [node.args[0] for node in group]
+            insert(graph, ops.FETCH_PARAMETERS_, (params, ctx.engine_id, [index_of(node) for node in group]))
+        erase(group)
+    return len(groups)
+
+
+def fetch_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
+    """Fetches to be done at the first one's place: see the class and the two constants."""
+    groups: list[list[Node]] = []
+    computed = False  # since the place of the last group
+    ahead = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is not ops.COPY_TO_DEVICE_ or node.args[1] != ctx.engine_id:
+            computed = computed or not computes_nothing(node)
+            continue
+        param = ctx.plan.params[index_of(node)]
+        moved = param.numel * param.dtype.itemsize if computed else 0
+        if groups and (not moved or (is_small(param) and ahead + moved <= AHEAD_BYTES)):
+            groups[-1].append(node)
+            ahead += moved
+        else:
+            groups.append([node])
+            computed, ahead = False, 0
+    return groups
+
+
+def computes_nothing(node: Node) -> bool:
+    """Whether the node is a view of its input, a part of a tuple, or another fetch: no time passes in it."""
+    if node.target in (operator.getitem, ops.COPY_TO_DEVICE_, ops.FETCH_PARAMETERS_):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return not schema.is_mutable and bool(schema.returns) and all(each.alias_info for each in schema.returns)
+
+
+def erase(nodes: list[Node] | tuple[Node, ...]) -> None:
+    """Remove nodes, users before what they use."""
+    for node in reversed(nodes):
+        node.graph.erase_node(node)

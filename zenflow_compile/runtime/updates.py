@@ -1,0 +1,51 @@
+"""The final moment of many parameters at once: what they share is looked up, and done, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.columns import feed_scores
+from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.roster import Roster
+
+
+class Coefficients:
+    """What is in force now, kept for one final moment: param groups are the user's, and may change at any other time.
+
+    Attributes:
+        unscale: one over the loss scale.
+    """
+
+    def __init__(self, roster: Roster, unscale: float) -> None:
+        self.unscale = unscale
+        self._roster = roster
+        self._known: dict[tuple[int, float], tuple[SlotCoefficients, float]] = {}
+
+    def of(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
+        """The parameter's coefficients, and eps."""
+        index, clip = offloaded.plan.index, offloaded.clip
+        key = (id(self._roster.group_of(index)), clip)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._roster.coefficients(index, self.unscale * clip)
+        return found
+
+
+def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> None:
+    """AdamW on the selected lines of ``params``, in place; their scores take the gradients."""
+    if not params:
+        return
+    together: dict[tuple[SlotCoefficients, float], list[OffloadedParam]] = {}
+    for offloaded in params:
+        together.setdefault(in_force.of(offloaded), []).append(offloaded)
+    for (slot, eps), members in together.items():
+        device_ops.adam_columns_([each.next_step() for each in members], slot, eps=eps)
+    # Raw writes below autograd must show, or a graph that saved the old weights would use the new ones silently.
+    torch.autograd.graph.increment_version([each.param for each in params])
+    for offloaded in params:
+        offloaded.note_write()
+    feed_scores([each.device for each in params], in_force.unscale)
