@@ -96,8 +96,8 @@ class Options:
         device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
             they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
-        accumulate_on_device: Sum the gradients of a window on the device, which needs a model-sized buffer there, and
-            copy the sum once per window. Another rule: one step on the window's mean gradient (docs/options.md).
+        accumulate_on_device: Sum the gradients of a window on the device, which takes 4 bytes per deferred element
+            there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
         gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per line, and
             keeps what was rounded away for the next step; None sends them in the model's dtype.
         staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's

@@ -38,6 +38,7 @@ class ParamPlan:
         phase: the window closes at the attempted steps t with t % interval == phase.
         staleness: whole steps after which a closed window becomes visible, beyond the next forward.
         blocking: the step waits for the host update instead of the parameter's next use.
+        summed: the window's remaining gradients are summed on the device, and their mean is copied once.
     """
 
     index: int
@@ -53,6 +54,7 @@ class ParamPlan:
     phase: int = 0
     staleness: int = 0
     blocking: bool = False
+    summed: bool = False
 
     @property
     def rest(self) -> int:
@@ -75,7 +77,7 @@ class ParamPlan:
     @property
     def slots(self) -> int:
         """Gradient slots of the window; one more per step of staleness, since those still wait for their merge."""
-        return self.interval + self.staleness
+        return (1 if self.summed else self.interval) + self.staleness
 
     @property
     def uploads(self) -> int:
@@ -92,9 +94,13 @@ class ParamPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master."""
+        """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master.
+
+        Where a window's gradients are summed, their sum in fp32, too.
+        """
         if self.offloaded:
-            return self.k * self.length * STATE_TENSORS * FP32_BYTES
+            state = self.k * self.length * STATE_TENSORS * FP32_BYTES
+            return state + (self.rest * self.length * FP32_BYTES if self.summed else 0)
         tensors = STATE_TENSORS - (self.dtype == torch.float32)
         return self.numel * tensors * FP32_BYTES
 

@@ -34,6 +34,8 @@ class PlanningOptions(Protocol):
     def device_share(self) -> float: ...
     @property
     def min_offload_size(self) -> int: ...
+    @property
+    def accumulate_on_device(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptio
                 interval=options.longest_window,
                 staleness=options.staleness,
                 blocking=not options.overlap_step,
+                # A window of one step has nothing to sum.
+                summed=options.accumulate_on_device and options.longest_window > 1,
             )
         )
     return plans
@@ -112,7 +116,15 @@ def _on_device(spec: ParamSpec, index: int) -> ParamPlan:
 
 
 def _split(
-    spec: ParamSpec, index: int, placement: Placement, *, k: int, interval: int, staleness: int, blocking: bool
+    spec: ParamSpec,
+    index: int,
+    placement: Placement,
+    *,
+    k: int,
+    interval: int,
+    staleness: int,
+    blocking: bool,
+    summed: bool = False,
 ) -> ParamPlan:
     rows, columns = _two_dimensional(spec)
     # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, the others in columns (the project's
@@ -131,6 +143,7 @@ def _split(
         interval=interval,
         staleness=staleness,
         blocking=blocking,
+        summed=summed,
     )
 
 
@@ -207,4 +220,3 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
             load[phase] += plan.rest * plan.length
             phases[plan.index] = phase
     return [replace(plan, phase=phases.get(plan.index, 0)) for plan in new]
-

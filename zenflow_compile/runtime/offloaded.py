@@ -20,6 +20,7 @@ from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
 from zenflow_compile.runtime.copies import CopyLane, StagedBlock, StagingRing, Ticket
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
 from zenflow_compile.runtime.workers import WorkerPool
 
@@ -56,6 +57,7 @@ class OffloadedParam:
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
         updated: the update of this step has run already.
         clip: factor on the waiting gradient from clipping.
+        window_sum: what the open window holds, where its gradients are summed on the device.
     """
 
     def __init__(
@@ -73,11 +75,14 @@ class OffloadedParam:
         self.single = False
         self.updated = False
         self.clip = 1.0
+        self.window_sum = WindowSum.allocate(plan, param.device) if plan.summed and plan.rest else None
         self.transport = transport
         self._split_done = False
         self._source: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._staged: StagedBlock | None = None
+        # Of a gradient that may not be final, like .grad: allocated by its split, gone with the update.
+        self._held: Tensor | None = None
         self._copy: tuple[int, Ticket] | None = None
         self._upload: Upload | None = None
         self._version = -1
@@ -116,11 +121,12 @@ class OffloadedParam:
     def _take(self, matrix: Tensor) -> Tensor:
         """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
         self._source = matrix
-        rest_shape = (self.plan.rest, self.plan.length)
-        if self.plan.rest:
-            with self.transport.recorder.stall(self.transport.down_ring.busy, param=self.plan.name):
-                self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
-        rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
+        if self.plan.rest and self.window_sum is None:
+            self._staged = self._take_block()
+            rest_out = self._staged.tensor
+        else:
+            rest_out = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
+            self._held = None if self.window_sum is None else rest_out
         norms: Tensor = device_ops.norms_and_split(
             matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
         )
@@ -137,7 +143,7 @@ class OffloadedParam:
             self._source, self._split_done = None, True
 
     def copy_to_host(self) -> None:
-        """Start the copy of the staged block into the window's next slot."""
+        """Start the copy of the staged block, if there is one, into the window's next slot."""
         if self._staged is None:
             return
         with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
@@ -147,6 +153,21 @@ class OffloadedParam:
         )
         self.transport.down_ring.give_back(self._staged, ticket)
         self._staged, self._copy = None, (index, ticket)
+
+    def _send_mean(self, window: WindowSum) -> None:
+        """A summed window ends: the mean of its gradients goes to the host, in the place of every one of them."""
+        self._staged = self._take_block()
+        slots = window.take_mean(self._staged.tensor)
+        self.copy_to_host()
+        assert self._copy is not None
+        (index, ticket), self._copy = self._copy, None
+        for slot in slots:
+            self.host.commit(Slot(index, slot, ticket))
+
+    def _take_block(self) -> StagedBlock:
+        """A block of the ring for the remaining lines, ``[rest, length]``."""
+        with self.transport.recorder.stall(self.transport.down_ring.busy, param=self.plan.name):
+            return self.transport.down_ring.take((self.plan.rest, self.plan.length), self.plan.dtype)
 
     def settle(self) -> None:
         """Split and copy a gradient that was accumulated until now."""
@@ -161,7 +182,7 @@ class OffloadedParam:
         self.contributions = 0
         self.clip = 1.0
         self._split_done = False
-        self._source = self._copy = None
+        self._source = self._copy = self._held = None
         self._give_back_staged()
 
     def _give_back_staged(self) -> None:
@@ -178,6 +199,8 @@ class OffloadedParam:
         elif self._staged is not None:
             rest_in = self._staged.tensor.clone()
             self._give_back_staged()
+        elif self._held is not None:
+            rest_in, self._held = self._held, None
         target = self._accumulator_like(self._matrix())
         device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
         self._split_done, self._copy = False, None
@@ -198,6 +221,8 @@ class OffloadedParam:
 
     def update_on_host(self, slot: SlotCoefficients | None) -> None:
         """The gradient is final: its slot joins the open window. None: the step is void for this parameter."""
+        if slot is not None and self._held is not None and self.window_sum is not None:
+            self.window_sum.add(self._held, slot)
         if slot is not None and self._copy is not None:
             index, ticket = self._copy
             self.host.commit(Slot(index, slot, ticket))
@@ -215,6 +240,8 @@ class OffloadedParam:
         Args:
             promptly: visible in the next forward, whatever the staleness.
         """
+        if self.window_sum is not None and self.window_sum.slots:
+            self._send_mean(self.window_sum)
         if not self.host.open:
             return None
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
@@ -385,6 +412,8 @@ class OffloadedParam:
         self.updated = False
         self._drop_upload()
         self.host.clear_windows()
+        if self.window_sum is not None:
+            self.window_sum.slots.clear()
 
     def _drop_upload(self) -> None:
         if self._upload is not None:
@@ -403,4 +432,7 @@ class OffloadedParam:
     @property
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
-        return self.device.nbytes + (0 if self._accumulator is None else self._accumulator.nbytes)
+        window = None if self.window_sum is None else self.window_sum.total
+        return self.device.nbytes + sum(
+            tensor.nbytes for tensor in (self._accumulator, self._held, window) if tensor is not None
+        )

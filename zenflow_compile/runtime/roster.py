@@ -121,10 +121,10 @@ class Roster:
         return OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
-        key = (plan.dtype, plan.slots)
+        key = (plan.dtype, plan.interval)
         if key not in self._kernels:
             self._kernels[key] = make_host_adam(
-                self._options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots
+                self._options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.interval
             )
         return self._kernels[key]
 

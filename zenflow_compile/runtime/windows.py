@@ -21,7 +21,7 @@ TASK_ELEMENTS = 1 << 20
 
 @dataclass(slots=True)
 class Slot:
-    """One step's remaining gradient in the window."""
+    """One step's remaining gradient in the window. Those of a summed window share one place, with their mean."""
 
     index: int
     coefficients: SlotCoefficients
@@ -184,7 +184,8 @@ class HostSide:
         out = upload.view(-1)
         kernel = self.kernel
         # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
-        bytes_per_element = 2 * 3 * 4 + (len(slots) + 1) * self.plan.dtype.itemsize
+        places = len({slot.index for slot in slots})
+        bytes_per_element = 2 * 3 * 4 + (places + 1) * self.plan.dtype.itemsize
 
         def task(begin: int) -> Callable[[], int]:
             def run() -> int:
