@@ -83,7 +83,7 @@ def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
     """All that an update could change."""
     tensors: list[Tensor] = []
     for entry in optimizer.state_dict()["state"].values():
-        names = ("exp_avg", "exp_avg_sq", "master", "score", "selected")
+        names = ("exp_avg", "exp_avg_sq", "master", "score", "selected", "residual")
         tensors += [entry[name] for name in names if isinstance(entry.get(name), Tensor)]
         tensors += [*entry.get("window", ()), torch.tensor([float(entry["step"]), float(entry.get("taken", 0))])]
     return tensors
@@ -91,10 +91,15 @@ def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=["inf", "nan"])
-@pytest.mark.parametrize(("interval", "summed"), [(1, False), (4, False), (4, True)])
-def test_a_void_step_changes_nothing(entry: dict[str, Any] | None, value: float, interval: int, summed: bool) -> None:
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["plain", "summed", "int8"]
+)
+def test_a_void_step_changes_nothing(
+    entry: dict[str, Any] | None, value: float, interval: int, options: dict[str, Any]
+) -> None:
     """But the position in windows: those that close at a void step apply what they hold, and it is not this step's."""
-    training = Training(entry, {"update_interval": interval, "accumulate_on_device": summed})
+    training = Training(entry, {"update_interval": interval, **options})
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
     def step(number: int, factor: float = 1.0) -> None:

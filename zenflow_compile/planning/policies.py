@@ -36,6 +36,8 @@ class PlanningOptions(Protocol):
     def min_offload_size(self) -> int: ...
     @property
     def accumulate_on_device(self) -> bool: ...
+    @property
+    def gradient_compression(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptio
                 blocking=not options.overlap_step,
                 # A window of one step has nothing to sum.
                 summed=options.accumulate_on_device and options.longest_window > 1,
+                compressed=options.gradient_compression is not None,
             )
         )
     return plans
@@ -125,6 +128,7 @@ def _split(
     staleness: int,
     blocking: bool,
     summed: bool = False,
+    compressed: bool = False,
 ) -> ParamPlan:
     rows, columns = _two_dimensional(spec)
     # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, the others in columns (the project's
@@ -144,6 +148,7 @@ def _split(
         staleness=staleness,
         blocking=blocking,
         summed=summed,
+        compressed=compressed,
     )
 
 

@@ -15,17 +15,19 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.compression import Residual
 from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.device_adam import ResidentState
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.schedule import AdaptiveWindow
+from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
 
 FORMAT = 2
 _STATE = ("master", "exp_avg", "exp_avg_sq")
-_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed")
+_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,6 +159,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
         "selected_at": device.selected_at,
         "taken": host.taken,
         **_open_window(offloaded),
+        "residual": None if (residual := _residual(offloaded)) is None else residual.lost.to("cpu", copy=True),
         "visible_at": [close.visible_at for close in host.closes],
         "shown": offloaded.shown_weights() if host.closes else None,
         "accumulates": offloaded.accumulates,
@@ -174,7 +177,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
 
 def _open_window(offloaded: OffloadedParam) -> dict[str, Any]:
     """The gradients that wait, one for each of the coefficients; where they are summed, the sum alone."""
-    host, window_sum = offloaded.host, offloaded.window_sum
+    host, window_sum = offloaded.host, _window_sum(offloaded)
     if window_sum is None:
         window, slots = [host.gradients[slot.index].clone() for slot in host.open], [s.coefficients for s in host.open]
     else:
@@ -182,8 +185,16 @@ def _open_window(offloaded: OffloadedParam) -> dict[str, Any]:
     return {"window": window, "coefficients": [list(slot) for slot in slots]}
 
 
+def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
+    return None if offloaded.held is None else offloaded.held.window_sum
+
+
+def _residual(offloaded: OffloadedParam) -> Residual | None:
+    return None if offloaded.held is None else offloaded.held.residual
+
+
 def _load_window(offloaded: OffloadedParam, saved: Mapping[str, Any]) -> None:
-    host, window_sum = offloaded.host, offloaded.window_sum
+    host, window_sum = offloaded.host, _window_sum(offloaded)
     slots = [SlotCoefficients(*coefficients) for coefficients in saved["coefficients"]]
     if window_sum is not None:
         window_sum.slots = slots
@@ -219,6 +230,8 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
     device.steps, device.selected_at = int(saved["step"]) if plan.k else 0, saved["selected_at"]
     host.taken = int(saved["taken"])
     _load_window(offloaded, saved)
+    if (residual := _residual(offloaded)) is not None:
+        residual.lost.copy_(saved["residual"])
     for visible_at in saved["visible_at"]:
         upload = host.next_upload()
         upload.copy_(host.master)

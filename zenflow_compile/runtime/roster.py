@@ -121,17 +121,18 @@ class Roster:
         return OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
+        gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # it is expanded before the kernel reads it
         key = (plan.dtype, plan.interval)
         if key not in self._kernels:
             self._kernels[key] = make_host_adam(
-                self._options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.interval
+                self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
             )
         return self._kernels[key]
 
     def _fit_rings(self, plan: Plan) -> None:
-        largest = max((p.rest * p.length * p.dtype.itemsize for p in plan.params if p.offloaded), default=0)
-        for ring in (self.transport.down_ring, self.transport.up_ring):
-            ring.fit(largest)
+        largest = {p: p.rest * p.length * p.dtype.itemsize for p in plan.params if p.offloaded}
+        self.transport.down_ring.fit(max((size for p, size in largest.items() if not p.held), default=0))
+        self.transport.up_ring.fit(max(largest.values(), default=0))
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of these."""
