@@ -1,7 +1,7 @@
 """A remaining gradient that stays on the device until it is final, because it is summed or compressed before its copy.
 
-[Note: transient blocks] What is copied from here is no ring's: many parameters are final at one moment, and with a ring
-of two blocks the device would wait for all of their copies. A block is the allocator's, on the stream of the update, and
+[Note: transient blocks] What is copied from here is no ring's: many parameters are final at one moment, and with two
+blocks the device would wait for all of their copies. A block is the allocator's, on the stream of the update, and
 is let go of only after that stream was told to wait for its copy: whoever gets the memory next writes later.
 """
 
