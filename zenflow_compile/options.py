@@ -98,8 +98,8 @@ class Options:
         spare_device_bytes: Device memory, in bytes, to be filled with the optimizer state of further parameters, whole,
             in the order of the forward: they are then updated at every step, and the host gets less to do.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
-        accumulate_on_device: Sum the gradients of a window on the device, which needs a model-sized buffer there, and
-            copy the sum once per window. Another rule: one step on the window's mean gradient (docs/options.md).
+        accumulate_on_device: Sum the gradients of a window on the device, which takes 4 bytes per deferred element
+            there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
         gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per line, and
             keeps what was rounded away for the next step; None sends them in the model's dtype.
         staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's

@@ -78,7 +78,7 @@ def test_numbers_in_the_table():
         "device to host 8.00 MB per step, 1.6 GB/s",
         "host to device 1.25 MB per step, 0.8 GB/s",
         "250.00 kB per step",
-        "traffic 0.93 model sizes per step",
+        "traffic 0.90 model sizes per step, 0.03 of state",
         "selected norm share 61% of the squared gradient norm in 10% of the elements",
         "windows closed 4",
         "re-selections 1",

@@ -44,7 +44,8 @@ def test_known_run():
         "d2h_bytes_per_step": 8_000_000.0,
         "h2d_bytes_per_step": 1_250_000.0,
         "state_bytes_per_step": 250_000.0,
-        "traffic_model_sizes_per_step": 0.925,
+        "traffic_model_sizes_per_step": 0.9,
+        "state_model_sizes_per_step": 0.025,
         "host_update_gb_per_s": 0.8 / 0.052,  # some worker was busy in 20..46 and 60..86
         "d2h_gb_per_s": 16e6 / 10e6,
         "h2d_gb_per_s": 2.5e6 / 3e6,
@@ -166,6 +167,7 @@ def test_late_waits_are_not_early():
 def test_unknown_model_size_and_zero_gradients():
     run = dataclasses.replace(known_run(), model_bytes=0, norms=NormSums(selected=0.0, total=0.0))
     assert summarize(run)["traffic_model_sizes_per_step"] is None
+    assert summarize(run)["state_model_sizes_per_step"] is None
     assert summarize(run)["selected_norm_share"] is None
 
 

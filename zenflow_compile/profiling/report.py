@@ -143,9 +143,14 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if s["state_moves"]:
         rows.append(("of it state", _size(s["state_bytes_per_step"], " per step")))
-    sizes = s["traffic_model_sizes_per_step"]
     rows += [
-        ("traffic", _NOT_MEASURED if sizes is None else f"{sizes:.2f} model sizes per step"),
+        (
+            "traffic",
+            _join(
+                _sizes(s["traffic_model_sizes_per_step"], " model sizes per step"),
+                _sizes(s["state_model_sizes_per_step"] if s["state_moves"] else None, " of state"),
+            ),
+        ),
         (
             "selected norm share",
             _join(
@@ -189,6 +194,10 @@ def _rate(gb_per_s: float | None) -> str:
     if gb_per_s is None:
         return _NOT_MEASURED
     return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 0.1 else f"{1000 * gb_per_s:.2f} MB/s"
+
+
+def _sizes(value: float | None, suffix: str) -> str:
+    return _NOT_MEASURED if value is None else f"{value:.2f}{suffix}"
 
 
 def _size(count: float | None, suffix: str) -> str:

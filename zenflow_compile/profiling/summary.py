@@ -56,7 +56,9 @@ class Summary(TypedDict):
         d2h_ms_per_step, h2d_ms_per_step: time in which at least one copy of that direction ran.
         d2h_bytes_per_step, h2d_bytes_per_step: all bytes of that direction, state moves included.
         state_bytes_per_step: bytes of re-selections' state moves, both directions.
-        traffic_model_sizes_per_step: bytes of both directions over the bytes of all trainable parameters.
+        traffic_model_sizes_per_step: bytes of gradients and of uploads, both directions without state moves, over
+            the bytes of all trainable parameters.
+        state_model_sizes_per_step: ``state_bytes_per_step`` over the same bytes.
         host_update_gb_per_s: bytes of host memory read and written by updates, in 1e9, per second in which at
             least one worker was updating: the bandwidth of all workers together.
         d2h_gb_per_s, h2d_gb_per_s: likewise for copies.
@@ -95,6 +97,7 @@ class Summary(TypedDict):
     h2d_bytes_per_step: float | None
     state_bytes_per_step: float | None
     traffic_model_sizes_per_step: float | None
+    state_model_sizes_per_step: float | None
     host_update_gb_per_s: float | None
     d2h_gb_per_s: float | None
     h2d_gb_per_s: float | None
@@ -124,6 +127,9 @@ def summarize(recording: Recording) -> Summary:
     def per_step(amount: float) -> float | None:
         return amount / len(measured) if measured else None
 
+    def model_sizes_per_step(bytes_moved: int) -> float | None:
+        return per_step(bytes_moved / recording.model_bytes) if recording.model_bytes else None
+
     def compute_ms(kind: str) -> float | None:
         return ms_per_step(length_ns(compute[kind])) if kind in kinds_seen else None
 
@@ -136,6 +142,7 @@ def summarize(recording: Recording) -> Summary:
     d2h_bytes = sum(event.bytes for event in own_copies[D2H])
     h2d_bytes = sum(event.bytes for event in own_copies[H2D])
     state = [event for lane in own_copies.values() for event in lane if event.kind == "state"]
+    state_bytes = sum(event.bytes for event in state)
     windows = Counter(event.kind for event in events if event.lane == WINDOWS)
     norms = recording.norms
 
@@ -170,10 +177,9 @@ def summarize(recording: Recording) -> Summary:
         h2d_ms_per_step=ms_per_step(length_ns(_spans(own_copies[H2D]))),
         d2h_bytes_per_step=per_step(d2h_bytes),
         h2d_bytes_per_step=per_step(h2d_bytes),
-        state_bytes_per_step=per_step(sum(event.bytes for event in state)),
-        traffic_model_sizes_per_step=(
-            per_step((d2h_bytes + h2d_bytes) / recording.model_bytes) if recording.model_bytes else None
-        ),
+        state_bytes_per_step=per_step(state_bytes),
+        traffic_model_sizes_per_step=model_sizes_per_step(d2h_bytes + h2d_bytes - state_bytes),
+        state_model_sizes_per_step=model_sizes_per_step(state_bytes),
         host_update_gb_per_s=_gb_per_s(own_updates),
         d2h_gb_per_s=_gb_per_s(own_copies[D2H]),
         h2d_gb_per_s=_gb_per_s(own_copies[H2D]),

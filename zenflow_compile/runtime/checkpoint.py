@@ -15,17 +15,19 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.compression import Residual
 from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.device_adam import ResidentState
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.schedule import AdaptiveWindow
+from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
 
-FORMAT = 1
+FORMAT = 2
 _STATE = ("master", "exp_avg", "exp_avg_sq")
-_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness")
+_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -156,8 +158,8 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
         "score": device.score.cpu().clone(),
         "selected_at": device.selected_at,
         "taken": host.taken,
-        "window": [host.gradients[slot.index].clone() for slot in host.open],
-        "coefficients": [list(slot.coefficients) for slot in host.open],
+        **_open_window(offloaded),
+        "residual": None if (residual := _residual(offloaded)) is None else residual.lost.to("cpu", copy=True),
         "visible_at": [close.visible_at for close in host.closes],
         "shown": offloaded.shown_weights() if host.closes else None,
         "accumulates": offloaded.accumulates,
@@ -171,6 +173,40 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
             None if window.latest is None else window.latest.cpu().clone(),
         ],
     }
+
+
+def _open_window(offloaded: OffloadedParam) -> dict[str, Any]:
+    """The gradients that wait, one for each of the coefficients; where they are summed, the sum alone."""
+    host, window_sum = offloaded.host, _window_sum(offloaded)
+    if window_sum is None:
+        window, slots = [host.gradients[slot.index].clone() for slot in host.open], [s.coefficients for s in host.open]
+    else:
+        window, slots = [window_sum.total.to("cpu", copy=True)] if window_sum.slots else [], window_sum.slots
+    return {"window": window, "coefficients": [list(slot) for slot in slots]}
+
+
+def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
+    return None if offloaded.held is None else offloaded.held.window_sum
+
+
+def _residual(offloaded: OffloadedParam) -> Residual | None:
+    return None if offloaded.held is None else offloaded.held.residual
+
+
+def _load_window(offloaded: OffloadedParam, saved: Mapping[str, Any]) -> None:
+    host, window_sum = offloaded.host, _window_sum(offloaded)
+    slots = [SlotCoefficients(*coefficients) for coefficients in saved["coefficients"]]
+    if window_sum is not None:
+        window_sum.slots = slots
+        for total in saved["window"]:
+            window_sum.total.copy_(total)
+        return
+    for gradient, coefficients in zip(saved["window"], slots, strict=True):
+        index, slot = host.free_slot()
+        slot.copy_(gradient)
+        copied = ThreadTicket()
+        copied.finish()
+        host.commit(Slot(index, coefficients, copied))
 
 
 def _dense(plan: ParamPlan, selection: device_ops.Selection, on_device: Tensor, on_host: Tensor) -> Tensor:
@@ -193,12 +229,9 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
     device.score.copy_(saved["score"])
     device.steps, device.selected_at = int(saved["step"]) if plan.k else 0, saved["selected_at"]
     host.taken = int(saved["taken"])
-    for gradient, coefficients in zip(saved["window"], saved["coefficients"], strict=True):
-        index, slot = host.free_slot()
-        slot.copy_(gradient)
-        copied = ThreadTicket()
-        copied.finish()
-        host.commit(Slot(index, SlotCoefficients(*coefficients), copied))
+    _load_window(offloaded, saved)
+    if (residual := _residual(offloaded)) is not None:
+        residual.lost.copy_(saved["residual"])
     for visible_at in saved["visible_at"]:
         upload = host.next_upload()
         upload.copy_(host.master)

@@ -100,7 +100,7 @@ class Roster:
         arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
         if needed and self._device.type == "cuda":
             arena.pin()
-        self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan))
+        self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
         self.transport.up_ring.fit(up_slots, largest_block(plan))
         made = {
             param_plan.index: self._make(param_plan, param, arena)
@@ -124,10 +124,11 @@ class Roster:
         return OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
-        key = (plan.dtype, plan.slots)
+        gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # it is expanded before the kernel reads it
+        key = (plan.dtype, plan.interval)
         if key not in self._kernels:
             self._kernels[key] = make_host_adam(
-                self._options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots
+                self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
             )
         return self._kernels[key]
 
@@ -259,9 +260,9 @@ def block_bytes(plan: ParamPlan) -> int:
     return plan.rest * plan.length * plan.dtype.itemsize
 
 
-def largest_block(plan: Plan) -> int:
-    """Bytes of the largest block that passes through a staging ring."""
-    return max((block_bytes(param) for param in plan.params if param.offloaded), default=0)
+def largest_block(plan: Plan, *, held: bool = True) -> int:
+    """Bytes of the largest block, also of those parameters whose gradients are ``held`` and pass through no ring."""
+    return max((block_bytes(each) for each in plan.params if each.offloaded and (held or not each.held)), default=0)
 
 
 def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.copies import Ticket
 from zenflow_compile.runtime.host_adam import HostAdam
 from zenflow_compile.runtime.workers import Job
@@ -21,7 +22,7 @@ TASK_ELEMENTS = 1 << 20
 
 @dataclass(slots=True)
 class Slot:
-    """One step's remaining gradient in the window."""
+    """One step's remaining gradient in the window. Those of a summed window share one place, with their mean."""
 
     index: int
     coefficients: SlotCoefficients
@@ -44,7 +45,7 @@ class Close:
 
 @dataclass(slots=True)
 class HostSide:
-    """fp32 state ``[rest, length]``, gradient slots, upload buffers; all views of one arena, and the open window.
+    """fp32 state and upload buffers ``[rest, length]``, gradient slots; all views of one arena, and the open window.
 
     Attributes:
         taken: gradients that the moments have taken so far.
@@ -78,7 +79,7 @@ class HostSide:
             master=arena.take(block, torch.float32),
             exp_avg=arena.take(block, torch.float32),
             exp_avg_sq=arena.take(block, torch.float32),
-            gradients=[arena.take(block, plan.dtype) for _ in range(plan.slots)],
+            gradients=[arena.take(plan.slot_shape, plan.slot_dtype) for _ in range(plan.slots)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
             _slot_users=[None] * plan.slots,
@@ -88,7 +89,8 @@ class HostSide:
     def arena_bytes(plan: ParamPlan) -> int:
         """What ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.rest, plan.length)
-        return carved_bytes([(block, torch.float32)] * 3 + [(block, plan.dtype)] * (plan.slots + plan.uploads))
+        gradients = [(plan.slot_shape, plan.slot_dtype)] * plan.slots
+        return carved_bytes([(block, torch.float32)] * 3 + gradients + [(block, plan.dtype)] * plan.uploads)
 
     @property
     def slot_busy(self) -> bool:
@@ -97,7 +99,7 @@ class HostSide:
         return user is not None and not user.done()
 
     def free_slot(self) -> tuple[int, Tensor]:
-        """The next gradient slot ``[rest, length]``; waits for the close that still reads it."""
+        """The next gradient slot, of the plan's ``slot_shape``; waits for the close that still reads it."""
         index = self._next_slot
         if (user := self._slot_users[index]) is not None:
             user.wait()
@@ -181,31 +183,44 @@ class HostSide:
 
     def _tasks(self, slots: list[Slot], upload: Tensor, *, step: int, eps: float) -> list[Callable[[], int]]:
         master, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in self.state())
-        gradients = [self.gradients[slot.index].view(-1) for slot in slots]
+        gradients = [self.gradients[slot.index] for slot in slots]
         coefficients = [slot.coefficients for slot in slots]
         out = upload.view(-1)
-        kernel = self.kernel
+        kernel, plan = self.kernel, self.plan
+        read = expanded if plan.compressed else _flat
+        # What is expanded should stay in the cache until the kernel has read it, and begin with a line.
+        piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
+        whole = max(1, TASK_ELEMENTS // piece) * piece
         # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
-        bytes_per_element = 2 * 3 * 4 + (len(slots) + 1) * self.plan.dtype.itemsize
+        slot_bytes = len({slot.index for slot in slots}) * plan.slot_bytes
+        touched = out.numel() * (2 * 3 * 4 + plan.dtype.itemsize) + slot_bytes
 
         def task(begin: int) -> Callable[[], int]:
+            end = min(begin + whole, out.numel())
+
             def run() -> int:
-                part = slice(begin, begin + TASK_ELEMENTS)
-                kernel(
-                    master[part],
-                    exp_avg[part],
-                    exp_avg_sq[part],
-                    [gradient[part] for gradient in gradients],
-                    coefficients,
-                    step=step,
-                    eps=eps,
-                    out=out[part],
-                )
-                return out[part].numel() * bytes_per_element
+                for first in range(begin, end, piece):
+                    part = slice(first, min(first + piece, end))
+                    kernel(
+                        master[part],
+                        exp_avg[part],
+                        exp_avg_sq[part],
+                        read(gradients, part, plan.length),
+                        coefficients,
+                        step=step,
+                        eps=eps,
+                        out=out[part],
+                    )
+                return touched * (end - begin) // out.numel()
 
             return run
 
-        return [task(begin) for begin in range(0, out.numel(), TASK_ELEMENTS)]
+        return [task(begin) for begin in range(0, out.numel(), whole)]
+
+
+def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
+    """The elements ``part`` of gradient slots that are not compressed."""
+    return [gradient.view(-1)[part] for gradient in gradients]
 
 
 def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:
