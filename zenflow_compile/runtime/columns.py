@@ -70,6 +70,33 @@ class DeviceSide:
         """i32[k], sorted: the lines with the highest scores."""
         return torch.topk(self.score, self.plan.k, sorted=False).indices.sort().values.to(torch.int32)
 
+    def better_lines(self, margin: float, at_most: int) -> Tensor:
+        """i32[k], sorted: the selection after the ``at_most`` best swaps; see ``_swaps``."""
+        enters, places, entering = self._swaps(margin, at_most)
+        lines = self.selection.selected.clone()
+        lines[places] = torch.where(enters, entering, lines[places])
+        return lines.sort().values
+
+    def kept_share(self, margin: float) -> Tensor:
+        """f32[] on the device: the share of the selected lines that would stay, however many swaps it took."""
+        enters, _, _ = self._swaps(margin, self.plan.k)
+        return 1.0 - enters.sum() / self.plan.k
+
+    def _swaps(self, margin: float, at_most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best line outside for the worst inside, the second best for the second worst, and so on.
+
+        A line enters only if its score exceeds that of the line it replaces by ``margin``, as a share of it, so that
+        near-ties do not swap back and forth.
+
+        Returns:
+            Whether each swap is worth it, where in the selection its leaving line is, and its entering line.
+        """
+        count = min(at_most, self.plan.k, self.plan.rest)
+        inside, outside = self.score[self.selection.selected], self.score[self.selection.rest]
+        worst, best = torch.topk(inside, count, largest=False), torch.topk(outside, count)
+        enters = best.values > (1.0 + margin) * worst.values
+        return enters, worst.indices, self.selection.rest[best.indices]
+
     def update(self, matrix: Tensor, slot: SlotCoefficients, eps: float) -> None:
         """One AdamW step on the selected lines of the parameter's 2-D view, from the waiting gradient."""
         self.steps += 1

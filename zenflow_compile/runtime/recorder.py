@@ -10,6 +10,20 @@ import torch
 
 from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Timeline
 
+Moment = int | torch.cuda.Event
+"""Nanoseconds of the host's clock, or an event of a CUDA stream with timing."""
+
+
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """From ``begin`` to ``end``, which are of one kind; an event that has not passed is waited for."""
+    if isinstance(begin, int) or isinstance(end, int):
+        assert isinstance(begin, int)
+        assert isinstance(end, int)
+        return (end - begin) / 1e9
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
 
 class Recorder:
     """Shared by an engine, its lanes and its workers; it keeps none of them alive.
@@ -21,7 +35,7 @@ class Recorder:
         self.timeline: Timeline | None = None
         self.step = 0
         self._on_stream = device.type == "cuda"
-        self._phase: tuple[str, int | torch.cuda.Event] | None = None
+        self._phase: tuple[str, Moment] | None = None
         self._step_began: int | None = None
 
     def attach(self, timeline: Timeline | None) -> None:
@@ -36,11 +50,11 @@ class Recorder:
         if self.timeline is None:
             yield
             return
-        begin = time.perf_counter_ns() if on_host else self._now()
+        begin = time.perf_counter_ns() if on_host else self.now()
         try:
             yield
         finally:
-            self._add(kind, begin, time.perf_counter_ns() if on_host else self._now(), param)
+            self._add(kind, begin, time.perf_counter_ns() if on_host else self.now(), param)
 
     @contextmanager
     def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> Iterator[None]:
@@ -56,13 +70,13 @@ class Recorder:
         if self.timeline is None or (self._phase is not None and self._phase[0] == kind):
             return
         self.end_phase()
-        self._phase = (kind, self._now())
+        self._phase = (kind, self.now())
 
     def end_phase(self) -> None:
         """The phase, if any, is over."""
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
-            self._add(kind, begin, self._now(), "")
+            self._add(kind, begin, self.now(), "")
 
     def end_step(self, steps: int) -> None:
         """An optimizer step is done; ``steps`` were attempted so far."""
@@ -86,14 +100,15 @@ class Recorder:
             for lane in (D2H, H2D):
                 self.timeline.add(lane, "state", begin_ns, end, step=self.step, param=param, bytes=size)
 
-    def _now(self) -> int | torch.cuda.Event:
+    def now(self) -> Moment:
+        """This moment of the training thread, or on CUDA of its stream."""
         if not self._on_stream:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _add(self, kind: str, begin: int | torch.cuda.Event, end: int | torch.cuda.Event, param: str) -> None:
+    def _add(self, kind: str, begin: Moment, end: Moment, param: str) -> None:
         if self.timeline is None:
             return
         if isinstance(begin, int) and isinstance(end, int):

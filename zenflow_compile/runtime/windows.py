@@ -19,6 +19,16 @@ from zenflow_compile.runtime.workers import Job
 TASK_ELEMENTS = 1 << 20
 
 
+def touched_bytes(slots: int, dtype: torch.dtype) -> int:
+    """Bytes of host memory that closing a window reads and writes per element, caches aside: fp32 state both ways,
+    each gradient once, and the upload. Each step of a moment reads and writes it once, whatever the number of slots.
+
+    Args:
+        slots: gradients in the window; ``dtype``: theirs and the upload's.
+    """
+    return 2 * 3 * 4 + (slots + 1) * dtype.itemsize
+
+
 @dataclass(slots=True)
 class Slot:
     """One step's remaining gradient in the window."""
@@ -183,8 +193,7 @@ class HostSide:
         coefficients = [slot.coefficients for slot in slots]
         out = upload.view(-1)
         kernel = self.kernel
-        # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
-        bytes_per_element = 2 * 3 * 4 + (len(slots) + 1) * self.plan.dtype.itemsize
+        bytes_per_element = touched_bytes(len(slots), self.plan.dtype)
 
         def task(begin: int) -> Callable[[], int]:
             def run() -> int:
