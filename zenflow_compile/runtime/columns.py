@@ -92,7 +92,8 @@ class DeviceSide:
             Whether each swap is worth it, where in the selection its leaving line is, and its entering line.
         """
         count = min(at_most, self.plan.k, self.plan.rest)
-        inside, outside = self.score[self.selection.selected], self.score[self.selection.rest]
+        inside = self.score.index_select(0, self.selection.selected)
+        outside = self.score.index_select(0, self.selection.rest)
         worst, best = torch.topk(inside, count, largest=False), torch.topk(outside, count)
         enters = best.values > (1.0 + margin) * worst.values
         return enters, worst.indices, self.selection.rest[best.indices]

@@ -24,8 +24,8 @@ RESELECT_BELOW = 0.8
 """A selection has drifted when a smaller share of its lines than this would be selected again."""
 ENTRY_MARGIN = 0.25
 """A line enters only if its score exceeds that of the line it replaces by this share of it. Source of both numbers:
-docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for half a point of the
-gradient's norm."""
+docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for less than a point
+of the gradient's norm."""
 
 STATE_BUDGET = 0.01
 """Bytes of state that re-selections may move per step, both ways, as a share of the parameter's own."""
