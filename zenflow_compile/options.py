@@ -40,8 +40,9 @@ GRADIENT_COMPRESSIONS = ("int8",)
 WEIGHT_GRAD_ORDERS = ("asap", "forward")
 
 AUTO_SELECT_INTERVAL = 16
-"""Steps between re-selections under ``select_interval="auto"``. Same study: with an averaged score, more
-often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch (2 seeds)."""
+"""Least steps between re-selections under ``select_interval="auto"``, which only drift brings about. Same study: with
+an averaged score, more often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch
+(2 seeds)."""
 
 ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
 
@@ -64,14 +65,17 @@ class Options:
             then), or ``"auto"``, which chooses unit and number.
         select_interval: Steps or epochs between re-selections, >= 1; an integer needs strategy ``"step"`` or
             ``"epoch"``. A parameter re-selects at the first close of its own window at or after that many
-            steps.
+            steps. ``"auto"``: when its selection has drifted, after 16 steps at the earliest.
         update_interval: Window length S in steps, >= 1: the gradient of what was not selected is collected
-            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 1 to
-            ``max_update_interval``.
+            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 2 to
+            ``max_update_interval``, and not below ``min_update_interval``.
         max_update_interval: Longest window in steps, >= 1, that ``update_interval="auto"`` may choose. Source
             of its default: this project's convergence study (docs/options.md, "Where the defaults come from"): a
             small GPT trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more
             at 8 (1 seed).
+        min_update_interval: Shortest window in steps, in [1, ``max_update_interval``], that ``update_interval="auto"``
+            may choose. None: from the host's measured rate and the time of the first step that compiles nothing, which
+            may differ between runs; it is kept in the state.
         full_warm_up_rounds: Steps at the start, >= 0, in which every window closes at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
         overlap_step: Run host updates beside the device's work. False runs them blocking at the step; this
@@ -119,6 +123,7 @@ class Options:
     select_interval: int | Literal["auto"] = "auto"
     update_interval: int | Literal["auto"] = 4
     max_update_interval: int = 4
+    min_update_interval: int | None = None
     full_warm_up_rounds: int = 0
     overlap_step: bool = True
     staleness: int = 0
@@ -160,6 +165,12 @@ class Options:
         for name in ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes"):
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_integer(name, value, 1, remedy=" or None")
+        if self.min_update_interval is not None:
+            longest = checked["max_update_interval"]
+            remedy = f": no more than max_update_interval={longest}; None measures it"
+            checked["min_update_interval"] = check_integer(
+                "min_update_interval", self.min_update_interval, 1, longest, remedy=remedy
+            )
         if self.max_grad_norm is not None:
             remedy = "; None turns clipping off"
             checked["max_grad_norm"] = check_positive("max_grad_norm", self.max_grad_norm, remedy=remedy)

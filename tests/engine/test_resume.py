@@ -14,7 +14,7 @@ from zenflow_compile.runtime import copies
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
     "stale": {"update_interval": 4, "staleness": 1},
     "stale_short": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
     "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},

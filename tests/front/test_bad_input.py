@@ -51,6 +51,17 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"auto_ratio": 2}, ValueError, r"auto_ratio=2"),
     ({"device_share": 1.1}, ValueError, r"device_share=1.1"),
     ({"pt_reserved_cores_perc": 50}, ValueError, r"pt_reserved_cores_perc=50"),
+    (
+        {"update_interval": "auto", "min_update_interval": 0},
+        ValueError,
+        r"min_update_interval=0 must be an integer in \[1, 4\]: no more than max_update_interval=4; None measures it",
+    ),
+    (
+        {"update_interval": "auto", "min_update_interval": 3, "max_update_interval": 2},
+        ValueError,
+        r"min_update_interval=3 must be an integer in \[1, 2\]: no more than max_update_interval=2",
+    ),
+    ({"max_update_interval": 0}, ValueError, r"max_update_interval=0 must be an integer >= 1"),
     ({"update_interval": 0}, ValueError, r"update_interval=0 must be an integer >= 1"),
     ({"select_interval": 0, "select_strategy": "step"}, ValueError, r"select_interval=0 must be an integer >= 1"),
     (

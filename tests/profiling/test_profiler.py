@@ -10,7 +10,7 @@ from rich.console import Console
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
-from zenflow_compile.profiling.timeline import Timeline, record_new_engine
+from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline, record_new_engine
 from zenflow_compile.runtime import ops
 
 _ids = count(1_000_000)
@@ -32,6 +32,7 @@ class FakeEngine:
 
     plan: Plan = field(default_factory=plan_of)
     model_bytes: int = 544
+    adaptive_windows: AdaptiveWindows | None = None
     timeline: Timeline | None = None
     id: int = field(default_factory=lambda: next(_ids))
     synchronized: int = 0

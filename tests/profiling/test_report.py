@@ -9,6 +9,7 @@ from tests.profiling.synthetic import event, known_run, recording
 from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import can_show_blocks, print_report
+from zenflow_compile.profiling.timeline import AdaptiveWindows
 
 
 def printed(recordings, *, width=80, encoding="utf-8", **console_options):
@@ -96,6 +97,22 @@ def test_what_was_not_measured_is_a_dash():
     assert "None" not in empty
     assert "nan" not in empty
     assert "Nothing was measured" in empty
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        (AdaptiveWindows(3, 4, measured=True), "auto, 2 to 4, at least 3 by time, 1.0 on average"),
+        (AdaptiveWindows(None, 4, measured=True), "auto, 2 to 4, time not measured yet, 1.0 on average"),
+        (AdaptiveWindows(3, 4, measured=False), "auto, 3 to 4, 1.0 on average"),
+        (AdaptiveWindows(1, 4, measured=False), "auto, 2 to 4, 1.0 on average"),
+        (None, None),
+    ],
+)
+def test_windows_that_adapt_have_a_row(bounds, said):
+    lines = printed([dataclasses.replace(known_run(), adaptive_windows=bounds)]).splitlines()
+    found = [line[20:].strip() for line in lines if line.startswith("update interval")]
+    assert found == ([said] if said else [])
 
 
 def test_ends_with_the_diagnosis():

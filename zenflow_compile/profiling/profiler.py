@@ -18,7 +18,7 @@ from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.profiling.timeline import STEP, Timeline, attaching_new_engines
+from zenflow_compile.profiling.timeline import STEP, AdaptiveWindows, Timeline, attaching_new_engines
 from zenflow_compile.runtime import ops
 
 
@@ -29,6 +29,9 @@ class ProfiledEngine(Protocol):
     plan: Plan
     model_bytes: int
     timeline: Timeline | None
+
+    @property
+    def adaptive_windows(self) -> AdaptiveWindows | None: ...
 
     def synchronize(self) -> None: ...
 
@@ -42,11 +45,13 @@ class _Attachment:
     replaced: Timeline | None
     plan: Plan
     model_bytes: int
+    adaptive_windows: AdaptiveWindows | None
 
     def refresh(self) -> None:
         """Takes over what changed since attaching: parameters may be added while the profile is on."""
         if (engine := self.engine()) is not None:
             self.plan, self.model_bytes = engine.plan, engine.model_bytes
+            self.adaptive_windows = engine.adaptive_windows
 
 
 class Profile:
@@ -120,6 +125,7 @@ class Profile:
             replaced=engine.timeline,
             plan=engine.plan,
             model_bytes=engine.model_bytes,
+            adaptive_windows=engine.adaptive_windows,
         )
         self._attachments[engine.id] = attachment
         engine.timeline = attachment.timeline
@@ -190,7 +196,8 @@ def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
 
 
 def _is_engine(candidate: object) -> bool:
-    return all(hasattr(candidate, name) for name in ("timeline", "plan", "model_bytes", "synchronize"))
+    names = ("timeline", "plan", "model_bytes", "adaptive_windows", "synchronize")
+    return all(hasattr(candidate, name) for name in names)
 
 
 def _recording(attachment: _Attachment) -> Recording:
@@ -201,6 +208,7 @@ def _recording(attachment: _Attachment) -> Recording:
         model_bytes=attachment.model_bytes,
         policy=attachment.plan.policy,
         update_interval=max((param.interval for param in offloaded), default=None),
+        adaptive_windows=attachment.adaptive_windows,
         blocking=bool(offloaded) and all(param.blocking for param in offloaded),
         selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
         norms=attachment.timeline.norm_sums(),

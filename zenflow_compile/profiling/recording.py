@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zenflow_compile.profiling.timeline import Event, NormSums
+from zenflow_compile.profiling.timeline import AdaptiveWindows, Event, NormSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class Recording:
             "model size" of the traffic. 0 where it is not known.
         policy: name of the policy that made the plan.
         update_interval: steps per window (the longest of the plan); None if nothing is offloaded.
+        adaptive_windows: their bounds under ``update_interval="auto"``; None where windows are of fixed length.
         blocking: the step waits for its host updates by design (``zero_offload``, ``overlap_step=False``).
         selected_share: share of the offloaded parameters' elements that is in the selection; None if unknown.
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
@@ -28,6 +29,7 @@ class Recording:
     model_bytes: int = 0
     policy: str = ""
     update_interval: int | None = None
+    adaptive_windows: AdaptiveWindows | None = None
     blocking: bool = False
     selected_share: float | None = None
     norms: NormSums | None = None

@@ -160,6 +160,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             ),
         ),
         ("windows closed", str(s["windows_closed"])),
+        *_adaptive_windows(s),
         ("re-selections", str(s["selections"])),
     ]
     return rows
@@ -175,6 +176,24 @@ def _slack_rows(summary: Summary) -> list[tuple[str, str]]:
         for block, times in tightest
     ]
     return [("least slack" if number == 0 else "", text) for number, text in enumerate(texts)]
+
+
+def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
+    """Between which lengths windows adapt, and what came of it; no row where they do not."""
+    if not s["adaptive_windows"]:
+        return []
+    longest, mean = s["update_interval"] or 1, s["mean_window_steps"]
+    # Norms decide one step late, so that the first step of a window never closes it.
+    shortest = min(2, longest)
+    if s["shortest_window_measured"]:
+        by_time = s["shortest_window"]
+        value = f"auto, {shortest} to {longest}"
+        value += ", time not measured yet" if by_time is None else f", at least {by_time} by time"
+    else:
+        value = f"auto, {max(shortest, s['shortest_window'] or 1)} to {longest}"
+    if mean is not None:
+        value += f", {mean:.1f} on average"
+    return [("update interval", value)]
 
 
 def _join(*values: str, separator: str = ", ") -> str:

@@ -33,6 +33,12 @@ class Summary(TypedDict):
 
     Keys:
         policy, update_interval, blocking, selected_share: of the plan, see ``Recording``.
+        adaptive_windows: whether windows adapt, up to ``update_interval`` steps.
+        shortest_window: the least length, in steps, that they may have; None if they do not adapt, or while the time
+            that it follows from has not been measured.
+        shortest_window_measured: it follows from measured time; else an option says it.
+        mean_window_steps: mean distance in steps between two closes of one parameter, over all recorded steps; None
+            where no parameter closed twice.
         steps: optimizer steps recorded, warm-up included.
         warm_up_steps: leading steps longer than 5 medians (compilation); left out of everything but
             ``steps``, ``windows_closed``, ``selections`` and the norms.
@@ -69,6 +75,10 @@ class Summary(TypedDict):
 
     policy: str
     update_interval: int | None
+    adaptive_windows: bool
+    shortest_window: int | None
+    shortest_window_measured: bool
+    mean_window_steps: float | None
     blocking: bool
     selected_share: float | None
     steps: int
@@ -145,10 +155,15 @@ def summarize(recording: Recording) -> Summary:
     state_bytes = sum(event.bytes for event in state)
     windows = Counter(event.kind for event in events if event.lane == WINDOWS)
     norms = recording.norms
+    bounds = recording.adaptive_windows
 
     return Summary(
         policy=recording.policy,
         update_interval=recording.update_interval,
+        adaptive_windows=bounds is not None,
+        shortest_window=bounds.shortest if bounds else None,
+        shortest_window_measured=bounds is not None and bounds.measured,
+        mean_window_steps=_mean_window(events),
         blocking=recording.blocking,
         selected_share=recording.selected_share,
         steps=len(steps),
@@ -252,6 +267,16 @@ def _stall_by_param(events: Iterable[Event], time: Intervals, steps: int) -> dic
             waited_ns[event.param] += length_ns(intersect([(event.start_ns, event.end_ns)], time))
     longest = waited_ns.most_common(_TOP_WAITERS)
     return {param: waited / _NS_PER_MS / steps for param, waited in longest if waited}
+
+
+def _mean_window(events: Iterable[Event]) -> float | None:
+    """Steps from one close of a parameter to its next, on average."""
+    closes: dict[str, list[int]] = defaultdict(list)
+    for event in events:
+        if event.lane == WINDOWS and event.kind == "close":
+            closes[event.param].append(event.step)
+    gaps = sum(len(steps) - 1 for steps in closes.values())
+    return sum(max(steps) - min(steps) for steps in closes.values()) / gaps if gaps else None
 
 
 def _spans(events: Iterable[Event]) -> Intervals:

@@ -20,7 +20,6 @@ from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.device_adam import ResidentState
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.offloaded import OffloadedParam
-from zenflow_compile.runtime.schedule import AdaptiveWindow
 from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
@@ -57,6 +56,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
             "format": FORMAT,
             "policy": engine.plan.policy,
             "step": engine.step,
+            "shortest_window": engine.schedule.shortest_window if engine.adaptive_windows else None,
             "params": [_described(param) for param in engine.plan.params],
         },
     }
@@ -74,6 +74,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         group.update({key: _own(value) for key, value in saved.items() if key not in ("params", "param_names")})
     engine.step = int(state["zenflow"]["step"])
     engine.recorder.step = engine.step
+    engine.schedule.continue_with(state["zenflow"]["shortest_window"])
     for index, param in enumerate(engine.params):
         saved = state["state"].get(index)
         if index in engine.offloaded:
@@ -146,7 +147,6 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
 
 def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any]:
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
-    window = engine.schedule.window(plan.index) if engine.schedule.adaptive else AdaptiveWindow()
     selection = device.selection
     sides = zip(_STATE, device.state(), host.state(), strict=True)
     dense = {name: _dense(plan, selection, on_device, on_host) for name, on_device, on_host in sides}
@@ -165,13 +165,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
         "accumulates": offloaded.accumulates,
         "eager": offloaded.eager,
         "single": offloaded.single,
-        "adaptive": [
-            window.attempted,
-            window.waiting,
-            window.selected,
-            window.seen,
-            None if window.latest is None else window.latest.cpu().clone(),
-        ],
+        "schedule": engine.schedule.state(plan.index),
     }
 
 
@@ -238,8 +232,5 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
         job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
         host.closes.append(Close(job=job, upload=upload, closed_at=engine.step - 1, visible_at=visible_at))
     offloaded.accumulates, offloaded.eager, offloaded.single = saved["accumulates"], saved["eager"], saved["single"]
-    attempted, waiting, selected, seen, latest = saved["adaptive"]
-    if engine.schedule.adaptive:
-        latest = None if latest is None else latest.to(engine.device)
-        engine.schedule.restore(plan.index, AdaptiveWindow(attempted, waiting, selected, seen, latest))
+    engine.schedule.restore(plan.index, saved["schedule"])
     offloaded.expect_weights(saved["shown"])

@@ -238,10 +238,11 @@ class OffloadedParam:
         self.updated = False
         self.uses = 0
 
-    def close_window(self, *, at: int, eps: float, reselect: bool, promptly: bool) -> Close | None:
+    def close_window(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> Close | None:
         """Hand the open window to the workers; a window of void slots closes as a no-op.
 
         Args:
+            selection: i32[k] on the device, the lines to select from here on; None where the selection stays.
             promptly: visible in the next forward, whatever the staleness.
         """
         if self.held is not None:
@@ -250,8 +251,8 @@ class OffloadedParam:
             return None
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
         close.final = self.transport.recorder.moment()
-        if reselect and self.plan.k and self.plan.rest:
-            close.selection = self.device.best_lines()
+        if selection is not None:
+            close.selection = selection
             self.device.selected_at = at
             promptly = True  # state that changes sides must be the newest on both
         if promptly:

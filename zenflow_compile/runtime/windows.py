@@ -20,6 +20,17 @@ from zenflow_compile.runtime.workers import Job
 TASK_ELEMENTS = 1 << 20
 
 
+def touched_bytes(plan: ParamPlan, gradients: int) -> float:
+    """Bytes of host memory that closing a window reads and writes per element, caches aside: fp32 state both ways,
+    each gradient once, and the upload. Each step of a moment reads and writes it once, whatever the number of slots.
+
+    Args:
+        gradients: slots of the window that hold a gradient; those of a summed window share one.
+    """
+    places = min(gradients, 1) if plan.summed else gradients
+    return 2 * 3 * 4 + plan.dtype.itemsize + places * plan.slot_bytes / max(1, plan.rest * plan.length)
+
+
 @dataclass(slots=True)
 class Slot:
     """One step's remaining gradient in the window. Those of a summed window share one place, with their mean."""
@@ -191,9 +202,7 @@ class HostSide:
         # What is expanded should stay in the cache until the kernel has read it, and begin with a line.
         piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
         whole = max(1, TASK_ELEMENTS // piece) * piece
-        # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
-        slot_bytes = len({slot.index for slot in slots}) * plan.slot_bytes
-        touched = out.numel() * (2 * 3 * 4 + plan.dtype.itemsize) + slot_bytes
+        touched = touched_bytes(plan, len(slots))
 
         def task(begin: int) -> Callable[[], int]:
             end = min(begin + whole, out.numel())
@@ -211,7 +220,7 @@ class HostSide:
                         eps=eps,
                         out=out[part],
                     )
-                return touched * (end - begin) // out.numel()
+                return round(touched * (end - begin))
 
             return run
 
