@@ -13,6 +13,7 @@ from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime import windows
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
 from zenflow_compile.runtime.arena import HostArena
+from zenflow_compile.runtime.compression import scales_and_values
 from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.host_adam import make_host_adam
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
@@ -145,6 +146,37 @@ def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> 
     run(reference)
     for actual, expected in zip(cut.state(), whole.state(), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_compressed_gradients_are_expanded_by_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close on int8 blocks is rule P on what they stand for, however it is cut into tasks and pieces."""
+    plan = replace(PLAN, compressed=True)
+    monkeypatch.setattr(windows, "EXPANDED_ELEMENTS", 20)  # two lines of eight
+    monkeypatch.setattr(windows, "TASK_ELEMENTS", 70)  # four of these pieces
+    host = HostSide.allocate(
+        plan,
+        HostArena(HostSide.arena_bytes(plan)),
+        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.slots),
+    )
+    torch.manual_seed(0)
+    host.master.normal_()
+    master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
+    gradients = []
+    for number in range(3):
+        block = torch.empty(plan.slot_shape, dtype=plan.slot_dtype)
+        scales, values = scales_and_values(block)
+        scales.uniform_()
+        values.random_(-127, 128)
+        put(host, block, lr=0.01 * (1 + number))
+        gradients.append(values * scales.unsqueeze(1))
+    slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
+    close = host.close_window(at=0, eps=1e-8, deadline=0)
+    assert len(close.job.tasks) == 3
+    run(close)
+    close.job.wait()
+    rule_p_(master, exp_avg, exp_avg_sq, gradients, slots, step=3, eps=1e-8)
+    for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_job_waits_for_its_copies() -> None:
