@@ -51,6 +51,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"auto_ratio": 2}, ValueError, r"auto_ratio=2"),
     ({"device_share": 1.1}, ValueError, r"device_share=1.1"),
     ({"pt_reserved_cores_perc": 50}, ValueError, r"pt_reserved_cores_perc=50"),
+    ({"workers": 0}, ValueError, r"workers=0 must be an integer >= 1 or None"),
+    ({"workers": 10_000}, ValueError, r"workers=10000 must be in \[1, \d+\]: .*physical core.*lower it, or leave it"),
+    ({"worker_cores": [99_999]}, ValueError, r"worker_cores=\[99999\] must name .*may use: \[0"),
+    ({"worker_cores": [0], "workers": 2}, ValueError, r"workers=2 and worker_cores=\[0\] disagree"),
     ({"update_interval": 0}, ValueError, r"update_interval=0 must be an integer >= 1"),
     ({"select_interval": 0, "select_strategy": "step"}, ValueError, r"select_interval=0 must be an integer >= 1"),
     (

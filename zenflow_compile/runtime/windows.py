@@ -10,13 +10,29 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.copies import Ticket
 from zenflow_compile.runtime.host_adam import HostAdam
-from zenflow_compile.runtime.workers import Job
+from zenflow_compile.runtime.workers import Job, preferred_worker
 
-# Elements per task of a worker: large enough that a call's overhead vanishes, small enough to share among workers.
 TASK_ELEMENTS = 1 << 20
+"""Elements per task of a worker at most: large enough that a call's overhead vanishes, small enough that the other
+workers find something to take, and that an earlier deadline does not wait long."""
+
+# Below this a call's overhead shows: it is 20 us, and so many elements take ten times as long.
+_SMALLEST_TASK_ELEMENTS = 1 << 16
+_CUT_ELEMENTS = 64  # host kernels promise the same bits wherever a range is cut at multiples of this
+
+
+def task_ranges(elements: int, workers: int) -> list[slice]:
+    """Cuts a block for ``workers``: into parts of equal size, as many for each worker where that leaves them large.
+
+    Results do not depend on the cut.
+    """
+    parts = -(-elements // TASK_ELEMENTS)
+    parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))
+    size = max(_CUT_ELEMENTS, -(-elements // max(1, parts * _CUT_ELEMENTS)) * _CUT_ELEMENTS)
+    return [slice(begin, min(begin + size, elements)) for begin in range(0, elements, size)]
 
 
 @dataclass(slots=True)
@@ -45,6 +61,7 @@ class HostSide:
     """fp32 state ``[rest, length]``, gradient slots, upload buffers; all views of one arena, and the open window.
 
     Attributes:
+        workers: how many share a close.
         taken: gradients that the moments have taken so far.
         open: slots of the window that is open, oldest first; void slots never enter.
         closes: windows that closed and have not landed, oldest first.
@@ -59,6 +76,7 @@ class HostSide:
     gradients: list[Tensor]
     uploads: list[Tensor]
     kernel: HostAdam
+    workers: int = 1
     taken: int = 0
     open: list[Slot] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
@@ -68,7 +86,7 @@ class HostSide:
     _next_upload: int = 0
 
     @classmethod
-    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam) -> HostSide:
+    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1) -> HostSide:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it."""
         block = (plan.rest, plan.length)
         return cls(
@@ -79,6 +97,7 @@ class HostSide:
             gradients=[arena.take(block, plan.dtype) for _ in range(plan.slots)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
+            workers=workers,
             _slot_users=[None] * plan.slots,
         )
 
@@ -87,6 +106,14 @@ class HostSide:
         """What ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.rest, plan.length)
         return carved_bytes([(block, torch.float32)] * 3 + [(block, plan.dtype)] * (plan.slots + plan.uploads))
+
+    def touch(self, worker: int) -> None:
+        """Make resident, near the calling thread's core, the pages that worker ``worker`` will serve in every close."""
+        ranges = task_ranges(self.master.numel(), self.workers)
+        for number, part in enumerate(ranges):
+            if preferred_worker(number, len(ranges), self.workers) == worker:
+                for tensor in (*self.state(), *self.gradients, *self.uploads):
+                    touch_pages(tensor.view(-1)[part])
 
     @property
     def slot_busy(self) -> bool:
@@ -186,9 +213,8 @@ class HostSide:
         # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
         bytes_per_element = 2 * 3 * 4 + (len(slots) + 1) * self.plan.dtype.itemsize
 
-        def task(begin: int) -> Callable[[], int]:
+        def task(part: slice) -> Callable[[], int]:
             def run() -> int:
-                part = slice(begin, begin + TASK_ELEMENTS)
                 kernel(
                     master[part],
                     exp_avg[part],
@@ -203,7 +229,7 @@ class HostSide:
 
             return run
 
-        return [task(begin) for begin in range(0, out.numel(), TASK_ELEMENTS)]
+        return [task(part) for part in task_ranges(out.numel(), self.workers)]
 
 
 def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:
