@@ -54,7 +54,7 @@ def test_every_thread_works_on_its_own_part() -> None:
     assert 0 < host.elements * 22 <= SMALL
     for index in range(3):
         host.fill(index)
-    assert all((tensor == 1).all() for tensor in (*host._state, *host._gradients, host._out))
+    assert all((tensor == 1).all() for tensor in (*host._state, *host._narrow))
     host._state[1].fill_(3.0)
     host.copy(1)
     third = host.elements // 3
@@ -62,7 +62,7 @@ def test_every_thread_works_on_its_own_part() -> None:
     host.add(0)
     assert (host._state[0] != 1).nonzero().flatten().tolist() == list(range(third))
     before = host._state[2].clone()
-    for gradient in host._gradients:
+    for gradient in host._narrow[1:]:
         gradient.fill_(2.0)
     host.adam(2)
     assert torch.equal(before[: 2 * third], host._state[2][: 2 * third])

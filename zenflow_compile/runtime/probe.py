@@ -43,7 +43,7 @@ _CACHES = 3  # times the last-level cache that one measurement should go through
 _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 20, 2 << 30
 _MEMORY_SHARE = 4  # at most a quarter of what is available
 _LINK_BYTES = 256 << 20
-_QUICK_BYTES, _QUICK_LINK_BYTES, _QUICK_ROUNDS = 1 << 30, 64 << 20, 3
+_QUICK_BYTES, _QUICK_LINK_BYTES, _QUICK_ROUNDS = 512 << 20, 64 << 20, 3
 _BUDGET_S = 2.0  # per measurement: after that no further round begins
 _SELECTED = 10  # of so many columns one
 _SLOT = SlotCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
@@ -217,26 +217,24 @@ class _Host:
     """Host memory like a parameter's, and work on the part of each thread.
 
     Contents are ones: numbers that stay far from overflow and from the slow denormal ones, and that no processor elides
-    as it may zeros.
+    as it may zeros. Without a kernel there is only what ``add`` needs.
     """
 
     def __init__(self, total_bytes: int, threads: int, kernel: HostAdam | None = None) -> None:
         self._kernel = kernel
-        size = max(64, total_bytes // _HELD_BYTES // threads // 64 * 64)
+        fp32, bf16 = (2, 0) if kernel is None else (3, SLOTS + 1)
+        size = max(64, total_bytes // (4 * fp32 + 2 * bf16) // threads // 64 * 64)
         self.elements = size * threads
         self._parts = [slice(index * size, (index + 1) * size) for index in range(threads)]
-        shape = (self.elements,)
-        fp32, bf16 = [(shape, torch.float32)] * 3, [(shape, torch.bfloat16)] * (SLOTS + 1)
-        arena = HostArena(carved_bytes([*fp32, *bf16]))
-        self._state = [arena.take(*piece) for piece in fp32]
-        self._gradients = [arena.take(*piece) for piece in bf16[1:]]
-        self._out = arena.take(*bf16[0])
+        pieces = [((self.elements,), torch.float32)] * fp32 + [((self.elements,), torch.bfloat16)] * bf16
+        arena = HostArena(carved_bytes(pieces))
+        tensors = [arena.take(*piece) for piece in pieces]
+        self._state, self._narrow = tensors[:fp32], tensors[fp32:]
 
     def fill(self, index: int) -> None:
         """Without it pages would lie near another core, and those that are only read would all be one page of zeros."""
-        used = self._state if self._kernel is None else (*self._state, *self._gradients, self._out)
         with torch_private.one_intra_op_thread():
-            for tensor in used:
+            for tensor in (*self._state, *self._narrow):
                 tensor[self._parts[index]].fill_(1.0)
 
     def copy(self, index: int) -> None:
@@ -253,9 +251,9 @@ class _Host:
         assert self._kernel is not None
         part = self._parts[index]
         master, exp_avg, exp_avg_sq = (tensor[part] for tensor in self._state)
-        window = [gradient[part] for gradient in self._gradients]
+        out, *window = (tensor[part] for tensor in self._narrow)
         slots = [_SLOT] * SLOTS
-        self._kernel(master, exp_avg, exp_avg_sq, window, slots, step=SLOTS, eps=1e-8, out=self._out[part])
+        self._kernel(master, exp_avg, exp_avg_sq, window, slots, step=SLOTS, eps=1e-8, out=out)
 
 
 def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, rounds: int) -> LinkRates:
