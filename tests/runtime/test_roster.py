@@ -115,3 +115,22 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
     assert "ulimit -l" in message
     assert len(found.offloaded) == 6  # everything works on unpinned memory
     found.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_every_arena_is_touched_by_the_workers_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    touch = HostSide.touch
+    seen: list[set[int]] = []
+
+    def watched(host: HostSide, worker: int) -> None:
+        assert not host.master.is_pinned()
+        seen.append(os.sched_getaffinity(0))
+        touch(host, worker)
+
+    monkeypatch.setattr(HostSide, "touch", watched)
+    optimizer = optimizer_on(mlp().cuda())
+    engine = optimizer.engine
+    assert {core for mask in seen for core in mask} == set(engine.worker_cores)
+    assert all(offloaded.host.master.is_pinned() for offloaded in engine.offloaded.values())
+    optimizer.close()
