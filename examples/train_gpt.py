@@ -44,6 +44,7 @@ _COUNTS = (
     "save_every",
 )
 DEFAULT_OUT = "runs/train_gpt"
+CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
 
 def train(config: TrainConfig, *, text: Text | None = None, console: Console | None = None) -> TrainResult:
@@ -84,6 +85,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         staleness=config.staleness,
         full_warm_up_rounds=config.warm_up,
         max_grad_norm=config.max_grad_norm,
+        pt_reserved_cores_perc=CORES_OF_PYTORCH if device.type == "cpu" else None,
     )
     scheduler = LambdaLR(optimizer, config.rate)
     compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
@@ -215,11 +217,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
 def share_cores(device: torch.device) -> None:
     """Leave the cores that run host updates to them, where the device is the CPU itself; alike for every policy.
 
-    Half of the cores, the default of ``pt_reserved_cores_perc``. A parallel region of PyTorch lasts as long as its
+    Half of the cores, as ``CORES_OF_PYTORCH`` tells the optimizer. A parallel region of PyTorch lasts as long as its
     slowest thread, so that one core shared with a worker would slow down all.
     """
     if device.type == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        torch.set_num_threads(max(1, int(CORES_OF_PYTORCH * torch.get_num_threads())))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -86,13 +86,13 @@ class Options:
         offload: Keep the state of the selected columns off the device too. Not in this version.
         auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window closes when the norm of what
             waits reaches this share of the average norm of what is selected.
-        pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch. The others, at least
-            one, run host updates, and so do at most all but two. Ignored where ``workers`` or ``worker_cores`` is
-            given.
-        workers: Threads that run host updates, >= 1, at most one per physical core; None derives them from
-            ``pt_reserved_cores_perc``.
-        worker_cores: The logical cores that workers are pinned to, one worker each; None takes the last physical
-            cores that this process may use.
+        pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch; the others, at least one,
+            run host updates. None leaves it two cores, and one for each DataLoader worker process that is alive when
+            the optimizer is made. Ignored where ``workers`` or ``worker_cores`` is given.
+        workers: Threads that run host updates, >= 1, at most one per physical core that this process may use; None
+            derives them from ``pt_reserved_cores_perc``.
+        worker_cores: The logical cores that workers are pinned to, one worker each; None takes physical cores that
+            this process may use and that have the fewest workers of its other optimizers, the last ones first.
         steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
         gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that
@@ -129,7 +129,7 @@ class Options:
     staleness: int = 0
     offload: bool = False
     auto_ratio: float = 0.99
-    pt_reserved_cores_perc: float = 0.5
+    pt_reserved_cores_perc: float | None = None
     workers: int | None = None
     worker_cores: tuple[int, ...] | None = None
     steps_per_epoch: int | None = None
@@ -157,8 +157,10 @@ class Options:
             "spare_device_bytes": check_integer("spare_device_bytes", self.spare_device_bytes, 0),
             "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
         }
-        for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "device_share"):
+        for name in ("topk_ratio", "auto_ratio", "device_share"):
             checked[name] = check_ratio(name, getattr(self, name))
+        if self.pt_reserved_cores_perc is not None:
+            checked["pt_reserved_cores_perc"] = check_ratio("pt_reserved_cores_perc", self.pt_reserved_cores_perc)
         for name in ("select_interval", "update_interval"):
             if (value := getattr(self, name)) != "auto":
                 checked[name] = check_integer(name, value, 1, remedy=' or "auto"')

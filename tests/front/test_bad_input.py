@@ -62,6 +62,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"min_update_interval=3 must be an integer in \[1, 2\]: no more than max_update_interval=2",
     ),
     ({"max_update_interval": 0}, ValueError, r"max_update_interval=0 must be an integer >= 1"),
+    ({"workers": 0}, ValueError, r"workers=0 must be an integer >= 1 or None"),
+    ({"workers": 10_000}, ValueError, r"workers=10000 must be in \[1, \d+\]: .*physical core.*lower it, or leave it"),
+    ({"worker_cores": [99_999]}, ValueError, r"worker_cores=\[99999\] must name .*may use: \[0"),
+    ({"worker_cores": [0], "workers": 2}, ValueError, r"workers=2 and worker_cores=\[0\] disagree"),
     ({"update_interval": 0}, ValueError, r"update_interval=0 must be an integer >= 1"),
     ({"select_interval": 0, "select_strategy": "step"}, ValueError, r"select_interval=0 must be an integer >= 1"),
     (

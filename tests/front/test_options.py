@@ -56,7 +56,8 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("host_kernel", "triton"),
 ]
 WRONG_TYPE: list[tuple[str, Any]] = [
-    *((name, value) for name in RATIOS for value in (True, "0.1", None, 1j)),
+    *((name, value) for name in RATIOS for value in (True, "0.1", 1j)),
+    *((name, None) for name in RATIOS if name != "pt_reserved_cores_perc"),
     ("max_grad_norm", "1.0"),
     ("max_grad_norm", True),
     ("update_interval", True),

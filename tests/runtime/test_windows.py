@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -177,6 +178,48 @@ def test_compressed_gradients_are_expanded_by_whole_lines(monkeypatch: pytest.Mo
     rule_p_(master, exp_avg, exp_avg_sq, gradients, slots, step=3, eps=1e-8)
     for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 14])
+@pytest.mark.parametrize("elements", [0, 1, 63, 64, 65, 1 << 16, (1 << 20) - 1, (1 << 20) + 1, 8_493_466, 33 << 20])
+def test_a_block_is_cut_evenly_for_the_workers(elements: int, workers: int) -> None:
+    ranges = windows.task_ranges(elements, workers)
+    assert [part.start for part in ranges] == [0, *(part.stop for part in ranges)][: len(ranges)]
+    assert (ranges[-1].stop if ranges else 0) == elements
+    sizes = [part.stop - part.start for part in ranges]
+    assert all(size % 64 == 0 for size in sizes[:-1])
+    assert max(sizes, default=0) <= windows.TASK_ELEMENTS
+    if elements >= workers << 18:  # large enough for all: the last task is hardly smaller, and nobody gets one more
+        assert len(ranges) % workers == 0
+        assert max(sizes) - min(sizes) <= 64 * len(ranges)
+
+
+def test_small_blocks_stay_whole_and_others_use_every_worker() -> None:
+    assert len(windows.task_ranges(100_000, 14)) == 1
+    assert len(windows.task_ranges((1 << 20) + 1, 14)) == 14
+    assert len(windows.task_ranges((1 << 20) + 1, 1)) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_touch_what_they_will_serve_and_nothing_twice(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "TASK_ELEMENTS", 64)
+    host = host_of()
+    host.workers = workers
+    touched: list[tuple[int, int]] = []
+
+    def touch(tensor: Tensor) -> None:
+        touched.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+
+    monkeypatch.setattr(windows, "touch_pages", touch)
+    by_worker = []
+    for worker in range(workers):
+        begin = len(touched)
+        host.touch(worker)
+        by_worker.append(sum(end - start for start, end in touched[begin:]))
+    assert sum(by_worker) == PLAN.host_bytes
+    assert max(by_worker) == min(by_worker) == PLAN.host_bytes // workers
+    ordered = sorted(touched)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
 
 
 def test_a_job_waits_for_its_copies() -> None:

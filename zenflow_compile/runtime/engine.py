@@ -130,6 +130,11 @@ class Engine:
         return self.schedule.adaptive_windows
 
     @property
+    def worker_cores(self) -> tuple[int, ...]:
+        """The logical core of each worker."""
+        return self.roster.transport.workers.cores
+
+    @property
     def selections(self) -> int:
         """Re-selections so far."""
         return self.landing.selections

@@ -10,14 +10,33 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.copies import Ticket
 from zenflow_compile.runtime.host_adam import HostAdam
-from zenflow_compile.runtime.workers import Job
+from zenflow_compile.runtime.workers import Job, preferred_worker
 
-# Elements per task of a worker: large enough that a call's overhead vanishes, small enough to share among workers.
 TASK_ELEMENTS = 1 << 20
+"""Elements per task of a worker at most: large enough that a call's overhead vanishes, small enough that the other
+workers find something to take, and that an earlier deadline does not wait long."""
+
+# Below this a call's overhead shows: it is 20 us, and so many elements take ten times as long.
+_SMALLEST_TASK_ELEMENTS = 1 << 16
+CUT_ELEMENTS = 64  # host kernels promise the same bits wherever a range is cut at multiples of this
+
+
+def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[slice]:
+    """Cuts a block for ``workers``: into parts of equal size, as many for each worker where that leaves them large.
+
+    Results do not depend on the cut.
+
+    Args:
+        unit: every part but the last is a multiple of so many elements.
+    """
+    parts = -(-elements // TASK_ELEMENTS)
+    parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))
+    size = max(unit, -(-elements // max(1, parts * unit)) * unit)
+    return [slice(begin, min(begin + size, elements)) for begin in range(0, elements, size)]
 
 
 def touched_bytes(plan: ParamPlan, gradients: int) -> float:
@@ -59,6 +78,7 @@ class HostSide:
     """fp32 state and upload buffers ``[rest, length]``, gradient slots; all views of one arena, and the open window.
 
     Attributes:
+        workers: how many share a close.
         taken: gradients that the moments have taken so far.
         open: slots of the window that is open, oldest first; void slots never enter.
         closes: windows that closed and have not landed, oldest first.
@@ -73,6 +93,7 @@ class HostSide:
     gradients: list[Tensor]
     uploads: list[Tensor]
     kernel: HostAdam
+    workers: int = 1
     taken: int = 0
     open: list[Slot] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
@@ -82,7 +103,7 @@ class HostSide:
     _next_upload: int = 0
 
     @classmethod
-    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam) -> HostSide:
+    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1) -> HostSide:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it."""
         block = (plan.rest, plan.length)
         return cls(
@@ -93,6 +114,7 @@ class HostSide:
             gradients=[arena.take(plan.slot_shape, plan.slot_dtype) for _ in range(plan.slots)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
+            workers=workers,
             _slot_users=[None] * plan.slots,
         )
 
@@ -102,6 +124,16 @@ class HostSide:
         block = (plan.rest, plan.length)
         gradients = [(plan.slot_shape, plan.slot_dtype)] * plan.slots
         return carved_bytes([(block, torch.float32)] * 3 + gradients + [(block, plan.dtype)] * plan.uploads)
+
+    def touch(self, worker: int) -> None:
+        """Make resident, near the calling thread's core, the pages that worker ``worker`` will serve in every close."""
+        ranges = self.task_ranges()
+        elements = self.master.numel()
+        for number, part in enumerate(ranges):
+            if preferred_worker(number, len(ranges), self.workers) == worker:
+                for tensor in (*self.state(), *self.gradients, *self.uploads):
+                    size = tensor.numel()  # of a compressed gradient another one
+                    touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
 
     @property
     def slot_busy(self) -> bool:
@@ -201,12 +233,9 @@ class HostSide:
         read = expanded if plan.compressed else _flat
         # What is expanded should stay in the cache until the kernel has read it, and begin with a line.
         piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
-        whole = max(1, TASK_ELEMENTS // piece) * piece
         touched = touched_bytes(plan, len(slots))
 
-        def task(begin: int) -> Callable[[], int]:
-            end = min(begin + whole, out.numel())
-
+        def task(begin: int, end: int) -> Callable[[], int]:
             def run() -> int:
                 for first in range(begin, end, piece):
                     part = slice(first, min(first + piece, end))
@@ -224,7 +253,13 @@ class HostSide:
 
             return run
 
-        return [task(begin) for begin in range(0, out.numel(), whole)]
+        return [task(part.start, part.stop) for part in self.task_ranges()]
+
+    def task_ranges(self) -> list[slice]:
+        """The elements of every task of a close; compressed gradients are cut between lines."""
+        return task_ranges(
+            self.master.numel(), self.workers, self.plan.length if self.plan.compressed else CUT_ELEMENTS
+        )
 
 
 def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
