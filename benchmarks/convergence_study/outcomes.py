@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.convergence_study.plan import Phase, Run
+from benchmarks.convergence_study.plan import REFERENCE, Phase, Run
+from examples.settings import TrainConfig
 from examples.stdlib_text import Text, load_headers, load_text, validation_batches
 from examples.train_gpt import evaluate, initial_model, train
 
@@ -67,8 +68,8 @@ def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, An
     measured: dict[str, Any] = {}
     if run.start:
         config = replace(config, start_from=str(checkpoint(run.start, folder)))
-        batches = validation_batches(text, count=config.evaluation_batches, batch=config.batch, context=config.context)
-        measured["loss_before"] = evaluate(initial_model(config), batches, config.torch_device())
+        if run.rule is REFERENCE:  # where all rules of this seed begin
+            measured["loss_before"] = _loss_before(config, text)
     if keep:
         config = replace(config, out=str(checkpoint(run, folder).parent))
     result = train(config, text=text)
@@ -79,6 +80,11 @@ def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, An
         "torch": torch.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _loss_before(config: TrainConfig, text: Text) -> float:
+    batches = validation_batches(text, count=config.evaluation_batches, batch=config.batch, context=config.context)
+    return evaluate(initial_model(config), batches, config.torch_device())
 
 
 def checkpoint(run: Run, folder: Path) -> Path:
