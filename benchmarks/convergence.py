@@ -2,6 +2,7 @@
 
     python -m benchmarks.convergence                  10M parameters, three seeds: about an hour on one core
     python -m benchmarks.convergence --resume         go on where it was cut off
+    python -m benchmarks.convergence --again "zenflow, S = 8"    the same, with a rule whose code has changed
     python -m benchmarks.convergence --model tiny     the model of examples.train_gpt
     python -m benchmarks.convergence --tables         write what is in the results file into the documents
 
@@ -25,7 +26,7 @@ from types import MappingProxyType
 from rich.console import Console
 
 from benchmarks.convergence_study.outcomes import Outcomes, Texts, checkpoint, perform, phase_text
-from benchmarks.convergence_study.plan import PHASES, STUDIES, Run, Study, plan, sweep
+from benchmarks.convergence_study.plan import PHASES, RULES, STUDIES, Run, Study, plan, sweep
 from benchmarks.convergence_study.tables import fill, markdown, report, summary
 from examples.train_gpt import share_cores
 
@@ -60,11 +61,15 @@ def on_device(study: Study, device: str, inner: str) -> Study:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study; exits with 1 if a claim does not hold."""
+    names = tuple(dict.fromkeys(rule.name for phase in PHASES for rule in RULES[phase]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=tuple(STUDIES), default="10m", help="%(default)s")
     parser.add_argument("--phase", choices=(*PHASES, "both"), default="both", help="%(default)s")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="keep what the results file has of this model")
+    parser.add_argument(
+        "--again", action="append", choices=names, metavar="RULE", help="as --resume, but run this rule again"
+    )
     parser.add_argument("--sweep", action="store_true", help="at the end, try the reference at other rates")
     parser.add_argument("--tables", action="store_true", help="run nothing, fill README.md and docs/convergence.md")
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager", help="%(default)s")
@@ -81,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fill(ROOT / "docs" / "convergence.md", markdown(study, outcomes, seeds))
         fill(ROOT / "README.md", summary(study, outcomes, seeds))
     else:
-        if not given.resume:
-            outcomes.forget(given.model)
+        outcomes.forget(given.model, given.again or (() if given.resume else names))
         share_cores(study.configs["scratch"].torch_device())
         runs = [*plan(study, phases, seeds), *(sweep(study, phases, seeds[0]) if given.sweep else ())]
         measure(runs, outcomes, CHECKPOINTS, console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -47,9 +47,9 @@ class Outcomes:
         self._rows.append(identity | measured)
         common.write_results(NAME, self._rows)
 
-    def forget(self, model: str) -> None:
-        """Drop the rows of ``model``, so that all of its runs are due again."""
-        self._rows = [row for row in self._rows if row["model"] != model]
+    def forget(self, model: str, rules: Container[str]) -> None:
+        """Drop the rows of ``model`` under ``rules``, given by name, so that these runs are due again."""
+        self._rows = [row for row in self._rows if row["model"] != model or row["rule"] not in rules]
 
 
 def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, Any]:

@@ -102,8 +102,8 @@ STUDIES = MappingProxyType(
         ),
     }
 )
-"""From scratch the rate is the best of ``rates`` for the reference; the one of fine-tuning is low on purpose, a fifth of it
-or less. Losses at all of them are in docs/convergence.md."""
+"""From scratch the rate is the best of ``rates`` for the reference; the one of fine-tuning is low on purpose, a fifth
+of it or less. Losses at all of them are in docs/convergence.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

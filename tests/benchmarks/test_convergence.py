@@ -175,9 +175,10 @@ def test_other_settings_are_other_runs(study: Study, tmp_path: Path) -> None:
     ):
         assert outcomes.find(changed) is None
     assert outcomes.find(replace(run, config=replace(run.config, evaluate_every=1))) is not None
-    outcomes.forget("other")
+    outcomes.forget("other", [REFERENCE.name])
+    outcomes.forget("test", [S4])
     assert outcomes.find(run) is not None
-    outcomes.forget("test")
+    outcomes.forget("test", [REFERENCE.name])
     assert outcomes.find(run) is None
 
 
@@ -289,6 +290,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--model", "100m"], "invalid choice"),
         (["--phase", "pretraining"], "invalid choice"),
+        (["--again", "zenflow"], "invalid choice"),
     ):
         with pytest.raises(SystemExit):
             convergence.main(arguments)
