@@ -37,7 +37,9 @@ def write_results(name: str, rows: Sequence[dict[str, Any]]) -> Path:
     """Write ``rows`` and the machine to ``benchmarks/results/NAME.json`` and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": list(rows)}, indent=2) + "\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"machine": machine(), "rows": list(rows)}, indent=2) + "\n")
+    os.replace(unfinished, path)  # atomic: a benchmark that writes after every run may be cut off here
     return path
 
 
