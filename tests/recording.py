@@ -33,12 +33,14 @@ class RecordingEngine:
         *,
         ratio: float = 0.5,
         finalizes_in_backward: bool = False,
+        weight_grad_bytes: int = 0,
         placement: Placement = Placement.SPLIT_COLUMNS,
     ) -> None:
         named = [(name, param) for name, param in named if param.requires_grad]
         self.id = next(_ids)
         self.implicit = finalizes_in_backward
         self.finalizes_in_backward = finalizes_in_backward
+        self.weight_grad_bytes = weight_grad_bytes
         self.graphs: list[Any] = []
         self.orders: list[list[int]] = []
         self.synchronized = 0

@@ -137,6 +137,7 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, 
     params: dict[int, list[tuple[int, int]]] = {}
     for each in owned:
         params.setdefault(each.engine_id, []).append((each.p, each.input_index))
+    forward_order: dict[int, list[int]] = {}
 
     def rewrite(gm: GraphModule, phase: str) -> None:
         for engine_id, pairs in params.items():
@@ -150,9 +151,12 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, 
                 phase=Phase(phase),
                 params=tuple(pairs),
                 finalizes_in_backward=engine.finalizes_in_backward,
+                forward_order=tuple(forward_order.get(engine_id, ())),
+                weight_grad_bytes=engine.weight_grad_bytes,
             )
             engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
             if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
+                forward_order[engine_id] = order
                 engine.declare_forward_order(order)
 
     return rewrite

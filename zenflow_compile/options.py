@@ -95,6 +95,8 @@ class Options:
             gradients are split and copied in the last of them. None: any number, and they are final at ``step()``.
         device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
             they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
+        spare_device_bytes: Device memory, in bytes, to be filled with the optimizer state of further parameters, whole,
+            in the order of the forward: they are then updated at every step, and the host gets less to do.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
         accumulate_on_device: Sum the gradients of a window on the device, which needs a model-sized buffer there, and
             copy the sum once per window. Another rule: one step on the window's mean gradient (docs/options.md).
@@ -129,6 +131,7 @@ class Options:
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int | None = None
     device_share: float = 0.25
+    spare_device_bytes: int = 0
     min_offload_size: int = 4096
     accumulate_on_device: bool = False
     gradient_compression: str | None = None
@@ -146,6 +149,7 @@ class Options:
             "max_update_interval": check_integer("max_update_interval", self.max_update_interval, 1),
             "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
             "staleness": check_integer("staleness", self.staleness, 0, 1),
+            "spare_device_bytes": check_integer("spare_device_bytes", self.spare_device_bytes, 0),
             "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
         }
         for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "device_share"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -201,6 +202,41 @@ def unregister_host_memory(address: int) -> None:
     ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
     """
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def has_stream_values() -> bool:
+    """Whether the driver's stream memory operations can be called: PyTorch's CUDA builds bring ``cuda-bindings``."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+def stream_write_value(stream: int, address: int, value: int) -> None:
+    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all that was queued before.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    default = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+    _check_driver("cuStreamWriteValue32", driver.cuStreamWriteValue32(stream, address, value, default))
+
+
+def stream_wait_value(stream: int, address: int, value: int) -> None:
+    """``cuStreamWaitValue32``: the stream goes on when what is at ``address`` is ``value`` or beyond, modulo 2**32.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    beyond = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    _check_driver("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, beyond))
+
+
+def _check_driver(call: str, result: Any) -> None:
+    error = result[0] if isinstance(result, tuple) else result
+    if int(error) != 0:
+        raise RuntimeError(f"{call}: {error}")
 
 
 def fused_adamw_multi_(

@@ -217,6 +217,28 @@ def aot_gradients(graph: torch.fx.Graph) -> dict[int, int]:
     }
 
 
+def readers_of_memory(
+    graph: torch.fx.Graph, nodes: Sequence[torch.fx.Node]
+) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """For each node, the operators that read its memory, through itself or any view of it.
+
+    Fake tensors share storages as the real ones do. Seen in torch 2.11 and 2.13.
+    """
+    aliases: dict[int | None, list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        aliases.setdefault(storage_of(node), []).append(node)
+    return {
+        node: [user for alias in aliases[storage_of(node)] for user in alias.users if user.op != "output"]
+        for node in nodes
+    }
+
+
+def storage_of(node: torch.fx.Node) -> int | None:
+    """What all nodes with the same memory have in common; None for those that are no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
 def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> None:
     """Tell Inductor what a rewrite changed that it would not see by itself.
 
@@ -311,12 +333,12 @@ def compile_with_aot(
 ) -> Callable[..., Any]:
     """AOTAutograd's graphs, rewritten, run node by node: no code generation. Seen in torch 2.11 and 2.13.
 
-    The default partitioner is used, which recomputes nothing that the user did not mark with checkpoint: results are
-    then eager's, bit for bit in most graphs.
+    The partitioner is Inductor's, so that the graphs are, too. It saves weights as such, where AOTAutograd's default
+    would save transposed views of them, which hide from the passes whose memory they read.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import default_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiler(phase: str) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -330,7 +352,7 @@ def compile_with_aot(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
-        partition_fn=default_partition,
+        partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled

@@ -114,7 +114,7 @@ def unknown_option(name: object, valid: tuple[str, ...], *, where: str = "") -> 
     if isinstance(name, str) and name in _TORCH_ADAMW_ONLY:
         reason = _TORCH_ADAMW_ONLY[name]
         return TypeError(f'option "{name}"{where} of torch.optim.AdamW is not supported: {reason}')
-    remedy = nearest(str(name), valid) or f"; valid options are {', '.join(valid[:24])}"
+    remedy = nearest(str(name), valid) or f"; valid options are {', '.join(valid[:40])}"
     return TypeError(f"unknown option {name!r}{where}{remedy}")
 
 

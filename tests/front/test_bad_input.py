@@ -59,6 +59,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"select_interval=2 .*must be at least update_interval=4.*raise select_interval or lower update_interval",
     ),
     ({"select_interval": 8}, ValueError, r'select_interval=8 has no unit under select_strategy="auto"; pass'),
+    ({"spare_device_bytes": -1}, ValueError, r"spare_device_bytes=-1 must be an integer >= 0"),
+    ({"staging_bytes": 0}, ValueError, r"staging_bytes=0 must be an integer >= 1 or None"),
+    ({"weight_grad_order": "late"}, ValueError, r'weight_grad_order=.late. is not one of "asap", "forward"'),
+    ({"weight_grad_bytes": -1}, ValueError, r"weight_grad_bytes=-1 must be an integer >= 0 or None"),
     ({"gradient_accumulation_steps": 0}, ValueError, r"gradient_accumulation_steps=0"),
     ({"max_grad_norm": 0}, ValueError, r"max_grad_norm=0 must be a finite number > 0; None turns clipping off"),
     ({"lr": -1.0}, ValueError, r"lr=-1.0 must be a finite number >= 0"),
@@ -83,6 +87,17 @@ def test_bad_options(options: dict[str, Any], kind: type[Exception], message: st
         torch.compile(model, backend="zenflow", options={"inner": "eager", **options})(batch(0)[0])
     assert untouched(model)
     ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
+
+
+def test_a_staging_ring_smaller_than_the_largest_block() -> None:
+    model = mlp()
+    largest = max(param.numel() for param in model.parameters()) * 4
+    message = rf"staging_bytes=64 must be at least {largest}, what param\d uploads at once; raise it, raise topk_ratio"
+    with pytest.raises(ValueError, match=message):
+        ZenFlowAdamW(model.parameters(), **{**OFFLOAD_ALL, "topk_ratio": 0.0, "staging_bytes": 64})
+    assert untouched(model)
+    optimizer = ZenFlowAdamW(model.parameters(), **{**OFFLOAD_ALL, "topk_ratio": 0.0, "staging_bytes": largest})
+    assert optimizer.engine.roster.transport.up_ring.nbytes == largest
 
 
 # Parameters.

@@ -65,6 +65,7 @@ class Capture:
                 phase=Phase(phase),
                 params=params,
                 finalizes_in_backward=self.engine.finalizes_in_backward,
+                weight_grad_bytes=self.engine.weight_grad_bytes,
             )
             self.before[ctx.phase] = str(graph.graph)
             self.reports[ctx.phase] = run_pipeline(graph, ctx, self.passes.get(ctx.phase, ()))

@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
+from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import Phase, written_inputs
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import Placement
@@ -19,8 +20,8 @@ def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:
     return found
 
 
-def test_updates_sit_on_the_tail(recording: Callable[..., RecordingEngine]) -> None:
-    """Behind every node of the model's own, for the parameters that the backward graph has as inputs."""
+def test_updates_come_as_early_as_the_dataflow_allows(recording: Callable[..., RecordingEngine]) -> None:
+    """Behind the parameter's last read and its gradient's copy, in front of what has nothing to do with it."""
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
@@ -30,14 +31,47 @@ def test_updates_sit_on_the_tail(recording: Callable[..., RecordingEngine]) -> N
     updates = nodes(backward, ops.UPDATE_ON_HOST)
     assert updates, "no parameter is an input of this backward: the test shows nothing"
     assert len(updates) == len(nodes(backward, ops.ADAM_COLUMNS_)) == len(written_inputs(backward.graph))
-    tail = list(backward.graph.nodes)[-1 - 2 * len(updates) : -1]
-    assert {node.target for node in tail} == {ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST}
+    position = {node: number for number, node in enumerate(backward.graph.nodes)}
+    last_gemm = max(position[node] for node in nodes(backward, torch.ops.aten.mm.default))
+    assert min(position[node] for node in updates) < last_gemm
+    for write in nodes(backward, ops.ADAM_COLUMNS_):
+        param, p = write.args[0], write.args[-1]
+        reads = private.readers_of_memory(backward.graph, [param])[param]  # type: ignore[list-item, index]
+        own_copy = next(node for node in nodes(backward, ops.COPY_TO_HOST) if node.args[-1] == p)
+        assert position[own_copy] < position[write]
+        assert max(position[node] for node in reads) == position[write]
     assert engine.runs("update_on_host") == {node.args[-1]: 1 for node in updates}
     assert engine.runs("adam_columns_") == engine.runs("update_on_host")
     for p, name in enumerate(expected):
         if p in OFFLOADED:
             torch.testing.assert_close(engine.received[p], expected[name])
     capture.assert_idempotent(Phase.BACKWARD)
+
+
+def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., RecordingEngine]) -> None:
+    """The graph reads the weight's memory once more after its gradient is complete, through a transposed view."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.sin(x @ self.first) @ self.weight.detach().t()  # read in the backward, no gradient from here
+            return torch.sin(inner) @ self.weight
+
+    model, x = Twice(), torch.randn(3, 4)
+    expected = reference_gradients(model, x)
+    engine = recording(model, finalizes_in_backward=True)
+    capture = Capture(engine, READABLE)
+    capture.run(model, x)
+    backward = capture.after[Phase.BACKWARD]
+    write = next(node for node in nodes(backward, ops.ADAM_COLUMNS_) if node.args[-1] == 1)
+    copy = next(node for node in nodes(backward, ops.COPY_TO_HOST) if node.args[-1] == 1)
+    between = list(backward.graph.nodes)
+    between = between[between.index(copy) : between.index(write)]
+    assert torch.ops.aten.mm.default in {node.target for node in between}
+    torch.testing.assert_close(engine.received, {0: expected["first"], 1: expected["weight"]})
 
 
 def test_leaves_updates_to_step(recording: Callable[..., RecordingEngine]) -> None:

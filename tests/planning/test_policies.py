@@ -129,7 +129,7 @@ def test_what_cannot_be_served_stays_on_the_device(spec: ParamSpec, offloaded: b
 
 @pytest.mark.parametrize(
     ("shape", "dim", "lines", "length"),
-    [((64, 32), 0, 64, 32), ((32, 64), 1, 64, 32), ((64, 64), 1, 64, 64), ((8, 4, 3, 3), 1, 36, 8)],
+    [((64, 32), 0, 64, 32), ((32, 64), 1, 64, 32), ((64, 64), 0, 64, 64), ((8, 4, 3, 3), 1, 36, 8)],
 )
 def test_lines_run_along_the_longer_side(shape: tuple[int, ...], dim: int, lines: int, length: int) -> None:
     param = plan_of([shape], device_share=0.0, min_offload_size=1).params[0]
@@ -178,6 +178,19 @@ def test_device_share_takes_first_block_then_embeddings_then_head() -> None:
 def test_a_first_block_that_is_too_large_leaves_room_for_the_embedding() -> None:
     shapes: Shapes = [(64, 64), *[(512, 64), (64, 512)] * 4, (64, 64)]
     assert on_device(plan_of(shapes, device_share=0.05)) == {0, 9}
+
+
+def test_spare_device_memory_is_filled_in_the_order_of_the_forward() -> None:
+    shapes: Shapes = [(64, 64)] * 8
+    state = 2 * 4 * 64 * 64  # two fp32 moments; the weights are their own master
+    for device_share, first in ((0.0, set()), (0.25, {0, 1})):
+        left = [index for index in range(8) if index not in first]
+        for count in range(len(left) + 1):
+            for spare in (count * state, (count + 1) * state - 1):
+                plan = plan_of(shapes, device_share=device_share, spare_device_bytes=spare)
+                assert on_device(plan) == first | set(left[:count])
+    masters = make_plan([ParamSpec("", (64, 64), torch.bfloat16)] * 3, Options(spare_device_bytes=3 * 64 * 64 * 4))
+    assert on_device(masters) == {0}
 
 
 def test_models_without_blocks_keep_nothing() -> None:

@@ -26,6 +26,7 @@ def test_known_run():
         "stall_share": 8 / 80,
         "stall_early_share": 1.0,  # 2 of the 9 ms of forward work were done: under a quarter
         "stall_by_param": {"first": 4.0},
+        "slack_by_block": {},
         "forward_ms_per_step": 9.0,  # 14 without 4 of waiting and 1 of merging
         "backward_ms_per_step": 20.0,
         "update_ms_per_step": 6.0,

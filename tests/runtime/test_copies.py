@@ -169,8 +169,10 @@ def test_a_failed_copy_does_not_lose_its_buffer() -> None:
 
 def test_a_ring_grows_when_nothing_is_in_use() -> None:
     ring = StagingRing(2, 0, CPU)
-    ring.fit(64)
+    ring.fit(2, 64)
     assert ring.nbytes == 128
-    ring.fit(32)
+    ring.fit(2, 32)
     assert ring.nbytes == 128
+    ring.fit(4, 32)
+    assert (ring.nbytes, ring.free) == (256, 4)
     assert ring.take((4, 4), torch.float32).tensor.shape == (4, 4)

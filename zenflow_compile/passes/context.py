@@ -34,7 +34,9 @@ class PassContext:
         phase: which graph this is.
         params: ``(p, input index)`` for each parameter of the engine that Dynamo's graph has as an input: ``p`` is the
             index in the plan, the input index counts the inputs of Dynamo's graph.
-        finalizes_in_backward: the update nodes may sit on the tail of the backward graph.
+        finalizes_in_backward: the update nodes may sit in the backward graph.
+        forward_order: parameters by first use in the forward, as far as known.
+        weight_grad_bytes: how much the order of weight gradients may keep alive; 0 leaves the order as it is.
     """
 
     plan: Plan
@@ -42,6 +44,13 @@ class PassContext:
     phase: Phase
     params: tuple[tuple[int, int], ...]
     finalizes_in_backward: bool = False
+    forward_order: tuple[int, ...] = ()
+    weight_grad_bytes: int = 0
+
+    def in_forward_order(self) -> list[int]:
+        """This graph's parameters by first use in the forward; those that it did not say in the plan's order."""
+        known = {p: position for position, p in enumerate(self.forward_order)}
+        return sorted((p for p, _ in self.params), key=lambda p: (known.get(p, len(known)), p))
 
     def offloaded(self) -> Iterator[tuple[ParamPlan, int]]:
         """The parameters that have anything inserted for them, with their input indices."""

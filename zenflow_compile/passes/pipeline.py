@@ -13,6 +13,7 @@ from zenflow_compile.passes.context import GraphPass, PassContext, Phase, writte
 from zenflow_compile.passes.fetch_parameters import FetchParameters
 from zenflow_compile.passes.fuse_nodes import FuseNodes
 from zenflow_compile.passes.offload_gradients import OffloadGradients
+from zenflow_compile.passes.order_gradients import OrderGradients
 from zenflow_compile.passes.select_columns import SelectColumns
 from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
 from zenflow_compile.planning.plan import Plan
@@ -20,7 +21,7 @@ from zenflow_compile.planning.plan import Plan
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
     Phase.FORWARD: (FetchParameters(), FuseNodes()),
     Phase.INFERENCE: (FetchParameters(), FuseNodes()),
-    Phase.BACKWARD: (SelectColumns(), OffloadGradients(), UpdateParameters(), FuseNodes()),
+    Phase.BACKWARD: (OrderGradients(), SelectColumns(), OffloadGradients(), UpdateParameters(), FuseNodes()),
     Phase.STEP: (FuseNodes(),),
 }
 

@@ -1,4 +1,4 @@
-"""The optimizer's own nodes: one emitter, for the tail of a backward graph and for a step graph of their own."""
+"""The optimizer's own nodes: one emitter, for a backward graph and for a step graph of their own."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def build_step_graph(plan: Plan, engine_id: int) -> GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class UpdateParameters:
-    """Updates on the tail of the backward graph, where no ``step()`` will come.
+    """Updates inside the backward graph, where no ``step()`` will come: as early as the dataflow allows.
 
     Before::
 
         zenflow.copy_to_host(token, engine, p)
-        ...                                               # the rest of the backward reads param
+        ...                                               # reads param for the gradient of its input
+        ...                                               # the rest of the backward
         return (...)
 
     After::
@@ -58,11 +59,12 @@ class UpdateParameters:
         ...
         zenflow.adam_columns_(param, token, engine, p)
         zenflow.update_on_host(token, engine, p)
+        ...
         return (...)
 
-    The tail is behind this graph's last read of every parameter. Whether another graph still has to read one, or to add
-    to its gradient, only the engine knows: it may put the update off to the end of the backward. It does that as well
-    for parameters that this graph does not have as inputs.
+    The update is behind this graph's last read of the parameter's memory, through whatever view. Whether another graph
+    still has to read it, or to add to its gradient, only the engine knows: it may put the update off to the end of the
+    backward. It does that as well for parameters that this graph does not have as inputs.
     """
 
     name: str = "update_parameters"
@@ -76,17 +78,21 @@ class UpdateParameters:
         graph = gm.graph
         inputs = private.aot_inputs(graph)
         of_param = dict(ctx.params)
-        todo: list[tuple[int, Node]] = []
-        for node in graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST):
-            _, engine_id, p = node.args
+        todo: list[tuple[int, Node, Node]] = []
+        for copy in graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST):
+            _, engine_id, p = copy.args
             if engine_id != ctx.engine_id or not isinstance(p, int):
                 continue
             param_node = inputs.get(of_param[p])
             if param_node is not None and not find(graph, ops.UPDATE_ON_HOST, ctx.engine_id, p):
-                todo.append((p, param_node))
+                todo.append((p, param_node, copy))
         if not todo:
             return 0
         start = token(graph, ctx.engine_id)
-        with graph.inserting_before(graph.output_node()):
-            emit_updates(graph, start, todo, ctx.plan, ctx.engine_id)
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        reads = private.readers_of_memory(graph, [param_node for _, param_node, _ in todo])
+        for p, param_node, copy in todo:
+            place = max([copy, *reads[param_node]], key=order.__getitem__)
+            with graph.inserting_before(place.next):
+                emit_updates(graph, start, [(p, param_node)], ctx.plan, ctx.engine_id)
         return len(todo)

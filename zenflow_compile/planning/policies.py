@@ -33,6 +33,8 @@ class PlanningOptions(Protocol):
     @property
     def device_share(self) -> float: ...
     @property
+    def spare_device_bytes(self) -> int: ...
+    @property
     def min_offload_size(self) -> int: ...
 
 
@@ -84,7 +86,7 @@ def _plan_zero_offload(specs: Sequence[ParamSpec], first: int, options: Planning
 
 
 def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
-    kept = _without_slack(specs, options.device_share) if first == 0 else frozenset[int]()
+    kept = _kept_whole(specs, options) if first == 0 else frozenset[int]()
     plans = []
     for offset, spec in enumerate(specs):
         if offset in kept or not _offloadable(spec, options):
@@ -115,9 +117,11 @@ def _split(
     spec: ParamSpec, index: int, placement: Placement, *, k: int, interval: int, staleness: int, blocking: bool
 ) -> ParamPlan:
     rows, columns = _two_dimensional(spec)
-    # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, the others in columns (the project's
-    # convergence study): in both cases the longer side, which also gives the finer choice.
-    dim = 0 if rows > columns else 1
+    # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, down-projections a little in columns
+    # (the project's convergence study): in both cases the longer side, which also gives the finer choice. Of square
+    # matrices, queries, keys and values have it in rows and the output projection in neither: rows, which are
+    # contiguous, cost less.
+    dim = 0 if rows >= columns else 1
     return ParamPlan(
         index=index,
         name=spec.name,
@@ -154,7 +158,20 @@ def _offloadable(spec: ParamSpec, options: PlanningOptions) -> bool:
     )
 
 
-def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> frozenset[int]:
+def _kept_whole(specs: Sequence[ParamSpec], options: PlanningOptions) -> set[int]:
+    """What the device keeps: the parameters without slack, then others in forward order, as memory allows."""
+    kept = _without_slack(specs, options.device_share)
+    spare = options.spare_device_bytes
+    for index, spec in enumerate(specs):
+        if index not in kept and _offloadable(spec, options):
+            spare -= _on_device(spec, index).device_bytes
+            if spare < 0:
+                break
+            kept.add(index)
+    return kept
+
+
+def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> set[int]:
     """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements.
 
     In order of preference: first block, what precedes it (embeddings), what follows the last block (head). The order
@@ -162,7 +179,7 @@ def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> frozenset
     """
     blocks = repeated_blocks([spec.shape for spec in specs])
     if blocks is None:
-        return frozenset()
+        return set()
     start, period, stop = blocks
     budget = device_share * sum(spec.numel for spec in specs)
     kept: set[int] = set()
@@ -171,7 +188,7 @@ def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> frozenset
         if size <= budget:
             kept.update(part)
             budget -= size
-    return frozenset(kept)
+    return kept
 
 
 def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
@@ -194,17 +211,24 @@ def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] |
 
 
 def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> list[ParamPlan]:
-    """Give every new window the phase that has the fewest bytes so far, largest parameters first."""
+    """Give every new window the phase that has the fewest bytes so far, largest parameters first.
+
+    Bytes that close per step then differ by at most the largest parameter (list scheduling).
+    """
     interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
     load = [0] * interval
     for plan in existing:
         if plan.offloaded:
-            load[plan.phase] += plan.rest * plan.length
+            _add_load(load, plan, plan.phase)
     phases: dict[int, int] = {}
     for plan in sorted(new, key=lambda plan: -plan.rest * plan.length):
         if plan.offloaded:
-            phase = load.index(min(load))
-            load[phase] += plan.rest * plan.length
+            phase = min(range(plan.interval), key=lambda phase: max(load[phase :: plan.interval]))
+            _add_load(load, plan, phase)
             phases[plan.index] = phase
     return [replace(plan, phase=phases.get(plan.index, 0)) for plan in new]
 
+
+def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:
+    for step in range(phase, len(load), plan.interval):
+        load[step] += plan.rest * plan.length * plan.dtype.itemsize

@@ -13,6 +13,7 @@ from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
 
 _NOT_MEASURED = "-"
+_TIGHTEST = 3  # blocks in the row on slack
 _NARROWEST = 16  # columns of a wrapped text, however narrow the console
 
 
@@ -135,6 +136,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
                 _share(s["worker_busy_share"], f" busy ({_count(s['workers'], 'worker')})"),
             ),
         ),
+        *_slack_rows(s),
         ("host bandwidth", _rate(s["host_update_gb_per_s"])),
         ("device to host", _join(_size(s["d2h_bytes_per_step"], " per step"), _rate(s["d2h_gb_per_s"]))),
         ("host to device", _join(_size(s["h2d_bytes_per_step"], " per step"), _rate(s["h2d_gb_per_s"]))),
@@ -156,6 +158,18 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("re-selections", str(s["selections"])),
     ]
     return rows
+
+
+def _slack_rows(summary: Summary) -> list[tuple[str, str]]:
+    """The blocks whose host updates have the least time to spare."""
+    if summary["blocking"]:
+        return []  # waiting is the design: there is no slack to speak of
+    tightest = list(summary["slack_by_block"].items())[:_TIGHTEST]
+    texts = [
+        f"{block}: {milliseconds(times['slack_ms'])} until its next use, {milliseconds(times['taken_ms'])} taken"
+        for block, times in tightest
+    ]
+    return [("least slack" if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def _join(*values: str, separator: str = ", ") -> str:

@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from zenflow_compile.profiling.intervals import Intervals, exclusive, intersect, length_ns, subtract, union
 from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.slack import BlockSlack, slack_by_block
 from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Event
 
 _NS_PER_MS = 1e6
@@ -43,6 +44,8 @@ class Summary(TypedDict):
         stall_by_param: the five parameters that were waited for the longest, ms per step, longest first.
         forward_ms_per_step, backward_ms_per_step, update_ms_per_step, merge_ms_per_step, select_ms_per_step:
             time of each kind of compute; None for a kind without events.
+        slack_by_block: per block of the model the time that host updates had and took, see ``BlockSlack``; the block
+            with the smallest margin first.
         host_update_ms_per_step: busy time of the workers, summed over workers.
         hidden_fraction: share of the workers' host-update time, within measured time and as a union per
             worker, that did not coincide with a wait on the compute lane.
@@ -74,6 +77,7 @@ class Summary(TypedDict):
     stall_share: float | None
     stall_early_share: float | None
     stall_by_param: dict[str, float]
+    slack_by_block: dict[str, BlockSlack]
     forward_ms_per_step: float | None
     backward_ms_per_step: float | None
     update_ms_per_step: float | None
@@ -148,6 +152,7 @@ def summarize(recording: Recording) -> Summary:
         stall_share=length_ns(waits) / total_ns if total_ns else None,
         stall_early_share=_early_share(events, measured, time, compute["forward"]),
         stall_by_param=_stall_by_param(events, time, len(measured)),
+        slack_by_block=slack_by_block(events, numbers),
         forward_ms_per_step=compute_ms("forward"),
         backward_ms_per_step=compute_ms("backward"),
         update_ms_per_step=compute_ms("update"),

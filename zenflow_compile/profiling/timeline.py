@@ -10,6 +10,7 @@ Lanes and the kinds on them:
 ``worker N``     ``host_update`` (bytes: host memory read and written)
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
 ``windows``      ``close`` (a window closed), ``select`` (a re-selection took effect); instantaneous
+``slack``        ``slack``: from the moment a closing window's gradient was final to the weight's next use
 ===============  =======================================================================================
 """
 
@@ -33,6 +34,7 @@ D2H = "D2H"
 H2D = "H2D"
 STEP = "step"
 WINDOWS = "windows"
+SLACK = "slack"
 WORKER_PREFIX = "worker"
 
 # What to do with an engine that is born now. Scoped to the `with` block that set it, so no profile outlives

@@ -284,14 +284,15 @@ class StagingRing:
         # Three operators make a view; the same few blocks come again and again.
         self._views: dict[tuple[int, tuple[int, int], torch.dtype], Tensor] = {}
 
-    def fit(self, slot_bytes: int) -> None:
-        """Make the buffers large enough for blocks of ``slot_bytes``; none may be in use."""
-        if slot_bytes > self._buffers[0].numel():
+    def fit(self, slots: int, slot_bytes: int) -> None:
+        """Be ``slots`` buffers of at least ``slot_bytes``; none may be in use."""
+        slot_bytes = max(slot_bytes, self._buffers[0].numel())
+        if slots != len(self._buffers) or slot_bytes > self._buffers[0].numel():
             self.settle()
             self._views.clear()
-            self._buffers = [
-                torch.empty(slot_bytes, dtype=torch.uint8, device=buffer.device) for buffer in self._buffers
-            ]
+            device = self._buffers[0].device
+            self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+            self._free = deque((number, None) for number in range(slots))
 
     @property
     def free(self) -> int:

@@ -222,6 +222,7 @@ class OffloadedParam:
         if not self.host.open:
             return None
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
+        close.final = self.transport.recorder.moment()
         if reselect and self.plan.k and self.plan.rest:
             close.selection = self.device.best_lines()
             self.device.selected_at = at
@@ -263,9 +264,11 @@ class OffloadedParam:
 
     def _land_one(self, now: int) -> Close:
         recorder = self.transport.recorder
+        next_close = self.host.closes[0]
+        recorder.slack(next_close.final, step=next_close.closed_at, param=self.plan.name)
         if not self.start_upload(now):
             with recorder.compute("wait", param=self.plan.name, on_host=True):
-                self.host.closes[0].job.wait()
+                next_close.job.wait()
             self.start_upload(now)
         upload = self._upload
         assert upload is not None

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Timeline
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, SLACK, STEP, WINDOWS, Timeline
 
 _NOTHING = nullcontext()  # shared: a generator's context costs as much as an operator, and mostly nobody records
 
@@ -75,6 +75,20 @@ class Recorder:
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
+
+    def moment(self) -> int | torch.cuda.Event | None:
+        """Now, on the device's own clock; None while nobody records."""
+        return None if self.timeline is None else self._now()
+
+    def slack(self, final: int | torch.cuda.Event | None, *, step: int, param: str) -> None:
+        """A weight is about to be read whose update became possible at ``final``, with the gradient of ``step``."""
+        if self.timeline is None or final is None:
+            return
+        now = self._now()
+        if isinstance(final, int) and isinstance(now, int):
+            self.timeline.add(SLACK, "slack", final, now, step=step, param=param)
+        elif not isinstance(final, int) and not isinstance(now, int):
+            self.timeline.add_device(SLACK, "slack", final, now, step=step, param=param)
 
     def moved_state(self, size: int, begin_ns: int, *, param: str) -> None:
         """A re-selection moved ``size`` bytes of state each way, and nothing went on meanwhile."""

@@ -28,7 +28,7 @@ from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool, worker_count
 
 DOWN_SLOTS = 2  # one block being copied while the next is split
-UP_SLOTS = 3  # one being merged, two on their way
+UP_SLOTS = 3  # one being merged, two on their way; unless the user gives the bytes
 
 
 class Owner:
@@ -87,7 +87,8 @@ class Roster:
             listener: is told of gradients that reach ``.grad``.
 
         Raises:
-            ValueError: more host memory is needed than the machine has; nothing has been changed then.
+            ValueError: more host memory is needed than the machine has, or a block is larger than ``staging_bytes``;
+                nothing has been changed then.
         """
         named = [pair for group in groups for pair in group]
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
@@ -95,10 +96,12 @@ class Roster:
         new = plan.params[len(self.plan.params) :]
         needed = sum(param.host_bytes for param in new)
         require_host_memory(needed)
+        up_slots = self._up_slots(plan)
         arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
         if needed and self._device.type == "cuda":
             arena.pin()
-        self._fit_rings(plan)
+        self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan))
+        self.transport.up_ring.fit(up_slots, largest_block(plan))
         made = {
             param_plan.index: self._make(param_plan, param, arena)
             for param_plan, (_, param) in zip(new, named, strict=True)
@@ -128,10 +131,18 @@ class Roster:
             )
         return self._kernels[key]
 
-    def _fit_rings(self, plan: Plan) -> None:
-        largest = max((p.rest * p.length * p.dtype.itemsize for p in plan.params if p.offloaded), default=0)
-        for ring in (self.transport.down_ring, self.transport.up_ring):
-            ring.fit(largest)
+    def _up_slots(self, plan: Plan) -> int:
+        """How many blocks of uploads may be on the device at once."""
+        staging_bytes, largest = self._options.staging_bytes, largest_block(plan)
+        if staging_bytes is None or not largest:
+            return UP_SLOTS
+        if staging_bytes < largest:
+            name = max((p for p in plan.params if p.offloaded), key=block_bytes).name
+            raise ValueError(
+                f"staging_bytes={staging_bytes} must be at least {largest}, what {name} uploads at once; raise it, "
+                "raise topk_ratio, or leave it at None for three times that"
+            )
+        return staging_bytes // largest
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of these."""
@@ -241,6 +252,16 @@ class Roster:
         self.offloaded.clear()
         for arena in self._arenas:
             arena.close()
+
+
+def block_bytes(plan: ParamPlan) -> int:
+    """What one gradient or upload of the parameter's remaining lines takes."""
+    return plan.rest * plan.length * plan.dtype.itemsize
+
+
+def largest_block(plan: Plan) -> int:
+    """Bytes of the largest block that passes through a staging ring."""
+    return max((block_bytes(param) for param in plan.params if param.offloaded), default=0)
 
 
 def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:

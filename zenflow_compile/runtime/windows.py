@@ -36,6 +36,8 @@ class Close:
     upload: Tensor
     closed_at: int
     visible_at: int
+    final: int | torch.cuda.Event | None = None
+    """When it closed, for the profiler; None while nobody records."""
     selection: Tensor | None = None
     """i32[k] on the device: the lines selected from here on; None where the selection stays."""
 

@@ -1,0 +1,183 @@
+"""Does the device wait for a slow host? On a device whose work is emulated by waits of known length.
+
+    python -m benchmarks.slack [--steps 40] [--milliseconds 3]
+
+A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a step
+without clipping, or 30% with it (where no update can start before the whole gradient is known). Three runs each:
+
+* ``planned``: the first layers on the device, the rest in windows of 4 steps, and the order of weight gradients given;
+* ``planned, asap``: the same with weight gradients as soon as possible;
+* ``naive``: as soon as possible, nothing on the device; what the others keep there the host updates at every step.
+
+All update the same parameters at the same steps, so that their weights must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import zenflow_compile as zf
+from benchmarks.common import write_results
+from benchmarks.emulated import EmulatedModel, SlowHostAdam
+from zenflow_compile.planning import policies
+from zenflow_compile.planning.plan import ParamPlan, Placement
+
+WIDTH = 128
+BATCH = 8
+INTERVAL = 4
+KEPT = 4  # layers whose state the planned runs keep on the device
+LIMIT = 0.03
+WARM_UP = 2 * INTERVAL
+STATE_BYTES = 8 * WIDTH * WIDTH  # of one fp32 layer: two moments
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way of training.
+
+    Attributes:
+        naive: nothing stays on the device; the layers that would are updated by the host at every step.
+        host_share: the host's work as a share of a step's device work.
+    """
+
+    name: str
+    order: str
+    naive: bool
+    clipping: bool
+    host_share: float
+
+
+@contextmanager
+def every_step_on_the_host(active: bool) -> Iterator[None]:
+    """While entered, what the zenflow planner would keep on the device gets host windows of one step."""
+    planner = policies._PLANNERS["zenflow"]
+
+    def plan(
+        specs: Sequence[policies.ParamSpec], first: int, options: policies.PlanningOptions
+    ) -> list[ParamPlan]:
+        plans = planner(specs, first, options)
+        offloaded = next(plan for plan in plans if plan.offloaded)
+        return [
+            each
+            if each.offloaded
+            else replace(offloaded, index=each.index, name=each.name, placement=Placement.HOST, k=0, interval=1)
+            for each in plans
+        ]
+
+    if active:
+        policies._PLANNERS["zenflow"] = plan
+    try:
+        yield
+    finally:
+        policies._PLANNERS["zenflow"] = planner
+
+
+def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor], object]:
+    """Train; returns what was measured, the final weights, and the profile."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = EmulatedModel(layers, WIDTH, seconds)
+    options = {
+        "inner": "eager",
+        "lr": 1e-3,
+        "topk_ratio": 0.1,
+        "update_interval": INTERVAL,
+        "device_share": 0.0,
+        "spare_device_bytes": KEPT * STATE_BYTES,
+        "min_offload_size": 0,
+        "host_kernel": "aten",  # the device's own arithmetic, so that an update is the same wherever it runs
+        "weight_grad_order": run.order,
+        "workers": 1,
+    }
+    if run.clipping:
+        options["max_grad_norm"] = 0.5
+    compiled = torch.compile(model, backend="zenflow", options=options)
+    batches = [torch.randn(BATCH, WIDTH) for _ in range(8)]
+    data = itertools.cycle(batches)
+    with every_step_on_the_host(run.naive):
+        compiled(next(data)).square().mean().backward()
+    optimizer = zf.optimizer_of(compiled)
+    device_seconds = 3 * layers * seconds
+    slow_down(optimizer, run.host_share * device_seconds)
+    for _ in range(WARM_UP - 1):
+        compiled(next(data)).square().mean().backward()
+    begin = time.perf_counter()
+    with zf.profile(optimizer) as profile:
+        for _ in range(steps):
+            compiled(next(data)).square().mean().backward()
+    elapsed = time.perf_counter() - begin
+    summary = profile.summary()
+    optimizer.close()
+    measured = {
+        "step_ms": elapsed / steps * 1e3,
+        "device_ms": device_seconds * 1e3,
+        "host_share": (summary["host_update_ms_per_step"] or 0.0) / (elapsed / steps * 1e3),
+        "stall_share": summary["stall_share"] or 0.0,
+        "stall_ms": summary["stall_ms_per_step"] or 0.0,
+    }
+    return measured, [param.detach().clone() for param in model.parameters()], profile
+
+
+def slow_down(optimizer: zf.ZenFlowAdamW, seconds_per_step: float) -> None:
+    """Make all host updates together take ``seconds_per_step`` on average."""
+    offloaded = list(optimizer.engine.offloaded.values())
+    elements = sum(each.plan.rest * each.plan.length / each.plan.interval for each in offloaded)
+    for each in offloaded:
+        each.host.kernel = SlowHostAdam(each.host.kernel, seconds_per_step / elements)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the emulation; exits with 1 if a claim does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="measured steps per run (%(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=3.0, help="of each operation (%(default)s)")
+    parser.add_argument("--layers", type=int, default=KEPT + 5 * INTERVAL, help="(%(default)s)")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    console = Console()
+    table = Table(title=f"{given.layers} layers, {KEPT} of them kept; device work is waiting, the host is slowed down")
+    for name in ("clipping", "run", "step ms", "host work", "stall ms", "stall", "weights"):
+        table.add_column(name, justify="left" if name in ("clipping", "run") else "right")
+    rows: list[dict[str, object]] = []
+    holds = True
+    for clipping, host_share in ((False, 0.6), (True, 0.3)):
+        runs = [
+            Run("planned", "forward", False, clipping, host_share),
+            Run("planned, asap", "asap", False, clipping, host_share),
+            Run("naive", "asap", True, clipping, host_share),
+        ]
+        reference: list[Tensor] = []
+        for run in runs:
+            measured, weights, _ = train(run, given.layers, given.milliseconds / 1e3, given.steps)
+            reference = reference or weights
+            same = all(torch.equal(a, b) for a, b in zip(weights, reference, strict=True))
+            holds &= same and (run.naive or run.name != "planned" or measured["stall_share"] < LIMIT)
+            rows.append({"run": run.name, "clipping": clipping, "weights_bitwise_equal": same, **measured})
+            table.add_row(
+                "30% of the step" if clipping else "none",
+                run.name,
+                f"{measured['step_ms']:.1f}",
+                f"{measured['host_share']:.0%}",
+                f"{measured['stall_ms']:.2f}",
+                f"{measured['stall_share']:.1%}",
+                "the same" if same else "DIFFER",
+            )
+    console.print(table)
+    console.print(f"planned stalls below {LIMIT:.0%} and all weights agree: {'holds' if holds else 'FAILS'}")
+    print(f"wrote {write_results('slack', rows)}")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.passes.capture import READABLE, Capture, reference_gradients
+from tests.recording import RecordingEngine
+from zenflow_compile.passes.context import Phase
+from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone
+from zenflow_compile.runtime import ops
+
+LAYERS, WIDTH, BATCH = 5, 8, 3
+PLENTY = 1 << 20
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
+
+
+def order_of_copies(capture: Capture) -> list[int]:
+    nodes = capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST)
+    return [node.args[-1] for node in nodes]
+
+
+def run(recording: Callable[..., RecordingEngine], weight_grad_bytes: int, **options: bool) -> Capture:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = deep(), torch.randn(BATCH, WIDTH)
+    expected = reference_gradients(model, x)
+    options = {"finalizes_in_backward": True, **options}
+    engine = recording(model, weight_grad_bytes=weight_grad_bytes, **options)
+    capture = Capture(engine, READABLE)
+    capture.run(model, x)
+    for p, name in enumerate(expected):
+        assert torch.equal(engine.received[p], expected[name])
+    ran = [p for op, p in engine.trace if op == "copy_to_host"]
+    assert ran == order_of_copies(capture), "what ran is not what the graph says"
+    return capture
+
+
+def test_as_soon_as_possible_is_the_reverse_of_the_forward(recording: Callable[..., RecordingEngine]) -> None:
+    assert order_of_copies(run(recording, 0)) == [4, 3, 2, 1, 0]
+
+
+def test_the_chain_of_input_gradients_comes_first(recording: Callable[..., RecordingEngine]) -> None:
+    capture = run(recording, PLENTY)
+    assert order_of_copies(capture) == [0, 1, 2, 3, 4]
+    assert capture.reports[Phase.BACKWARD].counts[0] == ("order_gradients", LAYERS)
+    nodes = list(capture.after[Phase.BACKWARD].graph.nodes)
+    gemms = [nodes.index(node) for node in nodes if node.target is torch.ops.aten.mm.default]
+    received = [nodes.index(node) for node in nodes if node.target is ops.COLUMN_NORMS]
+    assert len(gemms) == 2 * LAYERS - 1, "the input of the model needs no gradient"
+    assert sum(gemm < received[0] for gemm in gemms) == LAYERS, "the chain and the first layer's weight gradient"
+    capture.assert_idempotent(Phase.BACKWARD)
+
+
+def test_memory_decides_for_how_many_layers(recording: Callable[..., RecordingEngine]) -> None:
+    """Each layer keeps its input and its output gradient; of the first layer's input nothing else would be kept."""
+    per_layer = 2 * BATCH * WIDTH * 4
+    assert order_of_copies(run(recording, 2 * per_layer)) == [4, 3, 2, 0, 1]
+    assert order_of_copies(run(recording, per_layer - 1)) == [4, 3, 2, 1, 0]
+
+
+def test_no_use_where_the_step_waits_for_the_whole_backward(recording: Callable[..., RecordingEngine]) -> None:
+    capture = run(recording, PLENTY, finalizes_in_backward=False)
+    assert order_of_copies(capture) == [4, 3, 2, 1, 0]
+
+
+def test_updates_follow_their_gradients(recording: Callable[..., RecordingEngine]) -> None:
+    """Each update starts before the next layer's gradient is computed: that is what the order is for."""
+    capture = run(recording, PLENTY)
+    graph = capture.after[Phase.BACKWARD].graph
+    ours = [node for node in graph.nodes if node.target in (ops.UPDATE_ON_HOST, ops.COLUMN_NORMS)]
+    updated = [node.args[-1] for node in ours if node.target is ops.UPDATE_ON_HOST]
+    assert updated == [1, 2, 3, 4], "the first layer's weight is no input of this backward"
+    for p in updated[:-1]:
+        update = next(i for i, node in enumerate(ours) if node.target is ops.UPDATE_ON_HOST and node.args[-1] == p)
+        assert ours[update + 1].target is ops.COLUMN_NORMS
+        assert ours[update + 1].args[-1] == p + 1
+
+
+def test_what_others_read_is_not_moved() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    shared = graph.call_function(torch.neg, (x,))
+    own = graph.call_function(torch.abs, (shared,))
+    root = graph.call_function(torch.sin, (own,))
+    other = graph.call_function(torch.cos, (shared,))
+    graph.output((root, other))
+    assert exclusive_cone(root) == [own, root]
+    assert exclusive_cone(shared) == []
+    assert exclusive_cone(x) == []
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.INFERENCE])
+def test_only_the_backward_is_ordered(phase: Phase) -> None:
+    assert phase not in OrderGradients().phases

@@ -1,0 +1,101 @@
+"""Backward: weight gradients in the order in which the next forward needs the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from zenflow_compile import torch_private_compiler as private
+from zenflow_compile.passes.context import PassContext, Phase, gradient
+
+
+@dataclass(frozen=True, slots=True)
+class OrderGradients:
+    """First the chain of input gradients, then the weight gradients of the first layers, in forward order.
+
+    Before::
+
+        dx2 = mm(dy, w2)
+        dw2 = mm(dy_t, x2)
+        dw1 = mm(dx2_t, x1)
+        return (dw1, dw2)
+
+    After::
+
+        dx2 = mm(dy, w2)
+        dw1 = mm(dx2_t, x1)
+        dw2 = mm(dy_t, x2)
+        return (dw1, dw2)
+
+    A weight's host update has to fit between its gradient and its next use. In the usual order the first layer's
+    gradient comes last and its weight is needed first, so that it has no time at all, and the last layer has a whole
+    step. In this order every weight has the time of the weight gradients behind it and of the forward in front of it:
+    about a third of a step, since input gradients, weight gradients and forward take about as long each. The price is
+    the memory of what these weight gradients are computed from, which lives until then; ``ctx.weight_grad_bytes``
+    bounds it and so decides for how many layers, counted from the first, the order changes.
+    """
+
+    name: str = "order_gradients"
+    phases: frozenset[Phase] = frozenset({Phase.BACKWARD})
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({"ordered gradients"})
+
+    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
+        graph = gm.graph
+        if not ctx.weight_grad_bytes or not ctx.finalizes_in_backward:
+            return 0
+        before = list(graph.nodes)
+        cones = self._cones(graph, ctx)
+        output = graph.output_node()
+        for cone in cones:
+            for node in cone:
+                output.prepend(node)
+        return len(cones) if list(graph.nodes) != before else 0
+
+    def _cones(self, graph: Graph, ctx: PassContext) -> list[list[Node]]:
+        """What computes each weight gradient that is to move, from the first layer on, as far as memory allows."""
+        kept: dict[int | None, int] = {}
+        cones: list[list[Node]] = []
+        taken: set[Node] = set()
+        for p in ctx.in_forward_order():
+            found = gradient(graph, dict(ctx.params)[p])
+            if found is None or not ctx.plan.params[p].offloaded:
+                continue
+            cone = [node for node in exclusive_cone(found[0]) if node not in taken]
+            kept |= {private.storage_of(node): bytes_of(node) for node in sources(cone, ctx, graph)}
+            if sum(kept.values()) > ctx.weight_grad_bytes:
+                break
+            if cone:
+                taken.update(cone)
+                cones.append(cone)
+        return cones
+
+
+def exclusive_cone(root: Node) -> list[Node]:
+    """``root`` and the operators that serve nothing but it, in graph order; empty if something else reads it."""
+    if root.op != "call_function" or any(user.op != "output" for user in root.users):
+        return []
+    cone = {root}
+    waiting = [root]
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node.op == "call_function" and node not in cone and all(user in cone for user in node.users):
+                cone.add(node)
+                waiting.append(node)
+    return [node for node in root.graph.nodes if node in cone]
+
+
+def sources(cone: list[Node], ctx: PassContext, graph: Graph) -> list[Node]:
+    """What the operators of ``cone`` read from outside and the graph would not keep anyway: all but parameters."""
+    weights = {private.aot_inputs(graph).get(index) for _, index in ctx.params}
+    inside = set(cone)
+    read = {node for member in cone for node in member.all_input_nodes}
+    return [node for node in read if node not in inside and node not in weights]
+
+
+def bytes_of(node: Node) -> int:
+    """Memory behind a node; a view counts as the whole it is part of. 0 for what is no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0

@@ -1,0 +1,59 @@
+"""The time that host updates have, beside the time they take, for each block of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from statistics import median
+from typing import TypedDict
+
+from zenflow_compile.profiling.timeline import SLACK, Event
+
+_NS_PER_MS = 1e6
+_BLOCK = re.compile(r".*?(?<![^.])\d+(?=\.|$)")
+
+
+class BlockSlack(TypedDict):
+    """Of one block's closed windows, in ms.
+
+    Keys:
+        slack_ms: median time from the final gradient to the weight's next use.
+        taken_ms: median time from the final gradient to the end of the host's update.
+        margin_ms: the smallest that the first exceeded the second by, in any close; negative if one had to wait.
+    """
+
+    slack_ms: float
+    taken_ms: float
+    margin_ms: float
+
+
+def block_of(param: str) -> str:
+    """A parameter's block: its name up to the first number, ``layers.3`` of ``layers.3.mlp.up.weight``."""
+    found = _BLOCK.match(param)
+    return found.group() if found else param.rpartition(".")[0] or param
+
+
+def slack_by_block(events: Iterable[Event], steps: set[int]) -> dict[str, BlockSlack]:
+    """Slack and time taken of the closes in ``steps``, the block with the smallest margin first."""
+    spans: dict[tuple[int, str], Event] = {}
+    ends: dict[tuple[int, str], int] = {}
+    for event in events:
+        key = (event.step, event.param)
+        if event.lane == SLACK and event.step in steps:
+            spans[key] = event
+        elif event.is_worker and event.kind == "host_update":
+            ends[key] = max(event.end_ns, ends.get(key, 0))
+    blocks: dict[str, list[tuple[int, int]]] = {}
+    for key, span in spans.items():
+        if key in ends:
+            times = (span.duration_ns, ends[key] - span.start_ns)
+            blocks.setdefault(block_of(span.param), []).append(times)
+    found = {
+        block: BlockSlack(
+            slack_ms=median(slack for slack, _ in times) / _NS_PER_MS,
+            taken_ms=median(taken for _, taken in times) / _NS_PER_MS,
+            margin_ms=min(slack - taken for slack, taken in times) / _NS_PER_MS,
+        )
+        for block, times in blocks.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]["margin_ms"]))
