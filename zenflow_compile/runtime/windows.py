@@ -180,32 +180,33 @@ class HostSide:
                 slot.copied.wait()
 
     def _tasks(self, slots: list[Slot], upload: Tensor, *, step: int, eps: float) -> list[Callable[[], int]]:
-        master, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in self.state())
-        gradients = [self.gradients[slot.index].view(-1) for slot in slots]
+        gradients = [self.gradients[slot.index] for slot in slots]
         coefficients = [slot.coefficients for slot in slots]
-        out = upload.view(-1)
         kernel = self.kernel
         # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
         bytes_per_element = 2 * 3 * 4 + (len(slots) + 1) * self.plan.dtype.itemsize
 
         def task(begin: int) -> Callable[[], int]:
+            def part(block: Tensor) -> Tensor:
+                return block.view(-1)[begin : begin + TASK_ELEMENTS]
+
             def run() -> int:
-                part = slice(begin, begin + TASK_ELEMENTS)
+                out = part(upload)
                 kernel(
-                    master[part],
-                    exp_avg[part],
-                    exp_avg_sq[part],
-                    [gradient[part] for gradient in gradients],
+                    part(self.master),
+                    part(self.exp_avg),
+                    part(self.exp_avg_sq),
+                    [part(gradient) for gradient in gradients],
                     coefficients,
                     step=step,
                     eps=eps,
-                    out=out[part],
+                    out=out,
                 )
-                return out[part].numel() * bytes_per_element
+                return out.numel() * bytes_per_element
 
             return run
 
-        return [task(begin) for begin in range(0, out.numel(), TASK_ELEMENTS)]
+        return [task(begin) for begin in range(0, upload.numel(), TASK_ELEMENTS)]
 
 
 def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:
