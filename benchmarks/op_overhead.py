@@ -1,11 +1,12 @@
 """What the runtime's Python costs per step: models of 300 small tensors, where an op's time is nearly all fixed.
 
-    python -m benchmarks.op_overhead [--inner eager inductor] [--rounds 20] [--steps 8]
+    python -m benchmarks.op_overhead [--inner eager inductor] [--rounds 20] [--steps 8] [--profile]
 
 Every row comes from one process with interleaved rounds of: the model compiled without any optimizer, ``resident``
 AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points that graph nodes call and
-inside ``optimizer.step()``, less what measuring it cost. CPU time leaves out waits for a worker, a lane or the GIL;
-wall time has them.
+inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the device does or launches:
+norms and split, AdamW, merges; the CPU does it there and then with a handful of PyTorch's operators. The rest is our
+Python, which the targets are for. CPU time leaves out waits for a worker, a lane or the GIL; wall time has them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +26,18 @@ from torch import Tensor, nn
 
 import zenflow_compile as zf
 from benchmarks.common import machine, write_results
+from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.device_adam import ResidentAdam
 
 TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
 
-FETCH = ("copy_to_device_", "fetch_parameters_")
-GRADIENT = ("begin_backward", "column_norms", "select_columns", "split_columns", "copy_to_host", "offload_gradient")
-UPDATE = ("adam_columns_", "update_on_host", "update_parameters")
+NODES = ("fetch_parameters_", "begin_backward", "offload_gradient", "update_parameters")
+NESTED = ("update_parameters",)  # runs inside of step()
+OPERATORS = (
+    (device_ops, "norms_and_split"), (device_ops, "adam_columns_"), (device_ops, "merge_columns"),
+    (ResidentAdam, "update"),
+)  # fmt: skip
 
 
 class Block(nn.Module):
@@ -63,31 +70,47 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {"linear": linear_layers, "trans
 
 
 @dataclass
-class Spent:
-    """Calls and time inside wrapped functions.
+class Took:
+    """What calls of one function took in a step, with what the wrappers in and around it add.
 
     Attributes:
-        now: calls, CPU ns and wall ns of the calling thread in the step that runs, by name, with what wrappers add.
-        steps: those of the steps before it.
+        inner: calls of other wrapped functions in it.
     """
 
-    now: dict[str, list[int]] = field(default_factory=dict)
-    steps: list[dict[str, list[int]]] = field(default_factory=list)
+    calls: int = 0
+    cpu_ns: int = 0
+    wall_ns: int = 0
+    inner: int = 0
+
+
+@dataclass
+class Spent:
+    """Time of the calling thread inside wrapped functions: in the step that runs, and in those before it."""
+
+    now: dict[str, Took] = field(default_factory=dict)
+    steps: list[dict[str, Took]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._inner = [0]
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, measured."""
-        cpu, wall = time.thread_time_ns, time.perf_counter_ns
+        cpu, wall, nested = time.thread_time_ns, time.perf_counter_ns, self._inner
 
         def measured(*args: Any, **keywords: Any) -> Any:
+            nested.append(0)
             began = wall()
             ran = cpu()
             try:
                 return function(*args, **keywords)
             finally:
-                took = self.now.setdefault(name, [0, 0, 0])
-                took[0] += 1
-                took[1] += cpu() - ran
-                took[2] += wall() - began
+                cpu_ns, wall_ns, inner = cpu() - ran, wall() - began, nested.pop()
+                nested[-1] += 1 + inner
+                took = self.now.get(name) or self.now.setdefault(name, Took())
+                took.calls += 1
+                took.cpu_ns += cpu_ns
+                took.wall_ns += wall_ns
+                took.inner += inner
 
         return measured
 
@@ -115,8 +138,8 @@ def wrapper_cost(calls: int = 20_000) -> Cost:
     for _ in range(calls):
         empty(0, None)
     wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
-    _, cpu_inside, wall_inside = spent.now["empty"]
-    return Cost(cpu_inside / calls, wall_inside / calls, cpu / calls, wall / calls)
+    took = spent.now["empty"]
+    return Cost(took.cpu_ns / calls, took.wall_ns / calls, cpu / calls, wall / calls)
 
 
 class Training:
@@ -139,10 +162,21 @@ class Training:
         """Wrap what nodes call of the engine, and the final moment."""
         optimizer = self.optimizer
         assert optimizer is not None
-        for name in (*FETCH, *GRADIENT, *UPDATE, "end_backward"):
-            if hasattr(optimizer.engine, name):
-                setattr(optimizer.engine, name, self.spent.wrap(name, getattr(optimizer.engine, name)))
+        for name in (*NODES, "end_backward"):
+            setattr(optimizer.engine, name, self.spent.wrap(name, getattr(optimizer.engine, name)))
         optimizer.step = self.spent.wrap("step", optimizer.step)  # type: ignore[method-assign]
+
+    @contextmanager
+    def measure_operators(self) -> Iterator[None]:
+        """Wrap the device's operators, for all trainings."""
+        before = [getattr(owner, name) for owner, name in OPERATORS]
+        for (owner, name), function in zip(OPERATORS, before, strict=True):
+            setattr(owner, name, self.spent.wrap(name, function))
+        try:
+            yield
+        finally:
+            for (owner, name), function in zip(OPERATORS, before, strict=True):
+                setattr(owner, name, function)
 
     def step(self) -> None:
         """One training step."""
@@ -177,9 +211,12 @@ def row_of(model: str, inner: str, arguments: argparse.Namespace, cost: Cost) ->
     ops.spent.end_step()
     ops.spent.steps.clear()
     for _ in range(arguments.rounds):
-        for training in (*trainings.values(), ops):
+        for training in trainings.values():
             for _ in range(arguments.steps):
                 training.timed()
+        with ops.measure_operators():
+            for _ in range(arguments.steps):
+                ops.timed()
     assert ops.optimizer is not None
     row = {
         "model": model,
@@ -197,31 +234,39 @@ def row_of(model: str, inner: str, arguments: argparse.Namespace, cost: Cost) ->
     return row
 
 
-def ours(steps: list[dict[str, list[int]]], cost: Cost) -> dict[str, Any]:
-    """Medians over steps; ``step`` holds the update nodes, whose wrappers are taken off it."""
-    cpu_ms: dict[str, list[float]] = {}
-    wall_ms: dict[str, list[float]] = {}
-    calls = {name: took[0] for name, took in steps[-1].items()}
+def ours(steps: list[dict[str, Took]], cost: Cost) -> dict[str, Any]:
+    """Medians over steps, of each function and of their sums."""
+    names = list(steps[-1])
+    operators = {name for _, name in OPERATORS}
+    outer = [name for name in names if name not in NESTED and name not in operators]
+    cpu_ms: dict[str, list[float]] = {name: [] for name in names}
+    wall_ms: dict[str, list[float]] = {name: [] for name in names}
     for step in steps:
-        nested = sum(step[name][0] for name in UPDATE if name in step)
-        for name, (count, cpu, wall) in step.items():
-            inner = nested if name == "step" else 0
-            cpu_ms.setdefault(name, []).append((cpu - count * cost.cpu_inside - inner * cost.cpu_outside) / 1e6)
-            wall_ms.setdefault(name, []).append((wall - count * cost.wall_inside - inner * cost.wall_outside) / 1e6)
-    outer = [name for name in calls if name not in UPDATE]
+        for name in names:
+            took = step.get(name, Took())
+            cpu_ms[name].append((took.cpu_ns - took.calls * cost.cpu_inside - took.inner * cost.cpu_outside) / 1e6)
+            wall_ms[name].append((took.wall_ns - took.calls * cost.wall_inside - took.inner * cost.wall_outside) / 1e6)
+
+    def total(times: dict[str, list[float]], of: list[str]) -> float:
+        return statistics.median(map(sum, zip(*(times[name] for name in of), strict=True)))
+
+    calls = {name: statistics.median(step.get(name, Took()).calls for step in steps) for name in names}
     parts = {
         name: {
             "calls": calls[name],
-            "cpu_us_per_call": 1e3 * statistics.median(cpu_ms[name]) / calls[name],
+            "cpu_us_per_call": 1e3 * statistics.median(cpu_ms[name]) / max(1, calls[name]),
             "cpu_ms": statistics.median(cpu_ms[name]),
             "wall_ms": statistics.median(wall_ms[name]),
         }
-        for name in calls
+        for name in names
     }
+    cpu, operators_cpu = total(cpu_ms, outer), total(cpu_ms, [name for name in names if name in operators])
     return {
-        "op_calls": sum(count for name, count in calls.items() if name not in ("step", "end_backward")),
-        "cpu_ms": statistics.median(map(sum, zip(*(cpu_ms[name] for name in outer), strict=True))),
-        "wall_ms": statistics.median(map(sum, zip(*(wall_ms[name] for name in outer), strict=True))),
+        "op_calls": sum(calls[name] for name in names if name in NODES),
+        "cpu_ms": cpu,
+        "wall_ms": total(wall_ms, outer),
+        "operators_cpu_ms": operators_cpu,
+        "python_cpu_ms": cpu - operators_cpu,
         "parts": parts,
     }
 
@@ -238,18 +283,18 @@ def show_profile(training: Training, steps: int) -> None:
 
 def show(row: dict[str, Any]) -> None:
     """A few lines per row."""
-    tensors, cpu_ms = row["tensors"], row["cpu_ms"]
-    us = 1e3 * cpu_ms / tensors
+    python = row["python_cpu_ms"]
     print(
-        f"{row['model']}, {row['inner']}: {tensors} tensors, {row['offloaded']} offloaded, {row['op_calls']:.0f} ops; "
-        f"ours {cpu_ms:.2f} ms of CPU ({row['wall_ms']:.2f} ms wall) per step, target {TARGET_STEP_MS:g}; "
-        f"{us:.1f} us per tensor"
+        f"{row['model']}, {row['inner']}: {row['tensors']} tensors, {row['offloaded']} offloaded, "
+        f"{row['op_calls']:.0f} op calls\n"
+        f"    per step of ours: {python:.2f} ms of Python (target {TARGET_STEP_MS:g}), "
+        f"{1e3 * python / row['tensors']:.1f} us per tensor (target {TARGET_OP_US:g}); "
+        f"with operators {row['cpu_ms']:.2f} ms CPU, {row['wall_ms']:.2f} ms wall"
     )
     for name, part in row["parts"].items():
-        mark = "" if name in ("step", "end_backward") else f", target {TARGET_OP_US:g}"
         print(
             f"    {name:18} {part['calls']:6.1f} calls  {part['cpu_us_per_call']:8.2f} us each  "
-            f"{part['cpu_ms']:7.3f} ms CPU  {part['wall_ms']:7.3f} ms wall{mark}"
+            f"{part['cpu_ms']:7.3f} ms CPU  {part['wall_ms']:7.3f} ms wall"
         )
     steps = ", ".join(f"{name} {value:.2f} ms" for name, value in row["step_ms"].items())
     print(f"    whole step: {steps}")

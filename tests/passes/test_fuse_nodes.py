@@ -13,10 +13,10 @@ from tests.exactness.trajectories import largest_difference, train_implicitly
 from tests.exactness.zoo import BY_NAME
 from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes import context, fuse_nodes, pipeline
+from zenflow_compile.passes import fuse_nodes, pipeline
 from zenflow_compile.passes.context import PassContext, Phase, written_inputs
 from zenflow_compile.passes.fetch_parameters import fetch_order
-from zenflow_compile.passes.fuse_nodes import FuseNodes, fetch_groups
+from zenflow_compile.passes.fuse_nodes import FuseNodes
 from zenflow_compile.passes.pipeline import PIPELINES, fused_step_graph
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
@@ -50,7 +50,6 @@ def test_one_op_per_gradient_and_one_for_all_updates(implicit: bool, recording: 
     updates = graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)
     assert len(updates) == implicit
     for node in updates:
-        assert node.next.op == "output"
         assert set(engine.runs("update_parameters")) == set(node.args[-1])
         assert written_inputs(graph) == set(node.args[0])
     for phase in capture.after:
@@ -96,7 +95,10 @@ def test_step_graph(placement: Placement, recording: Callable[..., RecordingEngi
     assert len(step.graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)) == 1
 
 
-def test_a_parameter_whose_update_is_in_two_places_stays_unfused(recording: Callable[..., RecordingEngine]) -> None:
+def test_a_parameter_whose_update_is_in_two_places_stays_unfused(
+    recording: Callable[..., RecordingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", 0)
     engine = recording(Small())
     graph = Graph()
     a, token = graph.placeholder("a"), graph.placeholder("token")
@@ -108,56 +110,97 @@ def test_a_parameter_whose_update_is_in_two_places_stays_unfused(recording: Call
     assert FuseNodes()(gm, PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())) == 0
 
 
-class Forward:
-    """A forward graph written by hand: ``f`` fetches, ``v`` makes a view, ``c`` computes."""
+class Written:
+    """A graph by hand: ``f`` fetches, ``u`` updates, ``v`` makes a view, ``c`` computes, ``g`` is of a gradient."""
 
-    def __init__(self, engine: RecordingEngine, steps: str) -> None:
+    def __init__(self, engine: RecordingEngine, phase: Phase, steps: str) -> None:
         graph = Graph()
         params = [graph.placeholder(f"param_{p}") for p in range(len(engine.params))]
+        token = graph.placeholder("token")
         numbers = count()
         for step in steps:
             if step == "f":
                 p = next(numbers)
                 graph.call_function(ops.COPY_TO_DEVICE_, (params[p], engine.id, p))
+            elif step == "u":
+                p = next(numbers)
+                graph.call_function(ops.ADAM_COLUMNS_, (params[p], token, engine.id, p))
+                graph.call_function(ops.UPDATE_ON_HOST, (token, engine.id, p))
+            elif step == "g":
+                graph.call_function(ops.COPY_TO_HOST, (token, engine.id, 0))
             else:
-                graph.call_function(getattr(torch.ops.aten, {"v": "permute", "c": "relu"}[step]).default, (params[0],))
+                target = {"v": torch.ops.aten.permute, "c": torch.ops.aten.relu}[step].default
+                graph.call_function(target, (params[0],))
         graph.output(())
         self.gm = torch.fx.GraphModule(nn.Module(), graph)
-        self.ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.FORWARD, params=())
+        self.ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=phase, params=())
 
-    def groups(self) -> list[list[int]]:
-        return [[node.args[-1] for node in group] for group in fetch_groups(self.gm.graph, self.ctx)]
+    def fused(self) -> str:
+        """The steps afterwards, with the parameters of each fused op."""
+        letters = {torch.ops.aten.permute.default: "v", torch.ops.aten.relu.default: "c", ops.COPY_TO_HOST: "g"}
+        found = ""
+        for node in self.gm.graph.nodes:
+            if node.op == "call_function":
+                found += letters.get(node.target) or "".join(str(p) for p in node.args[-1]).join("()")
+        return found
 
 
 @pytest.mark.parametrize(
-    ("steps", "small_bytes", "ahead_bytes", "groups"),
+    ("steps", "small_bytes", "together_bytes", "fused"),
     [
-        ("fvfvfcc", 0, 0, [[0, 1, 2]]),  # only views between them
-        ("fcfvfc", 0, 0, [[0], [1, 2]]),  # computation between them hides what follows
-        ("fcfcfc", 64, 1000, [[0, 1, 2]]),  # small
-        ("fcfcfc", 63, 1000, [[0], [1], [2]]),
-        ("fcfcfc", 64, 64, [[0, 1], [2]]),  # small, but not together
-        ("cfcfvf", 64, 128, [[0, 1, 2]]),
+        ("fvfvfcc", 0, 0, "(012)vvcc"),  # only views between them
+        ("fcfvfc", 0, 0, "(0)c(12)vc"),  # computation between them hides what follows
+        ("fcfcfc", 64, 1000, "(012)ccc"),  # small
+        ("fcfcfc", 63, 1000, "(0)c(1)c(2)c"),
+        ("fcfcfc", 64, 64, "(01)cc(2)c"),  # small, but not together
+        ("cfcfvf", 64, 128, "c(012)cv"),
     ],
 )
 def test_what_is_fetched_together(
     steps: str,
     small_bytes: int,
-    ahead_bytes: int,
-    groups: list[list[int]],
+    together_bytes: int,
+    fused: str,
     recording: Callable[..., RecordingEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Matrices of 64 bytes."""
-    monkeypatch.setattr(context, "SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(fuse_nodes, "AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(fuse_nodes, "TOGETHER_BYTES", together_bytes)
     engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
-    forward = Forward(engine, steps)
-    assert forward.groups() == groups
+    forward = Written(engine, Phase.FORWARD, steps)
     before = fetch_order(forward.gm, engine.id)
-    assert FuseNodes()(forward.gm, forward.ctx) == len(groups)
+    assert FuseNodes()(forward.gm, forward.ctx) == fused.count("(")
+    assert forward.fused() == fused
     assert fetch_order(forward.gm, engine.id) == before == [0, 1, 2]
     assert FuseNodes()(forward.gm, forward.ctx) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "small_bytes", "together_bytes", "fused"),
+    [
+        ("cuuguc", 0, 0, "cg(012)c"),  # nothing of the model's between them
+        ("ucuuc", 0, 0, "(0)c(12)c"),
+        ("ucucuc", 64, 1000, "cc(012)c"),  # small
+        ("ucucuc", 63, 1000, "(0)c(1)c(2)c"),
+        ("ucucuc", 64, 64, "c(01)c(2)c"),  # small, but not together
+    ],
+)
+def test_what_is_updated_together(
+    steps: str,
+    small_bytes: int,
+    together_bytes: int,
+    fused: str,
+    recording: Callable[..., RecordingEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Matrices of 64 bytes; only later than where an update stands is behind the parameter's last read."""
+    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(fuse_nodes, "TOGETHER_BYTES", together_bytes)
+    engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
+    backward = Written(engine, Phase.BACKWARD, steps)
+    assert FuseNodes()(backward.gm, backward.ctx) == fused.count("(")
+    assert backward.fused() == fused
 
 
 def test_small_parameters_are_fetched_together_at_the_first_use(recording: Callable[..., RecordingEngine]) -> None:

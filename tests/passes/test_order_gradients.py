@@ -8,18 +8,12 @@ from torch import nn
 
 from tests.passes.capture import READABLE, Capture, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes import context
 from zenflow_compile.passes.context import Phase
 from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone
 from zenflow_compile.runtime import ops
 
 LAYERS, WIDTH, BATCH = 5, 8, 3
 PLENTY = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "SMALL_BYTES", 0)
 
 
 def deep() -> nn.Module:

@@ -9,7 +9,6 @@ from torch.fx import GraphModule
 from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.passes import context
 from zenflow_compile.passes.context import Phase, written_inputs
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import Placement
@@ -21,12 +20,6 @@ def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:
     return found
 
 
-@pytest.fixture
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "SMALL_BYTES", 0)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
 def test_updates_come_as_early_as_the_dataflow_allows(recording: Callable[..., RecordingEngine]) -> None:
     """Behind the parameter's last read and its gradient's copy, in front of what has nothing to do with it."""
     model, x = Small(), inputs()
@@ -55,7 +48,6 @@ def test_updates_come_as_early_as_the_dataflow_allows(recording: Callable[..., R
     capture.assert_idempotent(Phase.BACKWARD)
 
 
-@pytest.mark.usefixtures("nothing_is_small")
 def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., RecordingEngine]) -> None:
     """The graph reads the weight's memory once more after its gradient is complete, through a transposed view."""
 
@@ -80,17 +72,6 @@ def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., R
     between = between[between.index(copy) : between.index(write)]
     assert torch.ops.aten.mm.default in {node.target for node in between}
     torch.testing.assert_close(engine.received, {0: expected["first"], 1: expected["weight"]})
-
-
-def test_small_parameters_are_updated_together_at_the_end(recording: Callable[..., RecordingEngine]) -> None:
-    model = Small()
-    capture = Capture(recording(model, finalizes_in_backward=True), READABLE)
-    capture.run(model, inputs())
-    backward = capture.after[Phase.BACKWARD]
-    updates = nodes(backward, ops.UPDATE_ON_HOST)
-    tail = list(backward.graph.nodes)[-1 - 2 * len(updates) : -1]
-    assert len(updates) > 1
-    assert {node.target for node in tail} == {ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST}
 
 
 def test_leaves_updates_to_step(recording: Callable[..., RecordingEngine]) -> None:

@@ -175,3 +175,35 @@ def test_a_ring_grows_when_nothing_is_in_use() -> None:
     ring.fit(4, 32)
     assert (ring.nbytes, ring.free) == (256, 4)
     assert ring.take((4, 4), torch.float32).tensor.shape == (4, 4)
+
+
+def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is started for them; what fails is kept for who waits, as for copies of the thread."""
+    monkeypatch.setattr(copies, "INLINE_BYTES", 16)
+    lane = ThreadLane("D2H", Recorder(torch.device("cpu")))
+    target = torch.zeros(4)
+    ticket = lane.submit(target, torch.arange(4.0), step=0, param="w")
+    assert ticket.done()
+    assert torch.equal(target, torch.arange(4.0))
+    assert lane.bytes_copied == 16
+    failed = lane.submit(torch.zeros(3), torch.zeros(4), step=0, param="w")
+    assert not failed.done()
+    assert isinstance(failed.error, ValueError)
+    with pytest.raises(CopyError):
+        failed.wait_on_device()
+    failed.settle()
+    assert lane._thread is None
+    lane.submit(torch.zeros(5), torch.ones(5), step=0, param="w").wait()
+    assert lane._thread is not None
+    lane.close()
+
+
+def test_a_ring_that_grows_forgets_the_views_of_its_old_buffers() -> None:
+    ring = StagingRing(1, 64, torch.device("cpu"))
+    first = ring.take((2, 4), torch.float32)
+    ring.give_back(first)
+    again = ring.take((2, 4), torch.float32)
+    assert again.tensor is first.tensor
+    ring.give_back(again)
+    ring.fit(1, 128)
+    assert ring.take((2, 4), torch.float32).tensor.data_ptr() == ring._buffers[0].data_ptr()

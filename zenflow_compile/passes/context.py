@@ -14,15 +14,6 @@ from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
 
-SMALL_BYTES = 1 << 16
-"""Parameters up to this size are served together, even where each could have been served at a better moment: an op call
-costs about as long as a link of 16 GB/s needs for so many bytes."""
-
-
-def is_small(param: ParamPlan) -> bool:
-    """Whether the parameter is served together with others."""
-    return param.numel * param.dtype.itemsize <= SMALL_BYTES
-
 
 class Phase(StrEnum):
     """Which graph of a training step is rewritten."""

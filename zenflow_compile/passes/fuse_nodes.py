@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.context import PassContext, Phase, insert, is_small
+from zenflow_compile.passes.context import PassContext, Phase, insert
 from zenflow_compile.runtime import ops
 
-AHEAD_BYTES = 1 << 18
-"""Small parameters (``SMALL_BYTES``) are fetched in front of computation that comes before their first uses, but only
-so many bytes of them at one place. Computation that could have hidden their updates hides them no more: one core
-updates 2^17 bf16 elements, 34 bytes each at 10 GB/s, in less than half a millisecond, and windows that close together
-are one in ``update_interval`` of them."""
+SMALL_BYTES = 1 << 16
+"""Only a parameter that is not larger is fetched in front of computation that comes before its first use, or updated
+behind computation that comes after its last: an op call costs about as long as a link of 16 GB/s needs for so much."""
+
+TOGETHER_BYTES = 1 << 18
+"""And only so many bytes of them are moved to one place. The computation that they are moved over hides their updates
+no more: one core updates 2^17 bf16 elements, 34 bytes each at 10 GB/s, in less than half a millisecond, and windows
+that close together are one in ``update_interval`` of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class FuseNodes:
         selected = zenflow.select_columns(norms, engine, p)
         zenflow.split_columns(token, grad, selected, engine, p)
         zenflow.copy_to_host(token, engine, p)
-        ...
+
         zenflow.adam_columns_(a, token, engine, 0)
         zenflow.update_on_host(token, engine, 0)
         zenflow.adam_columns_(b, token, engine, 1)
@@ -39,11 +41,11 @@ class FuseNodes:
     After::
 
         zenflow.offload_gradient(token, grad, engine, p)
-        ...
+
         zenflow.update_parameters([a, b], token, engine, [0, 1])
 
-    And in a forward, where nothing but views lies between the first uses of two parameters, or where the second one is
-    small (``SMALL_BYTES``)::
+    if nothing but views lies between the two updates, or if the first one is small (``SMALL_BYTES``). Likewise in a
+    forward, if nothing but views lies between the first uses, or if the second parameter is small::
 
         zenflow.copy_to_device_(a, engine, 0)             zenflow.fetch_parameters_([a, b], engine, [0, 1])
         transposed = permute(a, [1, 0])              =>   transposed = permute(a, [1, 0])
@@ -71,11 +73,9 @@ class FuseNodes:
         return count + fuse_updates(gm.graph, ctx)
 
 
-def nodes_of(graph: Graph, engine_id: int, *targets: Any) -> Iterator[Node]:
-    """The engine's nodes of these ops, in the graph's order."""
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in targets and node.args[-2] == engine_id:
-            yield node
+def is_node(node: Node, engine_id: int, *targets: Any) -> bool:
+    """Whether the node calls one of these ops for the engine."""
+    return node.op == "call_function" and node.target in targets and bool(node.args[-2] == engine_id)
 
 
 def index_of(node: Node) -> int:
@@ -88,8 +88,10 @@ def index_of(node: Node) -> int:
 def gradient_chains(graph: Graph, engine_id: int) -> list[tuple[Node, Node, Node, Node]]:
     """``column_norms`` to ``copy_to_host`` of each parameter whose chain nobody else reads."""
     chains = []
-    copies = {index_of(node): node for node in nodes_of(graph, engine_id, ops.COPY_TO_HOST)}
-    for norms in nodes_of(graph, engine_id, ops.COLUMN_NORMS):
+    copies = {index_of(node): node for node in graph.nodes if is_node(node, engine_id, ops.COPY_TO_HOST)}
+    for norms in graph.nodes:
+        if not is_node(norms, engine_id, ops.COLUMN_NORMS):
+            continue
         select = only_user(norms, ops.SELECT_COLUMNS)
         split = only_user(select, ops.SPLIT_COLUMNS) if select else None
         copy = copies.get(index_of(norms))
@@ -105,30 +107,36 @@ def only_user(node: Node, target: Any) -> Node | None:
 
 
 def fuse_updates(graph: Graph, ctx: PassContext) -> int:
-    """One op for every run of update nodes; none of them depends on another parameter's."""
+    """One op for updates that lose nothing by coming together; none of them depends on another parameter's."""
     count = 0
-    for run in update_runs(graph, ctx.engine_id):
-        columns = [node for node in run if node.target is ops.ADAM_COLUMNS_]
-        ps = [index_of(node) for node in run if node.target is ops.UPDATE_ON_HOST]
+    for group in update_groups(graph, ctx):
+        columns = [node for node in group if node.target is ops.ADAM_COLUMNS_]
+        ps = [index_of(node) for node in group if node.target is ops.UPDATE_ON_HOST]
         if not ps or [index_of(node) for node in columns] != [p for p in ps if ctx.plan.params[p].k]:
             continue  # half of some parameter's update stands elsewhere
-        with graph.inserting_before(run[-1]):
+        with graph.inserting_before(group[-1]):
             params = [node.args[0] for node in columns]
-            insert(graph, ops.UPDATE_PARAMETERS, (params, run[-1].args[0], ctx.engine_id, ps))
-        erase(run)
+            insert(graph, ops.UPDATE_PARAMETERS, (params, group[-1].args[0], ctx.engine_id, ps))
+        erase(group)
         count += 1
     return count
 
 
-def update_runs(graph: Graph, engine_id: int) -> list[list[Node]]:
-    """Update nodes that stand side by side."""
-    runs: list[list[Node]] = []
-    for node in nodes_of(graph, engine_id, ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST):
-        if runs and runs[-1][-1].next is node:
-            runs[-1].append(node)
+def update_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
+    """Updates to be done at the last one's place: see the class and the two constants."""
+    groups: list[list[Node]] = []
+    computed = False  # since the last update
+    for node in graph.nodes:
+        if not is_node(node, ctx.engine_id, ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST):
+            computed = computed or not computes_nothing(node)
+            continue
+        sizes = [bytes_of(p, ctx) for p in {index_of(each) for each in groups[-1]}] if groups else []
+        if groups and (not computed or (max(sizes) <= SMALL_BYTES and sum(sizes) <= TOGETHER_BYTES)):
+            groups[-1].append(node)
         else:
-            runs.append([node])
-    return runs
+            groups.append([node])
+        computed = False
+    return groups
 
 
 def fuse_fetches(graph: Graph, ctx: PassContext) -> int:
@@ -148,14 +156,12 @@ def fetch_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
     computed = False  # since the place of the last group
     ahead = 0
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target is not ops.COPY_TO_DEVICE_ or node.args[1] != ctx.engine_id:
+        if not is_node(node, ctx.engine_id, ops.COPY_TO_DEVICE_):
             computed = computed or not computes_nothing(node)
             continue
-        param = ctx.plan.params[index_of(node)]
-        moved = param.numel * param.dtype.itemsize if computed else 0
-        if groups and (not moved or (is_small(param) and ahead + moved <= AHEAD_BYTES)):
+        size = bytes_of(index_of(node), ctx)
+        moved = size if computed else 0
+        if groups and (not moved or (size <= SMALL_BYTES and ahead + moved <= TOGETHER_BYTES)):
             groups[-1].append(node)
             ahead += moved
         else:
@@ -164,9 +170,15 @@ def fetch_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
     return groups
 
 
+def bytes_of(p: int, ctx: PassContext) -> int:
+    """Size of a parameter."""
+    param = ctx.plan.params[p]
+    return param.numel * param.dtype.itemsize
+
+
 def computes_nothing(node: Node) -> bool:
-    """Whether the node is a view of its input, a part of a tuple, or another fetch: no time passes in it."""
-    if node.target in (operator.getitem, ops.COPY_TO_DEVICE_, ops.FETCH_PARAMETERS_):
+    """Whether the node is none of the model's computation: a view, a part of a tuple, one of ours."""
+    if node.op != "call_function" or node.target is operator.getitem or str(node.target).startswith("zenflow."):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.passes.context import PassContext, Phase, find, insert, is_small, token
+from zenflow_compile.passes.context import PassContext, Phase, find, insert, token
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import ops
 
@@ -62,8 +62,7 @@ class UpdateParameters:
         ...
         return (...)
 
-    The update is behind this graph's last read of the parameter's memory, through whatever view; those of small
-    parameters come together at the end. Whether another graph
+    The update is behind this graph's last read of the parameter's memory, through whatever view. Whether another graph
     still has to read it, or to add to its gradient, only the engine knows: it may put the update off to the end of the
     backward. It does that as well for parameters that this graph does not have as inputs.
     """
@@ -94,6 +93,6 @@ class UpdateParameters:
         reads = private.readers_of_memory(graph, [param_node for _, param_node, _ in todo])
         for p, param_node, copy in todo:
             last = max([copy, *reads[param_node]], key=order.__getitem__)
-            with graph.inserting_before(graph.output_node() if is_small(ctx.plan.params[p]) else last.next):
+            with graph.inserting_before(last.next):
                 emit_updates(graph, start, [(p, param_node)], ctx.plan, ctx.engine_id)
         return len(todo)

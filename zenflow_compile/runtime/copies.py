@@ -137,6 +137,9 @@ class DoneTicket:
         self.wait()
 
 
+_DONE = DoneTicket()
+
+
 class ThreadLane:
     """A lane of the CPU device: one thread, which ends with its owner's ``close`` or with the process."""
 
@@ -173,15 +176,16 @@ class ThreadLane:
             ticket.finish(self._copy(target, source, step, param, kind).error)
 
     def _copy(self, target: Tensor, source: Tensor, step: int, param: str, kind: str) -> DoneTicket:
-        begin = time.perf_counter_ns()
+        timeline = self._recorder.timeline
+        begin = 0 if timeline is None else time.perf_counter_ns()
         try:
             copy_without_gil(target, source)
         except BaseException as error:
             return DoneTicket(error)
-        if (timeline := self._recorder.timeline) is not None:
+        if timeline is not None:
             end = time.perf_counter_ns()
             timeline.add(self._name, kind, begin, end, step=step, param=param, bytes=source.nbytes)
-        return DoneTicket()
+        return _DONE
 
 
 def copy_without_gil(target: Tensor, source: Tensor) -> None:
@@ -195,7 +199,7 @@ def copy_without_gil(target: Tensor, source: Tensor) -> None:
     if target.dtype != source.dtype or target.shape != source.shape:
         raise ValueError(f"cannot copy {source.dtype}{tuple(source.shape)} into {target.dtype}{tuple(target.shape)}")
     for tensor in (target, source):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(f"cannot copy a tensor on {tensor.device} with strides {tensor.stride()}")
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # a foreign call: it runs without the GIL
 

@@ -2,10 +2,10 @@
 
 Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
 
-1. backward: ``column_norms``, ``select_columns``, ``split_columns``, ``copy_to_host`` for every offloaded gradient;
-2. the final moment: ``begin_update`` fixes the coefficients, ``adam_columns_`` and ``update_on_host`` run for every
-   offloaded parameter, ``end_update`` updates what lives on the device whole and advances the step;
-3. the next forward: ``copy_to_device_`` before each first use. What came through hooks lands in ``end_update``.
+1. backward: ``offload_gradient`` for every offloaded gradient;
+2. the final moment: ``begin_update`` fixes the coefficients, ``update_parameters`` runs for all offloaded parameters,
+   ``end_update`` updates what lives on the device whole and advances the step;
+3. the next forward: ``fetch_parameters_`` before first uses. What came through hooks lands in ``end_update``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
 from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.readable import ReadableNodes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.schedule import Schedule
@@ -40,7 +41,7 @@ from zenflow_compile.runtime.updates import Coefficients, update_columns
 _ids = itertools.count()
 
 
-class Engine:
+class Engine(ReadableNodes):
     """Streams, workers, arenas and windows of one optimizer.
 
     Attributes:
@@ -186,8 +187,9 @@ class Engine:
         self.roster.drop_resident_grads()
         if updated:
             self.begin_update(void=True)
-            for p in self.offloaded:
-                self.update_on_host(p)
+            in_force = self._in_force()
+            for offloaded in self.offloaded.values():
+                self._update_on_host(offloaded, in_force)
             self.end_update()
 
     def end_backward(self, *, nested: bool) -> None:
@@ -212,24 +214,6 @@ class Engine:
     def offload_gradient(self, p: int, grad: Tensor) -> None:
         """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
         self.offloaded[p].offload(grad, split_now=self._split_now)
-
-    def column_norms(self, p: int, grad: Tensor) -> Tensor:
-        """Squared norms f32[lines] of the gradient that was split last: this one, unless it accumulates."""
-        offloaded = self.offloaded[p]
-        offloaded.receive(grad, split_now=self._split_now)
-        return offloaded.device.norms.clone()  # a graph's values are not engine memory
-
-    def select_columns(self, p: int, norms: Tensor) -> Tensor:
-        """The selection in force, i32[k]."""
-        return self.offloaded[p].device.selection.selected.clone()
-
-    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
-        """Split the gradient received last into engine memory."""
-        self.offloaded[p].split()
-
-    def copy_to_host(self, p: int) -> None:
-        """Start the copy of what was split last."""
-        self.offloaded[p].copy_to_host()
 
     @property
     def _split_now(self) -> bool:
@@ -312,18 +296,13 @@ class Engine:
             params: those of them that have columns on the device, in the order of ``ps``.
         """
         final = [self.offloaded[p] for p in ps]
-        in_force = Coefficients(self.roster, self._unscale)
+        in_force = self._in_force()
         self._update_columns([each for each in final if each.plan.k], params, in_force)
         for offloaded in final:
             self._update_on_host(offloaded, in_force)
 
-    def adam_columns_(self, p: int, param: Tensor) -> None:
-        """Update the selected columns, if the gradient is final now."""
-        self._update_columns([self.offloaded[p]], [param], Coefficients(self.roster, self._unscale))
-
-    def update_on_host(self, p: int) -> None:
-        """Put the gradient into its window, if it is final now; close the window if it is due."""
-        self._update_on_host(self.offloaded[p], Coefficients(self.roster, self._unscale))
+    def _in_force(self) -> Coefficients:
+        return Coefficients(self.roster, self._unscale)
 
     def _update_columns(
         self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], in_force: Coefficients
@@ -406,10 +385,6 @@ class Engine:
         for p, param in zip(ps, params, strict=True):
             self.roster.check_storage(p, param)
             self.landing.before_use(self.offloaded[p], self.step)
-
-    def copy_to_device_(self, p: int, param: Tensor) -> None:
-        """``fetch_parameters_`` of one."""
-        self.fetch_parameters_([p], [param])
 
     def before_load(self) -> None:
         """Weights are about to be loaded into the model: what is due lands first, so that they win."""

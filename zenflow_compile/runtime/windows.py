@@ -225,10 +225,8 @@ class HostSide:
                 slot.copied.wait()
 
     def _tasks(self, slots: list[Slot], upload: Tensor, *, step: int, eps: float) -> list[Callable[[], int]]:
-        master, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in self.state())
         gradients = [self.gradients[slot.index] for slot in slots]
         coefficients = [slot.coefficients for slot in slots]
-        out = upload.view(-1)
         kernel, plan = self.kernel, self.plan
         read = expanded if plan.compressed else _flat
         # What is expanded should stay in the cache until the kernel has read it, and begin with a line.
@@ -239,15 +237,18 @@ class HostSide:
             def run() -> int:
                 for first in range(begin, end, piece):
                     part = slice(first, min(first + piece, end))
+                    master, exp_avg, exp_avg_sq, out = (
+                        block.view(-1)[part] for block in (self.master, self.exp_avg, self.exp_avg_sq, upload)
+                    )
                     kernel(
-                        master[part],
-                        exp_avg[part],
-                        exp_avg_sq[part],
+                        master,
+                        exp_avg,
+                        exp_avg_sq,
                         read(gradients, part, plan.length),
                         coefficients,
                         step=step,
                         eps=eps,
-                        out=out[part],
+                        out=out,
                     )
                 return round(touched * (end - begin))
 
@@ -257,9 +258,8 @@ class HostSide:
 
     def task_ranges(self) -> list[slice]:
         """The elements of every task of a close; compressed gradients are cut between lines."""
-        return task_ranges(
-            self.master.numel(), self.workers, self.plan.length if self.plan.compressed else CUT_ELEMENTS
-        )
+        unit = self.plan.length if self.plan.compressed else CUT_ELEMENTS
+        return task_ranges(self.master.numel(), self.workers, unit)
 
 
 def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:

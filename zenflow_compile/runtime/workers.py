@@ -56,7 +56,8 @@ class Job:
         Raises:
             RuntimeError: a task failed; chained to the original error and its traceback.
         """
-        self._done.wait()
+        if not self._done.is_set():  # asking takes no lock
+            self._done.wait()
         if (error := self.error) is not None:
             cause = error.__cause__ if isinstance(error, CopyError) else error
             raise RuntimeError(
