@@ -82,7 +82,10 @@ def row(case: Case, turns: Sequence[Sequence[float]], profiled: dict[str, Any], 
 
 def table(rows: Sequence[dict[str, Any]], interval: int) -> Table:
     """One line per policy."""
-    made = Table(title=f"Steps of {rows[0]['summary']}; windows of {interval} steps", caption="median (5th to 95th percentile)")
+    made = Table(
+        title=f"Steps of {rows[0]['summary']}; windows of {interval} steps",
+        caption="median (5th to 95th percentile)",
+    )
     made.add_column("policy")
     columns = (
         "step ms",

@@ -103,7 +103,8 @@ def compare(
                 say("turns of " + ", ".join(outcome.case.system for outcome, _ in present))
                 _take_turns(present, schedule)
                 for outcome, worker in present:
-                    _look_at(outcome, worker, schedule)
+                    if outcome.skipped is None:
+                        _look_at(outcome, worker, schedule)
     return outcomes
 
 
@@ -154,21 +155,32 @@ def _start(
 
 
 def _take_turns(present: Sequence[tuple[Outcome, TrainingWorker]], schedule: Schedule) -> None:
-    """Rounds of turns; each outcome gets its times, and its ratios to the reference of the same round."""
+    """Rounds of turns; each outcome gets its times, and its ratios to the reference of the same round.
+
+    A system that fails in a turn, out of memory for example, has no further ones and no numbers.
+    """
 
     def turn(outcome: Outcome, worker: TrainingWorker) -> float:
-        mean, each = worker.run(settle=schedule.settle, steps=schedule.steps)
+        if outcome.skipped is not None:
+            return float("nan")
+        try:
+            mean, each = worker.run(settle=schedule.settle, steps=schedule.steps)
+        except WorkerError as error:
+            outcome.skipped = str(error)
+            return float("nan")
         outcome.steps_ms.append(each)
         return mean
 
     works = {outcome.case.system: partial(turn, outcome, worker) for outcome, worker in present}
     means = interleaved(schedule.rounds, works, warm_up=0)
-    for outcome, worker in present:
+    running = [(outcome, worker) for outcome, worker in present if outcome.skipped is None]
+    systems = [outcome.case.system for outcome, _ in running]
+    for outcome, worker in running:
         system = outcome.case.system
         outcome.rounds_ms += means[system]
         outcome.losses = list(worker.losses)
-        outcome.beside += tuple(other for other in works if other != system and other not in outcome.beside)
-        if system != REFERENCE and REFERENCE in means:
+        outcome.beside += tuple(other for other in systems if other != system and other not in outcome.beside)
+        if system != REFERENCE and REFERENCE in systems:
             outcome.rounds_over_reference = ratios(means[system], means[REFERENCE])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -123,7 +124,10 @@ class Worker:
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        # Asked again and again, because a child that outlives its parent may hold the pipe open.
+        while not select.select([self._process.stdout], [], [], 1.0)[0] and self._process.poll() is None:
+            pass
+        line = self._process.stdout.readline() if select.select([self._process.stdout], [], [], 0.0)[0] else ""
         if not line:
             raise WorkerError(f"the process ended with status {self._process.wait()}; {self._log_end()}", "died")
         answer: dict[str, Any] = json.loads(line)
