@@ -14,12 +14,16 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.flags import Flag, make_flags
 from zenflow_compile.runtime.recorder import Recorder
+
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.workers import Job  # which knows of copies, too
 
 INLINE_BYTES = 1 << 16
 """Copies up to this size are made at once where a lane is a thread: handing one over costs its ticket, its place in the
@@ -64,8 +68,18 @@ class Ticket(Protocol):
 class CopyLane(Protocol):
     """Copies in one direction, in order of submission."""
 
-    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
-        """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work queued on the device."""
+    def submit(
+        self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
+    ) -> Ticket:
+        """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work queued on the device.
+
+        Args:
+            after: what writes ``source``. If it is not done the lane waits for it, which it must be able to.
+        """
+        ...
+
+    def can_wait_for(self, job: Job) -> bool:
+        """Whether the lane itself can wait until ``job`` is done, so that no thread has to."""
         ...
 
     def close(self) -> None:
@@ -138,6 +152,7 @@ class DoneTicket:
 
 
 _DONE = DoneTicket()
+_ThreadCopy = tuple[Tensor, Tensor, ThreadTicket, int, str, str, "Job | None"]
 
 
 class ThreadLane:
@@ -146,19 +161,25 @@ class ThreadLane:
     def __init__(self, name: str, recorder: Recorder) -> None:
         self._name = name
         self._recorder = recorder
-        self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, ThreadTicket, int, str, str] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_ThreadCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
-        if source.nbytes <= INLINE_BYTES:
-            return self._copy(target, source, step, param, kind)
+    def submit(
+        self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
+    ) -> Ticket:
+        if source.nbytes <= INLINE_BYTES and (after is None or after.done()):
+            return self._copy(target, source, step, param, kind, after)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
             thread.start()
             self._thread = thread
         ticket = ThreadTicket()
-        self._queue.put((target, source, ticket, step, param, kind))
+        self._queue.put((target, source, ticket, step, param, kind, after))
         return ticket
+
+    def can_wait_for(self, job: Job) -> bool:
+        """Always: the lane is a thread."""
+        return True
 
     def close(self) -> None:
         if self._thread is not None:
@@ -172,13 +193,17 @@ class ThreadLane:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            target, source, ticket, step, param, kind = item
-            ticket.finish(self._copy(target, source, step, param, kind).error)
+            target, source, ticket, step, param, kind, after = item
+            ticket.finish(self._copy(target, source, step, param, kind, after).error)
 
-    def _copy(self, target: Tensor, source: Tensor, step: int, param: str, kind: str) -> DoneTicket:
-        timeline = self._recorder.timeline
-        begin = 0 if timeline is None else time.perf_counter_ns()
+    def _copy(
+        self, target: Tensor, source: Tensor, step: int, param: str, kind: str, after: Job | None
+    ) -> DoneTicket:
         try:
+            if after is not None:
+                after.wait()
+            timeline = self._recorder.timeline
+            begin = 0 if timeline is None else time.perf_counter_ns()
             copy_without_gil(target, source)
         except BaseException as error:
             return DoneTicket(error)
@@ -207,44 +232,65 @@ def copy_without_gil(target: Tensor, source: Tensor) -> None:
 class StreamTicket:
     """A copy on a CUDA stream."""
 
-    def __init__(self, start: torch.cuda.Event | None, end: torch.cuda.Event, ends: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        start: torch.cuda.Event | None,
+        end: torch.cuda.Event,
+        ends: tuple[Tensor, Tensor],
+        flag: Flag | None,
+    ) -> None:
         self.start = start
         self.end = end
         self._ends = ends  # the references keep both buffers alive while the copy is in flight
+        self._flag = flag
 
     @property
     def error(self) -> BaseException | None:
         return None  # CUDA reports a failed copy itself, from the next call that waits
 
     def done(self) -> bool:
-        return bool(self.end.query())  # type: ignore[no-untyped-call]
+        return self._flag.reached() if self._flag else bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        self.end.synchronize()
+        if self._flag:
+            self._flag.wait()
+        else:
+            self.end.synchronize()
 
     def settle(self) -> None:
-        self.wait()
+        self.end.synchronize()
 
     def wait_on_device(self) -> None:
         torch.cuda.current_stream(self.end.device).wait_event(self.end)
 
 
 class StreamLane:
-    """A lane of a CUDA device: one stream that lives as long as the engine."""
+    """A lane of a CUDA device: one stream that lives as long as the engine.
+
+    With the driver's stream memory operations it raises a counter after every copy, which workers look at instead of
+    calling CUDA, and waits itself for the counters of jobs ([Note: progress] in ``flags``: hence its priority).
+    """
 
     def __init__(self, name: str, device: torch.device, recorder: Recorder) -> None:
         self._name = name
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1 if name == "H2D" else 0)  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._flags = make_flags(1, device)
+        self._copies = 0
 
-    def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> StreamTicket:
+    def submit(
+        self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
+    ) -> StreamTicket:
         timeline = self._recorder.timeline
         timed = timeline is not None
         start = torch.cuda.Event(enable_timing=True) if timed else None  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         # Backwards run on autograd's own thread: the producing stream is the current one here, not the creator's.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None and not after.done():
+            assert after.flag is not None, "ask can_wait_for first"
+            after.flag.wait_on(self._stream)
         with torch.cuda.stream(self._stream):
             if start is not None:
                 start.record(self._stream)
@@ -252,7 +298,19 @@ class StreamLane:
             end.record(self._stream)
         if timeline is not None and start is not None:
             timeline.add_device(self._name, kind, start, end, step=step, param=param, bytes=source.nbytes)
-        return StreamTicket(start, end, (target, source))
+        return StreamTicket(start, end, (target, source), self._raise_flag())
+
+    def can_wait_for(self, job: Job) -> bool:
+        """Whether the job raises a counter when it is done."""
+        return job.flag is not None
+
+    def _raise_flag(self) -> Flag | None:
+        if self._flags is None:
+            return None
+        self._copies += 1
+        flag = Flag(self._flags, 0, self._copies)
+        flag.write_from(self._stream)
+        return flag
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +62,34 @@ class HostFlags:
 
     def _word(self, index: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._address + 4 * index)
+
+
+class Flag(NamedTuple):
+    """One value of one counter, to be reached once."""
+
+    flags: HostFlags
+    counter: int
+    value: int
+
+    def raise_it(self) -> None:
+        """See :meth:`HostFlags.raise_to`."""
+        self.flags.raise_to(self.counter, self.value)
+
+    def reached(self) -> bool:
+        """See :meth:`HostFlags.reached`."""
+        return self.flags.reached(self.counter, self.value)
+
+    def wait(self) -> None:
+        """See :meth:`HostFlags.wait`."""
+        self.flags.wait(self.counter, self.value)
+
+    def write_from(self, stream: torch.cuda.Stream) -> None:
+        """See :meth:`HostFlags.write_from`."""
+        self.flags.write_from(stream, self.counter, self.value)
+
+    def wait_on(self, stream: torch.cuda.Stream) -> None:
+        """See :meth:`HostFlags.wait_on`."""
+        self.flags.wait_on(stream, self.counter, self.value)
 
 
 def make_flags(count: int, device: torch.device) -> HostFlags | None:

@@ -43,6 +43,7 @@ class Landing:
         for offloaded in self._in_flight:
             if offloaded.eager or offloaded.plan.blocking:
                 self.land(offloaded, now)
+        self._prefetch(now)
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""

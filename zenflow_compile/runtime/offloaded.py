@@ -8,7 +8,6 @@ from then on this parameter accumulates on the device and is split only when its
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,32 +17,10 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
-from zenflow_compile.runtime.copies import CopyLane, StagedBlock, StagingRing, Ticket
+from zenflow_compile.runtime.copies import CopyError, StagedBlock, Ticket
 from zenflow_compile.runtime.held import Held, Outgoing
-from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transport import Transport, Upload
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
-from zenflow_compile.runtime.workers import WorkerPool
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """What all offloaded parameters of an engine share."""
-
-    to_host: CopyLane
-    to_device: CopyLane
-    down_ring: StagingRing
-    up_ring: StagingRing
-    workers: WorkerPool
-    recorder: Recorder
-
-
-@dataclass(slots=True)
-class Upload:
-    """A landed-to-be update on its way to the device."""
-
-    close: Close
-    block: StagedBlock
-    ticket: Ticket
 
 
 class OffloadedParam:
@@ -268,18 +245,21 @@ class OffloadedParam:
         return bool(closes) and any(close.visible_at <= now for close in closes)
 
     def start_upload(self, now: int) -> bool:
-        """Start the upload of the next visible close if its job is done; whether one is on its way."""
+        """Queue the upload of the next visible close, behind its job; whether one is on its way.
+
+        Where the lane cannot wait for the job, nothing is queued before the job is done.
+        """
         if self._upload is not None:
             return True
-        closes = self.host.closes
-        if not closes or not self.due(now) or not closes[0].job.done():
+        lane = self.transport.to_device
+        if not self.due(now):
             return False
-        close = closes[0]
-        close.job.wait()
+        close = self.host.closes[0]
+        if not close.job.done() and not lane.can_wait_for(close.job):
+            return False
         block = self.transport.up_ring.take((self.plan.rest, self.plan.length), self.plan.dtype)
-        ticket = self.transport.to_device.submit(
-            block.tensor, close.upload, step=self.transport.recorder.step, param=self.plan.name
-        )
+        step = self.transport.recorder.step
+        ticket = lane.submit(block.tensor, close.upload, step=step, param=self.plan.name, after=close.job)
         self._upload = Upload(close, block, ticket)
         return True
 
@@ -301,14 +281,18 @@ class OffloadedParam:
         upload = self._upload
         assert upload is not None
         with recorder.stall(not upload.ticket.done(), param=self.plan.name):
-            upload.ticket.wait_on_device()
+            try:
+                upload.ticket.wait_on_device()
+            except CopyError:
+                next_close.job.wait()  # if that failed, it is what there is to know
+                raise
         with recorder.compute("merge", param=self.plan.name):
             device_ops.merge_columns(self._matrix(), self.plan.dim, self.device.selection.rest, upload.block.tensor)
             self._written()
         self.transport.up_ring.give_back(upload.block)
         self._upload = None
         self.host.closes.pop(0)
-        self.host.landed = upload.ticket
+        self.host.landed, self.host.landing = upload.ticket, next_close.job
         if upload.close.selection is not None:
             with recorder.compute("select", param=self.plan.name):
                 self._reselect(upload.close.selection)

@@ -24,9 +24,11 @@ from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.copies import StagingRing, make_lane
 from zenflow_compile.runtime.cores import choose_cores, nodes_of, physical_cores, run_pinned, worker_count
 from zenflow_compile.runtime.device_adam import ResidentAdam
+from zenflow_compile.runtime.flags import make_flags
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
-from zenflow_compile.runtime.offloaded import OffloadedParam, Transport
+from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transport import Transport
 from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool
 
@@ -107,6 +109,9 @@ class Roster:
             for param in new
             if param.offloaded
         }
+        if (flags := make_flags(len(hosts), self._device)) is not None:
+            for number, host in enumerate(hosts.values()):
+                host.flags = flags, number
         self._touch_first(list(hosts.values()))
         if needed and self._device.type == "cuda":
             arena.pin(warn=not any(each.total_bytes and not each.pinned for each in self._arenas))

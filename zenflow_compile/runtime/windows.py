@@ -13,6 +13,7 @@ from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.copies import Ticket
+from zenflow_compile.runtime.flags import Flag, HostFlags
 from zenflow_compile.runtime.host_adam import HostAdam
 from zenflow_compile.runtime.workers import Job, preferred_worker
 
@@ -84,6 +85,8 @@ class HostSide:
         closes: windows that closed and have not landed, oldest first.
         landed: the last upload's copy. Its buffer is written again only after it, which the copies of gradients do not
             guarantee if the upload landed late.
+        landing: the job behind it, which may still run where the device waits for it instead of the training thread.
+        flags: counters for streams that wait for jobs, and which of them is this parameter's; None without any.
     """
 
     plan: ParamPlan
@@ -98,6 +101,9 @@ class HostSide:
     open: list[Slot] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
     landed: Ticket | None = None
+    landing: Job | None = None
+    flags: tuple[HostFlags, int] | None = None
+    _closed: int = 0
     _slot_users: list[Job | None] = field(default_factory=list)
     _next_slot: int = 0
     _next_upload: int = 0
@@ -161,6 +167,7 @@ class HostSide:
         upload = self.next_upload()
         # With staleness the close before may still run: it goes first, both in the queue and in fact.
         before = self.closes[-1].job if self.closes else None
+        self._closed += 1
         inputs = [slot.copied for slot in slots]
         if self.landed is not None:
             inputs.append(self.landed)
@@ -170,6 +177,7 @@ class HostSide:
             step=at,
             param=self.plan.name,
             ready=_after(inputs, before),
+            flag=Flag(*self.flags, self._closed) if self.flags else None,
         )
         for slot in slots:
             self._slot_users[slot.index] = job
@@ -188,12 +196,12 @@ class HostSide:
 
     def clear_windows(self) -> None:
         """Forget the open window and closes that have not landed, once nothing reads or writes their memory."""
-        for job in (*self._slot_users, *(close.job for close in self.closes)):
+        for job in (*self._slot_users, *(close.job for close in self.closes), self.landing):
             if job is not None:
                 job.settle()
         for slot in self.open:
             slot.copied.settle()
-        self.open, self.closes = [], []
+        self.open, self.closes, self.landing = [], [], None
         self._slot_users = [None] * len(self.gradients)
         self._next_slot = 0
 
@@ -203,6 +211,8 @@ class HostSide:
         Raises:
             RuntimeError: a job failed.
         """
+        if self.landing is not None:
+            self.landing.wait()
         for close in self.closes:
             close.job.wait()
 
@@ -217,9 +227,9 @@ class HostSide:
 
     def raise_failures(self) -> None:
         """Raise the failure of a job or a copy, if there is one by now; waits for nothing."""
-        for close in self.closes:
-            if close.job.error is not None:
-                close.job.wait()
+        for job in (self.landing, *(close.job for close in self.closes)):
+            if job is not None and job.error is not None:
+                job.wait()
         for slot in self.open:
             if slot.copied.error is not None:
                 slot.copied.wait()

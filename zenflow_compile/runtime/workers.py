@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from zenflow_compile.profiling.timeline import worker_lane
 from zenflow_compile.runtime.copies import CopyError
 from zenflow_compile.runtime.cores import pin_this_thread
+from zenflow_compile.runtime.flags import Flag
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -23,7 +24,14 @@ class Job:
     """One closed window: a number of independent tasks that any worker may run."""
 
     def __init__(
-        self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str, ready: Callable[[], None]
+        self,
+        tasks: Sequence[Callable[[], int]],
+        *,
+        deadline: int,
+        step: int,
+        param: str,
+        ready: Callable[[], None],
+        flag: Flag | None = None,
     ) -> None:
         """
         Args:
@@ -31,8 +39,10 @@ class Job:
                 memory that they touch, since worker i prefers those that ``preferred_worker`` gives it.
             deadline: position of the parameter in the next forward; smaller runs earlier.
             ready: blocks until the inputs are in host memory.
+            flag: raised when the job is done, for streams that wait for it; also when it failed, so that none hangs.
         """
         self.tasks = tasks
+        self.flag = flag
         self.deadline = deadline
         self.step = step
         self.param = param
@@ -43,8 +53,8 @@ class Job:
         self._settled = threading.Event()
         self.error: BaseException | None = None
         if not tasks:
-            self._done.set()
             self._settled.set()
+            self._finish()
 
     def done(self) -> bool:
         """Whether every task has run, or one failed."""
@@ -72,7 +82,7 @@ class Job:
         """The job was never queued: it counts as failed, so that nobody waits for it."""
         self.error = error
         self._settled.set()
-        self._done.set()
+        self._finish()
 
     def finish_task(self, error: BaseException | None = None) -> None:
         """One task ended. The first error makes the job done at once; its other tasks are skipped."""
@@ -82,7 +92,12 @@ class Job:
             if self._left == 0:
                 self._settled.set()
             if self._left == 0 or self.error is not None:
-                self._done.set()
+                self._finish()
+
+    def _finish(self) -> None:
+        if self.flag is not None:
+            self.flag.raise_it()
+        self._done.set()
 
 
 def preferred_worker(task: int, tasks: int, workers: int) -> int:

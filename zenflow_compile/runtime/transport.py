@@ -1,0 +1,31 @@
+"""What all offloaded parameters of an engine share on their way between device and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zenflow_compile.runtime.copies import CopyLane, StagedBlock, StagingRing, Ticket
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.windows import Close
+from zenflow_compile.runtime.workers import WorkerPool
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What all offloaded parameters of an engine share."""
+
+    to_host: CopyLane
+    to_device: CopyLane
+    down_ring: StagingRing
+    up_ring: StagingRing
+    workers: WorkerPool
+    recorder: Recorder
+
+
+@dataclass(slots=True)
+class Upload:
+    """A landed-to-be update on its way to the device."""
+
+    close: Close
+    block: StagedBlock
+    ticket: Ticket
