@@ -2,9 +2,12 @@
 # make train     train a small GPT; options: see below         make bench     every benchmark, results in benchmarks/results
 # make test      all tests that need no GPU                    make test-gpu  the tests that do
 #
+# make deepspeed  a virtual environment apart with DeepSpeed, for the benchmarks that compare with it
+#
 # Options of the main job go after `--`, or in ARGS:
 #   make train -- --compare
 #   make train ARGS="--policy zenflow --steps 100"
+#   make bench ARGS="peers --model gpt"
 #
 # PYTHON=... runs a target in that interpreter as it is, without setting anything up.
 
@@ -27,7 +30,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests
 
-.PHONY: setup train test test-gpu check format bench clean $(OPTION_GOALS)
+.PHONY: setup train test test-gpu check format bench deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -55,14 +58,13 @@ format: $(READY)
 	$(PYTHON) -m ruff format $(SOURCES)
 
 bench: $(READY)
-	@set -e; for file in benchmarks/*.py; do \
-	    name=$$(basename $$file .py); \
-	    case $$name in __init__|common) continue;; esac; \
-	    echo "== benchmarks.$$name"; $(PYTHON) -m benchmarks.$$name; \
-	done
+	$(PYTHON) -m benchmarks $(or $(OPTIONS),all)
+
+deepspeed: $(READY)
+	scripts/setup_deepspeed.sh
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-deepspeed build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(OPTION_GOALS):
 	@:

@@ -1,44 +1,209 @@
-"""What every benchmark says about itself: the machine it ran on, and its numbers as JSON."""
+"""What every benchmark says about itself: machine, versions, commit, command line, and its numbers with their spread.
+
+Each benchmark writes one file of one format, ``benchmarks/results/NAME.json``::
+
+    {"benchmark": NAME, "command": "python -m benchmarks NAME ...", "commit": ..., "seed": ..., "machine": {...},
+     "rows": [{...}, ...], "targets": [{"claim", "measured", "limit", "met"}, ...]}
+
+A measured quantity is written as ``Spread.row()``.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import psutil
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "triton", "transformers", "deepspeed", "torchao")
+
+Name = TypeVar("Name", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Order statistics of repeated measurements, all in the unit of the measurements.
+
+    Percentiles interpolate linearly between neighbours; ``iqr`` is the third quartile less the first.
+    """
+
+    n: int
+    median: float
+    p5: float
+    p95: float
+    iqr: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Summarise ``values``.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not values:
+            raise ValueError("a spread needs at least one measurement")
+        quartiles = percentile(values, 0.25), percentile(values, 0.75)
+        return cls(
+            n=len(values),
+            median=statistics.median(values),
+            p5=percentile(values, 0.05),
+            p95=percentile(values, 0.95),
+            iqr=quartiles[1] - quartiles[0],
+        )
+
+    def row(self, digits: int = 4) -> dict[str, float | int]:
+        """For a results file: every number with so many significant digits."""
+        return {name: float(f"{value:.{digits}g}") if name != "n" else value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.p5:.3g} to {self.p95:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A claim, what was measured, and the limit that decides: ``at_least`` or at most."""
+
+    claim: str
+    measured: float
+    limit: float
+    at_least: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether the measurement keeps to the limit."""
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+    def __str__(self) -> str:
+        bound = "at least" if self.at_least else "at most"
+        return f"{self.claim}: {self.measured:.3f}, {bound} {self.limit:g}: {'met' if self.met else 'MISSED'}"
+
+    def row(self) -> dict[str, Any]:
+        """For a results file."""
+        return {**asdict(self), "measured": round(self.measured, 4), "met": self.met}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` (in [0, 1]) of ``values`` lie, interpolated linearly."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def interleaved(rounds: int, works: Mapping[Name, Callable[[], float]], warm_up: int = 1) -> dict[Name, list[float]]:
+    """Run every work once per round, the order reversed in every other round, and collect what they return.
+
+    A slow minute of the machine hits all works alike, and ratios within a round cancel it. The first ``warm_up``
+    rounds, which touch pages and fill caches, are not kept.
+    """
+    collected: dict[Name, list[float]] = {name: [] for name in works}
+    for number in range(warm_up + rounds):
+        for name in list(works)[:: -1 if number % 2 else 1]:
+            value = works[name]()
+            if number >= warm_up:
+                collected[name].append(value)
+    return collected
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Quotients of measurements of the same round."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def machine() -> dict[str, Any]:
     """The hardware and versions that numbers of this process belong to."""
     return {
         "cpu": _cpu_model(),
-        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "cores": physical_cores(),
         "hardware_threads": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        **versions(),
         "load_average_1min": round(os.getloadavg()[0], 2),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
 
-def write_results(name: str, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write ``rows`` and the machine to ``benchmarks/results/NAME.json`` and return its path."""
+def physical_cores() -> int:
+    """Physical cores of the machine."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers depend on, of this interpreter; ``torch`` with its build."""
+    found = {"torch": str(torch.__version__)}
+    for package in _PACKAGES:
+        try:
+            found.setdefault(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_results(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    seed: int | None = None,
+    targets: Sequence[Target] = (),
+    benchmark: str | None = None,
+) -> Path:
+    """Write ``rows`` and what they belong to to ``benchmarks/results/NAME.json`` and return its path.
+
+    Args:
+        name: of the file, by default also of the benchmark.
+        rows: what was measured.
+        seed: of weights and data; None where a benchmark has no random part that matters.
+        targets: claims that the rows decide.
+        benchmark: that wrote the file, where the file has another name.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": list(rows)}, indent=2) + "\n")
+    results = {
+        "benchmark": benchmark or name,
+        "command": shlex.join(["python", "-m", "benchmarks", benchmark or name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "seed": seed,
+        "machine": machine(),
+        "rows": list(rows),
+        "targets": [target.row() for target in targets],
+    }
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(unfinished, path)  # atomic: a benchmark that writes after every run may be cut off here
     return path
+
+
+def _commit() -> str | None:
+    """Commit of the sources, with ``+changes`` where the tree differs from it; None outside of a git checkout."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD").strip()
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + "+changes" * bool(changed)
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def _cpu_model() -> str:

@@ -1,10 +1,19 @@
-"""How fast is the host update on one core, against copying memory on the same core?
+"""Host Adam against the memory's bandwidth, against PyTorch's fused AdamW, and against DeepSpeed's CPUAdam.
 
-GB/s counts what the update must move: fp32 master and moments read and written (24 bytes per parameter), each
-stored gradient read, the upload buffer written. ``copy`` is ``Tensor.copy_`` with one thread, its bytes read
-and written counted, measured between the kernels' own repetitions.
+One measurement closes one window over ``--params`` parameters: S gradients in the model's dtype are applied to
+fp32 masters and moments, and the new weights are written in the model's dtype.
 
-    python benchmarks/host_adam.py [--params 32] [--slots 1 4] [--threads 1]
+* ``ours``: the one fused pass that training uses, in tasks of 2^20 elements.
+* ``fused``: the same window with PyTorch's own pieces, in the same tasks: gradients cast and summed into an fp32
+  buffer, ``torch._fused_adamw_``, a cast into the upload buffer, gradients zeroed.
+* ``aten``: this project's fallback where there is no C++ compiler.
+* ``deepspeed``: DeepSpeed's ``adam_update`` with the same casts, sum and zeroing around it, its own OpenMP threads;
+  ``deepspeed_kernel``: ``adam_update`` alone. Only where scripts/setup_deepspeed.sh was run.
+* ``copy``: ``Tensor.copy_`` of as many bytes as the window moves.
+
+GB/s counts what a window must move: masters and moments read and written (24 bytes per parameter), S gradients read
+and one upload buffer written. Write-allocate traffic is counted for nobody, ``copy`` included. All of them take turns
+in the same run, on the same cores, one thread per core.
 """
 
 from __future__ import annotations
@@ -12,112 +21,229 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.common import write_results
-from zenflow_compile import torch_private
+from benchmarks.common import Spread, Target, interleaved, ratios, write_results
+from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
+from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.host_adam import Kernel, make_host_adam
+from zenflow_compile.runtime.host_adam import make_host_adam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KERNELS: tuple[Kernel, ...] = ("inductor", "aten")
+TASK = 2**20
+"""Elements per call, as in training."""
+ADAM_UPDATE_BYTES = 28
+COPY_SHARE, OVER_FUSED = 0.9, 1.3  # the targets
 
 
-def in_threads(threads: int, work: Callable[[int], None]) -> float:
-    """Seconds until ``work(0)`` to ``work(threads - 1)``, one thread each, are all done."""
-    pool = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-    start = time.perf_counter()
-    for thread in pool:
-        thread.start()
-    for thread in pool:
-        thread.join()
-    return time.perf_counter() - start
+class Window:
+    """The memory of one closed window of ``slots`` gradients, and ways to apply it."""
 
+    def __init__(self, numel: int, slots: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.slots, self.dtype = slots, dtype
+        self.state = [torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)]
+        self.gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(slots)]
+        self.out = torch.zeros(numel, dtype=dtype)
+        self._coefficients = [SlotCoefficients(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
 
-def measure(dtype_name: str, slots: int, numel: int, threads: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per kernel, and one for copying."""
-    dtype = DTYPES[dtype_name]
-    share = numel // threads // 64 * 64
-    parts = [slice(i * share, (i + 1) * share) for i in range(threads)]
-    numel = share * threads
-    state = [torch.randn(numel), torch.zeros(numel), torch.zeros(numel)]
-    out = torch.zeros(numel, dtype=dtype)
-    gradients = [torch.randn(numel).to(dtype) for _ in range(slots)]
-    coefficients = [SlotCoefficients(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
+    @property
+    def bytes_per_parameter(self) -> int:
+        """What a close must move at least."""
+        return 24 + (self.slots + 1) * self.dtype.itemsize
 
-    def copy(i: int) -> None:
-        with torch_private.one_intra_op_thread():
-            state[2][parts[i]].copy_(state[1][parts[i]])
-
-    works: dict[str, Callable[[int], None]] = {"copy": copy}
-    for kernel in KERNELS:
-        adam = make_host_adam(kernel, gradient_dtype=dtype, out_dtype=dtype, max_slots=slots)
-
-        def update(i: int, adam: Any = adam) -> None:
-            part = parts[i]
-            window = [gradient[part] for gradient in gradients]
-            adam(*(s[part] for s in state), window, coefficients, step=slots, eps=1e-8, out=out[part])
-
-        works[kernel] = update
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in range(repeats + 1):
-        for name, work in works.items():
-            elapsed = in_threads(threads, work)
-            if repeat:  # the first touches pages
-                seconds[name].append(elapsed)
-    rows = []
-    for name, measured in seconds.items():
-        moved = 8 if name == "copy" else 24 + (slots + 1) * dtype.itemsize
-        best, median = min(measured), statistics.median(measured)
-        rows.append(
-            {
-                "kernel": name,
-                "dtype": dtype_name,
-                "slots": slots,
-                "threads": threads,
-                "parameters": numel,
-                "bytes_per_parameter": moved,
-                "million_parameters_per_s": round(numel / median / 1e6, 1),
-                "gb_per_s": round(moved * numel / median / 1e9, 2),
-                "gb_per_s_best": round(moved * numel / best / 1e9, 2),
-            }
+    def host_adam(self, name: str) -> Callable[[slice], None]:
+        """This project's kernel of that name."""
+        adam = make_host_adam(
+            "inductor" if name == "ours" else "aten",
+            gradient_dtype=self.dtype,
+            out_dtype=self.dtype,
+            max_slots=self.slots,
         )
-    return rows
+
+        def update(part: slice) -> None:
+            master, exp_avg, exp_avg_sq = (each[part] for each in self.state)
+            window = [gradient[part] for gradient in self.gradients]
+            out = self.out[part]
+            adam(master, exp_avg, exp_avg_sq, window, self._coefficients, step=self.slots, eps=1e-8, out=out)
+
+        return update
+
+    def fused(self) -> Callable[[slice], None]:
+        """PyTorch's pieces: cast and sum, fused AdamW, cast, zero."""
+        step = torch.tensor(float(self.slots))
+
+        def update(part: slice) -> None:
+            total = torch.empty(part.stop - part.start)  # from the allocator's cache after the first task
+            total.copy_(self.gradients[0][part])
+            for gradient in self.gradients[1:]:
+                total.add_(gradient[part])
+            master, exp_avg, exp_avg_sq = (each[part] for each in self.state)
+            torch._fused_adamw_(
+                [master], [total], [exp_avg], [exp_avg_sq], [], [step],
+                lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            self.out[part].copy_(master)
+            for gradient in self.gradients:
+                gradient[part].zero_()
+
+        return update
 
 
-def main() -> None:
+def measure(
+    dtype_name: str, slots: int, numel: int, threads: int, rounds: int, kernels: Sequence[str], deepspeed: Path
+) -> tuple[list[dict[str, Any]], list[Target]]:
+    """One row per kernel, one for copying, and the targets they decide."""
+    dtype = DTYPES[dtype_name]
+    window = Window(numel, slots, dtype)
+    works: dict[str, Callable[[], float]] = {}
+    skipped: dict[str, str] = {}
+    with PinnedThreads(threads) as pool, ExitStack() as stack:
+        if "copy" in kernels:
+            half = window.bytes_per_parameter * numel // COPY_BYTES_PER_ELEMENT
+            source, destination = torch.ones(half), torch.empty(half)
+            works["copy"] = partial(pool.seconds, partial(_copy, source, destination, threads))
+        for name in ("ours", "aten", "fused"):
+            if name in kernels:
+                update = window.fused() if name == "fused" else window.host_adam(name)
+                works[name] = partial(pool.seconds, partial(_in_tasks, update, numel, threads))
+        if "deepspeed" in kernels:
+            try:
+                worker = _deepspeed(stack, deepspeed, dtype_name, slots, numel, threads)
+                for name, whole in (("deepspeed", True), ("deepspeed_kernel", False)):
+                    works[name] = partial(_asked, worker, whole)
+            except WorkerError as error:
+                skipped["deepspeed"] = str(error)
+        seconds = interleaved(rounds, works)
+
+    case = {"dtype": dtype_name, "slots": slots, "threads": threads, "parameters": numel}
+    made: list[dict[str, Any]] = []
+    for name, times in seconds.items():
+        # adam_update alone reads one fp32 gradient and has no upload buffer.
+        moved = ADAM_UPDATE_BYTES if name == "deepspeed_kernel" else window.bytes_per_parameter
+        bandwidths = [moved * numel / each / 1e9 for each in times]
+        row = {"kernel": name, **case, "bytes_per_parameter": moved}
+        row["million_parameters_per_s"] = Spread.of([numel / each / 1e6 for each in times]).row()
+        row["gb_per_s"] = Spread.of(bandwidths).row()
+        if "copy" in seconds:
+            of_copy = [moved / window.bytes_per_parameter * ratio for ratio in ratios(seconds["copy"], times)]
+            row["share_of_copy"] = Spread.of(of_copy).row()
+        if "ours" in seconds:
+            row["speed_of_ours_over_this"] = Spread.of(ratios(times, seconds["ours"])).row()
+        made.append(row)
+    made += [{"kernel": name, **case, "skipped": reason} for name, reason in skipped.items()]
+    return made, _targets(f"{dtype_name}, S = {slots}, {threads} threads", seconds)
+
+
+def _targets(what: str, seconds: dict[str, list[float]]) -> list[Target]:
+    made = []
+    if {"ours", "copy"} <= seconds.keys():
+        share = statistics.median(ratios(seconds["copy"], seconds["ours"]))
+        made.append(Target(f"{what}: bandwidth over that of copy_", share, COPY_SHARE, True))
+    if {"ours", "fused"} <= seconds.keys():
+        speed = statistics.median(ratios(seconds["fused"], seconds["ours"]))
+        made.append(Target(f"{what}: speed over _fused_adamw_, casts and zeroing", speed, OVER_FUSED, True))
+    return made
+
+
+def _share(numel: int, threads: int, number: int) -> tuple[int, int]:
+    """First and last element of thread ``number``, cut at multiples of 64."""
+    each = -(-numel // threads // 64) * 64
+    return min(number * each, numel), min((number + 1) * each, numel)
+
+
+def _copy(source: Tensor, destination: Tensor, threads: int, number: int) -> None:
+    begin, end = _share(source.numel(), threads, number)
+    destination[begin:end].copy_(source[begin:end])
+
+
+def _in_tasks(update: Callable[[slice], None], numel: int, threads: int, number: int) -> None:
+    begin, end = _share(numel, threads, number)
+    for start in range(begin, end, TASK):
+        update(slice(start, min(start + TASK, end)))
+
+
+def _deepspeed(stack: ExitStack, python: Path, dtype: str, slots: int, numel: int, threads: int) -> Worker:
+    """DeepSpeed's CPUAdam in a process of its own, ready."""
+    command = [must_exist(python), "-m", "benchmarks.systems.cpu_adam_worker", dtype, slots, numel, threads]
+    environment = {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
+    worker = stack.enter_context(Worker([str(part) for part in command], environment))
+    worker.first_answer()
+    return worker
+
+
+def _asked(worker: Worker, whole: bool) -> float:
+    seconds: float = worker.ask("update", whole=whole)["seconds"]
+    return seconds
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """All rows, one line each."""
+    made = Table(title="Closing one window on the host", caption="median (5th to 95th percentile) over rounds")
+    for column in ("kernel", "dtype", "S", "threads"):
+        made.add_column(column)
+    for column in ("M parameters/s", "GB/s", "of copy_", "ours is faster by"):
+        made.add_column(column, justify="right")
+    for row in rows:
+        cells = [row["kernel"], row["dtype"], str(row["slots"]), str(row["threads"])]
+        if "skipped" in row:
+            made.add_row(*cells, row["skipped"])
+            continue
+        share, speed = row.get("share_of_copy"), row.get("speed_of_ours_over_this")
+        rate = row["million_parameters_per_s"]
+        made.add_row(
+            *cells,
+            f"{rate['median']:.0f} ({rate['p5']:.0f} to {rate['p95']:.0f})",
+            f"{row['gb_per_s']['median']:.2f}",
+            f"{share['median']:.2f}" if share else "",
+            f"{speed['median']:.2f}" if speed else "",
+        )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks host_adam``."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks host_adam",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--params", type=float, default=32, help="millions of parameters (default 32)")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4], help="window lengths (default 1 4)")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["bf16", "fp16", "fp32"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="workers at once (default 1)")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    rows = []
-    print(f"{'kernel':9} {'dtype':5} {'slots':>5} {'threads':>7} {'M params/s':>11} {'GB/s':>7} {'best':>7}")
-    for threads in options.threads:
-        for dtype in options.dtype:
-            for slots in options.slots:
-                for row in measure(dtype, slots, round(options.params * 1e6), threads, options.repeats):
-                    rows.append(row)
-                    print(
-                        f"{row['kernel']:9} {row['dtype']:5} {row['slots']:5} {row['threads']:7} "
-                        f"{row['million_parameters_per_s']:11.0f} {row['gb_per_s']:7.2f} "
-                        f"{row['gb_per_s_best']:7.2f}"
-                    )
-    print(f"wrote {write_results('host_adam', rows)}")
+    kernels = ("copy", "ours", "fused", "aten", "deepspeed")
+    add = parser.add_argument
+    add("--params", type=float, default=32, help="millions of parameters (32)")
+    add("--slots", type=int, nargs="+", default=[1, 2, 4, 8], help="window lengths S (1 2 4 8)")
+    add("--dtype", nargs="+", choices=sorted(DTYPES), default=["bf16", "fp32"], help="of gradients and weights")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="threads, one per core (1 2)")
+    add("--kernel", nargs="+", choices=kernels, default=list(kernels))
+    add("--rounds", type=int, default=7)
+    add("--deepspeed-python", type=Path, default=DEEPSPEED_PYTHON, help="interpreter that has DeepSpeed")
+    given = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    targets: list[Target] = []
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for threads in given.threads:
+        for dtype in given.dtype:
+            for slots in given.slots:
+                numel = round(given.params * 1e6)
+                made, found = measure(dtype, slots, numel, threads, given.rounds, given.kernel, given.deepspeed_python)
+                rows += made
+                targets += found
+                console.print(f"{dtype}, S = {slots}, {threads} threads done", highlight=False)
+    console.print(table(rows))
+    for target in targets:
+        console.print(str(target), style="green" if target.met else "red", highlight=False)
+    console.print(f"wrote {write_results('host_adam', rows, seed=0, targets=targets)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

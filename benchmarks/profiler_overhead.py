@@ -1,35 +1,35 @@
-"""What ``zf.profile()`` costs: steps of one training run with and without it, in alternating rounds.
-
-    python -m benchmarks.profiler_overhead [--rounds 12] [--steps 6]
-"""
+"""What ``zf.profile()`` costs: steps of one training run with and without it, in alternating rounds."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
 import zenflow_compile as zf
-from benchmarks.common import machine, write_results
+from benchmarks.common import Spread, interleaved, ratios, write_results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512)
-    arguments = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks profiler_overhead``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks profiler_overhead", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="of a round (%(default)s)")
+    parser.add_argument("--layers", type=int, default=24, help="(%(default)s)")
+    parser.add_argument("--width", type=int, default=512, help="(%(default)s)")
+    given = parser.parse_args(arguments)
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(arguments.width, arguments.width) for _ in range(arguments.layers)))
+    model = nn.Sequential(*(nn.Linear(given.width, given.width) for _ in range(given.layers)))
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=1e-4)
     compiled = torch.compile(model, backend="zenflow", options={"inner": "eager"})
-    batch = torch.randn(128, arguments.width)
+    batch = torch.randn(128, given.width)
 
     def step() -> None:
         compiled(batch).square().mean().backward()
@@ -38,27 +38,31 @@ def main() -> None:
 
     for _ in range(8):
         step()
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(2 * arguments.rounds):
-        profiled = number % 2 == 1
+
+    def turn(profiled: bool) -> float:
+        """Mean step of one round, ms."""
         with zf.profile(optimizer) if profiled else nullcontext():
-            for _ in range(arguments.steps):
-                begin = time.perf_counter()
+            begin = time.perf_counter()
+            for _ in range(given.steps):
                 step()
-                times[profiled].append((time.perf_counter() - begin) * 1e3)
+            return (time.perf_counter() - begin) * 1e3 / given.steps
+
+    works = {"plain": partial(turn, False), "profiled": partial(turn, True)}
+    times = interleaved(given.rounds, works)
     optimizer.close()
-    plain, profiled_ms = statistics.median(times[False]), statistics.median(times[True])
+    overhead = Spread.of([ratio - 1.0 for ratio in ratios(times["profiled"], times["plain"])])
     row = {
         "parameters": sum(param.numel() for param in model.parameters()),
         "tensors": sum(1 for _ in model.parameters()),
-        "step_ms": plain,
-        "profiled_step_ms": profiled_ms,
-        "overhead": profiled_ms / plain - 1.0,
-        "steps_each": len(times[False]),
+        "step_ms": Spread.of(times["plain"]).row(),
+        "profiled_step_ms": Spread.of(times["profiled"]).row(),
+        "overhead": overhead.row(),
+        "steps_of_a_round": given.steps,
     }
-    print(f"{plain:.2f} ms plain, {profiled_ms:.2f} ms profiled: {100 * row['overhead']:+.1f}%  ({machine()['cpu']})")
-    write_results("profiler_overhead", [row])
+    print(f"{Spread.of(times['plain'])} ms plain, {Spread.of(times['profiled'])} ms profiled: {overhead.median:+.1%}")
+    print(f"wrote {write_results('profiler_overhead', [row], seed=0)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

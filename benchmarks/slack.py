@@ -2,7 +2,8 @@
 
     python -m benchmarks.slack [--steps 40] [--milliseconds 3]
 
-A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a step
+A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a
+step
 without clipping, or 30% with it (where no update can start before the whole gradient is known). Three runs each:
 
 * ``planned``: the first layers on the device, the rest in windows of 4 steps, and the order of weight gradients given;
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -88,7 +90,7 @@ def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, 
     torch.compiler.reset()
     torch.manual_seed(0)
     model = EmulatedModel(layers, WIDTH, seconds)
-    options = {
+    options: dict[str, Any] = {
         "inner": "eager",
         "lr": 1e-3,
         "topk_ratio": 0.1,

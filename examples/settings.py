@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,7 +33,7 @@ class TrainConfig:
         max_grad_norm: bound on the global gradient norm, exact over device and host; None does not clip.
         warm_up: steps in which the rate rises; the optimizer updates everything synchronously meanwhile.
         seed: of the initial weights and of the order of the data.
-        update_interval: steps per window of deferred gradients (``zenflow`` only).
+        update_interval: steps per window of deferred gradients, or ``auto`` (``zenflow`` only).
         staleness: 0 or 1, steps by which a closed window may be seen late (``zenflow`` only).
         inner: what compiles the rewritten graphs: ``inductor``, or ``eager`` to run them as they are.
         device: ``auto`` takes CUDA where there is one.
@@ -42,6 +42,8 @@ class TrainConfig:
         evaluation_batches: batches per validation.
         save_every: steps between checkpoints; one always follows the last step.
         out: folder for checkpoints; None writes none.
+        start_from: checkpoint of a run with a model of the same sizes, whose weights and nothing else are the
+            initial ones; None draws them from ``seed``.
         resume: checkpoint to go on from.
     """
 
@@ -56,7 +58,7 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     warm_up: int = 60
     seed: int = 0
-    update_interval: int = 4
+    update_interval: int | Literal["auto"] = 4
     staleness: int = 0
     inner: str = "inductor"
     device: str = "auto"
@@ -65,6 +67,7 @@ class TrainConfig:
     evaluation_batches: int = 64
     save_every: int = 100
     out: str | None = None
+    start_from: str | None = None
     resume: str | None = None
 
     def __post_init__(self) -> None:
@@ -77,17 +80,13 @@ class TrainConfig:
                     f"{name}={getattr(self, name)} must be at least 1; above steps={self.steps} turns it off"
                 )
         if not 0 <= self.warm_up < self.steps:
-            raise ValueError(
-                f"warm_up={self.warm_up} must be in [0, steps={self.steps}); the rate falls afterwards"
-            )
+            raise ValueError(f"warm_up={self.warm_up} must be in [0, steps={self.steps}); the rate falls afterwards")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
 
     def gpt(self) -> GPTConfig:
         """Sizes of the model."""
-        return GPTConfig(
-            context=self.context, layers=self.layers, width=self.width, heads=max(1, self.width // 32)
-        )
+        return GPTConfig(context=self.context, layers=self.layers, width=self.width, heads=max(1, self.width // 32))
 
     def torch_device(self) -> torch.device:
         """The device to train on."""
@@ -102,13 +101,26 @@ class TrainConfig:
         progress = (step - self.warm_up) / (self.steps - self.warm_up)
         return 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0))
 
+    def trajectory(self) -> dict[str, Any]:
+        """The settings on which the numbers of a run depend: all but where and how often it writes and evaluates."""
+        return {name: value for name, value in asdict(self).items() if name not in _FREE_ON_RESUME}
+
     def must_continue(self, saved: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless this run goes on with the trajectory of the ``saved`` settings."""
-        for name, value in asdict(self).items():
-            if name not in _FREE_ON_RESUME and saved.get(name) != value:
+        for name, value in self.trajectory().items():
+            if saved.get(name) != value:
                 raise ValueError(
                     f"{name}={value} differs from the checkpoint's {saved.get(name)}; a resumed run keeps "
                     f"its settings, leave {name} out or start a new run"
+                )
+
+    def must_fit(self, saved: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless weights of a run with the ``saved`` settings fit this run's model."""
+        for name in ("context", "layers", "width"):
+            if saved[name] != getattr(self, name):
+                raise ValueError(
+                    f"start_from={self.start_from} has {name}={saved[name]} and this run {name}="
+                    f"{getattr(self, name)}; give this run the sizes of the checkpoint, or start from another one"
                 )
 
 

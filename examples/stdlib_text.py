@@ -1,4 +1,4 @@
-"""Training text that is on every machine: the Python standard library's own source files, as bytes."""
+"""Training text that is on every machine, as bytes: the Python standard library's sources, PyTorch's C++ headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "generated"}
+)
 _VALIDATION_SHARE = 16  # one file in so many is held out
 _SMALLEST_USEFUL_BYTES = 1 << 16
 
@@ -23,18 +25,19 @@ class Text:
     validation: Tensor
 
 
-def load_text(limit_bytes: int = 20_000_000, *, root: Path | None = None) -> Text:
-    """Read the ``*.py`` files below ``root`` (the standard library) until ``limit_bytes`` are collected.
+def load_text(limit_bytes: int = 20_000_000, *, root: Path | None = None, pattern: str = "*.py") -> Text:
+    """Read the files named like ``pattern`` below ``root`` (the standard library) until ``limit_bytes`` are collected.
 
     A file goes to train or validation by a hash of its path relative to ``root``, so the split does not
-    depend on where Python is installed. Tests are left out: they would be two thirds of the text.
+    depend on where Python is installed. Tests are left out: they would be two thirds of the text; and so is
+    what a program wrote.
 
     Raises:
         FileNotFoundError: if ``root`` holds too little source (some distributions ship bytecode only).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(root.rglob(pattern)):
         relative = path.relative_to(root)
         if _SKIPPED_FOLDERS.intersection(relative.parts):
             continue
@@ -44,10 +47,21 @@ def load_text(limit_bytes: int = 20_000_000, *, root: Path | None = None) -> Tex
         (validation if digest[0] % _VALIDATION_SHARE == 0 else train).extend(path.read_bytes())
     if min(len(train), len(validation)) < _SMALLEST_USEFUL_BYTES:
         raise FileNotFoundError(
-            f"{root} gave {len(train)} training and {len(validation)} validation bytes of *.py text, "
-            f"at least {_SMALLEST_USEFUL_BYTES} of each are needed; install Python's library sources"
+            f"{root} gave {len(train)} training and {len(validation)} validation bytes of {pattern} text, "
+            f"at least {_SMALLEST_USEFUL_BYTES} of each are needed; install the sources, some packages leave them out"
         )
     return Text(*(torch.frombuffer(part, dtype=torch.uint8) for part in (train, validation)))
+
+
+def load_headers(limit_bytes: int = 20_000_000) -> Text:
+    """Read the C++ headers that PyTorch brings along: another domain than the standard library, for fine-tuning.
+
+    Split by file, as in :func:`load_text`. Their text depends on PyTorch's version.
+
+    Raises:
+        FileNotFoundError: if PyTorch was installed without its headers.
+    """
+    return load_text(limit_bytes, root=Path(torch.__file__).parent / "include" / "torch", pattern="*.h")
 
 
 def training_batch(text: Text, *, seed: int, step: int, batch: int, context: int) -> tuple[Tensor, Tensor]:

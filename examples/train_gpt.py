@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -39,11 +40,11 @@ _COUNTS = (
     "warm_up",
     "seed",
     "staleness",
-    "update_interval",
     "evaluate_every",
     "save_every",
 )
 DEFAULT_OUT = "runs/train_gpt"
+CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
 
 def train(config: TrainConfig, *, text: Text | None = None, console: Console | None = None) -> TrainResult:
@@ -55,7 +56,8 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         console: where progress, validation losses and the overlap report go; None is silent.
 
     Raises:
-        ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished one.
+        ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished one; or
+            ``config.start_from`` one of a model with other sizes.
         FileNotFoundError: if there is no such checkpoint, or no text to train on.
     """
     started = time.perf_counter()
@@ -67,12 +69,9 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     if resumed:
         config.must_continue(resumed["config"])
     if first_step >= config.steps:
-        raise ValueError(
-            f"resume={config.resume} is the end of a run of {config.steps} steps; nothing is left to do"
-        )
+        raise ValueError(f"resume={config.resume} is the end of a run of {config.steps} steps; nothing is left to do")
 
-    torch.manual_seed(config.seed)
-    model = GPT(config.gpt()).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = initial_model(config)
     if resumed:
         model.load_state_dict(resumed["model"])
     optimizer = zf.ZenFlowAdamW(
@@ -84,6 +83,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         staleness=config.staleness,
         full_warm_up_rounds=config.warm_up,
         max_grad_norm=config.max_grad_norm,
+        pt_reserved_cores_perc=CORES_OF_PYTORCH if device.type == "cpu" else None,
     )
     scheduler = LambdaLR(optimizer, config.rate)
     compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
@@ -92,9 +92,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         scheduler.load_state_dict(resumed["scheduler"])
         restore_rng(resumed)
 
-    held_out = validation_batches(
-        text, count=config.evaluation_batches, batch=config.batch, context=config.context
-    )
+    held_out = validation_batches(text, count=config.evaluation_batches, batch=config.batch, context=config.context)
     clock = StepClock(device)
     checkpoint = None
     validation_loss = float("nan")
@@ -145,6 +143,23 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     )
 
 
+def initial_model(config: TrainConfig) -> GPT:
+    """The model before its first step, on its device: drawn from the seed, or the weights of ``config.start_from``.
+
+    Raises:
+        ValueError: if those weights are of a model with other sizes.
+        FileNotFoundError: if there is no such checkpoint.
+    """
+    device = config.torch_device()
+    torch.manual_seed(config.seed)
+    model = GPT(config.gpt()).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if config.start_from and not config.resume:  # a resumed run has moved on from them
+        start = load_checkpoint(config.start_from)
+        config.must_fit(start["config"])
+        model.load_state_dict(start["model"])
+    return model
+
+
 @torch.no_grad()
 def evaluate(
     model: Callable[[Tensor, Tensor], Tensor], batches: Sequence[tuple[Tensor, Tensor]], device: torch.device
@@ -157,9 +172,7 @@ def evaluate(
     return torch.stack(losses).mean().item()
 
 
-def compare(
-    config: TrainConfig, *, text: Text | None = None, console: Console | None = None
-) -> list[TrainResult]:
+def compare(config: TrainConfig, *, text: Text | None = None, console: Console | None = None) -> list[TrainResult]:
     """Train every policy from the same seed, one after another, and print one table."""
     console = console or Console(quiet=True)
     text = text or load_text(config.text_bytes)
@@ -179,20 +192,18 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
         argument_default=argparse.SUPPRESS,
     )
     defaults = TrainConfig()
-    parser.add_argument(
-        "--compare", action="store_true", default=False, help="train every policy and print one table"
-    )
+    parser.add_argument("--compare", action="store_true", default=False, help="train every policy and print one table")
     parser.add_argument("--policy", choices=POLICIES, help=f"where optimizer state lives ({defaults.policy})")
-    parser.add_argument(
-        "--inner", choices=("inductor", "eager"), help=f"what compiles the graphs ({defaults.inner})"
-    )
+    parser.add_argument("--inner", choices=("inductor", "eager"), help=f"what compiles the graphs ({defaults.inner})")
     for name in _COUNTS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}"
-        )
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}")
+    parser.add_argument("--update-interval", type=interval, metavar="N|auto", help=f"{defaults.update_interval}")
     parser.add_argument("--lr", type=float, help=f"highest learning rate ({defaults.lr})")
     parser.add_argument("--device", help="for example cpu or cuda:1 (cuda where there is one)")
     parser.add_argument("--out", help=f"folder for checkpoints ({DEFAULT_OUT})")
+    parser.add_argument(
+        "--start-from", metavar="PATH", help="start with the weights of this checkpoint, and nothing else of it"
+    )
     parser.add_argument(
         "--resume", metavar="PATH", help="go on from this checkpoint, with the settings it was made with"
     )
@@ -212,14 +223,19 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
     return config, comparing
 
 
+def interval(text: str) -> int | Literal["auto"]:
+    """Read an update interval; raises ``ValueError``, which argparse reports, if it is neither a number nor auto."""
+    return "auto" if text == "auto" else int(text)
+
+
 def share_cores(device: torch.device) -> None:
     """Leave the cores that run host updates to them, where the device is the CPU itself; alike for every policy.
 
-    Half of the cores, the default of ``pt_reserved_cores_perc``. A parallel region of PyTorch lasts as long as its
+    Half of the cores, as ``CORES_OF_PYTORCH`` tells the optimizer. A parallel region of PyTorch lasts as long as its
     slowest thread, so that one core shared with a worker would slow down all.
     """
     if device.type == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        torch.set_num_threads(max(1, int(CORES_OF_PYTORCH * torch.get_num_threads())))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,6 +38,7 @@ class RecordingEngine:
     ) -> None:
         named = [(name, param) for name, param in named if param.requires_grad]
         self.id = next(_ids)
+        self.worker_cores: tuple[int, ...] = ()
         self.implicit = finalizes_in_backward
         self.finalizes_in_backward = finalizes_in_backward
         self.weight_grad_bytes = weight_grad_bytes

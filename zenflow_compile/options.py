@@ -40,8 +40,9 @@ GRADIENT_COMPRESSIONS = ("int8",)
 WEIGHT_GRAD_ORDERS = ("asap", "forward")
 
 AUTO_SELECT_INTERVAL = 16
-"""Steps between re-selections under ``select_interval="auto"``. Same study: with an averaged score, more
-often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch (2 seeds)."""
+"""Least steps between re-selections under ``select_interval="auto"``, which only drift brings about. Same study: with
+an averaged score, more often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch
+(2 seeds)."""
 
 ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
 
@@ -64,14 +65,17 @@ class Options:
             then), or ``"auto"``, which chooses unit and number.
         select_interval: Steps or epochs between re-selections, >= 1; an integer needs strategy ``"step"`` or
             ``"epoch"``. A parameter re-selects at the first close of its own window at or after that many
-            steps.
+            steps. ``"auto"``: when its selection has drifted, after 16 steps at the earliest.
         update_interval: Window length S in steps, >= 1: the gradient of what was not selected is collected
-            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 1 to
-            ``max_update_interval``.
+            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 2 to
+            ``max_update_interval``, and not below ``min_update_interval``.
         max_update_interval: Longest window in steps, >= 1, that ``update_interval="auto"`` may choose. Source
             of its default: this project's convergence study (docs/options.md, "Where the defaults come from"): a
             small GPT trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more
             at 8 (1 seed).
+        min_update_interval: Shortest window in steps, in [1, ``max_update_interval``], that ``update_interval="auto"``
+            may choose. None: from the host's measured rate and the time of the first step that compiles nothing, which
+            may differ between runs; it is kept in the state.
         full_warm_up_rounds: Steps at the start, >= 0, in which every window closes at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
         overlap_step: Run host updates beside the device's work. False runs them blocking at the step; this
@@ -82,13 +86,13 @@ class Options:
         offload: Keep the state of the selected columns off the device too. Not in this version.
         auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window closes when the norm of what
             waits reaches this share of the average norm of what is selected.
-        pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch. The others, at least
-            one, run host updates, and so do at most all but two. Ignored where ``workers`` or ``worker_cores`` is
-            given.
-        workers: Threads that run host updates, >= 1, at most one per physical core; None derives them from
-            ``pt_reserved_cores_perc``.
-        worker_cores: The logical cores that workers are pinned to, one worker each; None takes the last physical
-            cores that this process may use.
+        pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch; the others, at least one,
+            run host updates. None leaves it two cores, and one for each DataLoader worker process that is alive when
+            the optimizer is made. Ignored where ``workers`` or ``worker_cores`` is given.
+        workers: Threads that run host updates, >= 1, at most one per physical core that this process may use; None
+            derives them from ``pt_reserved_cores_perc``.
+        worker_cores: The logical cores that workers are pinned to, one worker each; None takes physical cores that
+            this process may use and that have the fewest workers of its other optimizers, the last ones first.
         steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
         gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that
@@ -98,8 +102,8 @@ class Options:
         spare_device_bytes: Device memory, in bytes, to be filled with the optimizer state of further parameters, whole,
             in the order of the forward: they are then updated at every step, and the host gets less to do.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
-        accumulate_on_device: Sum the gradients of a window on the device, which needs a model-sized buffer there, and
-            copy the sum once per window. Another rule: one step on the window's mean gradient (docs/options.md).
+        accumulate_on_device: Sum the gradients of a window on the device, which takes 4 bytes per deferred element
+            there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
         gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per line, and
             keeps what was rounded away for the next step; None sends them in the model's dtype.
         staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's
@@ -119,12 +123,13 @@ class Options:
     select_interval: int | Literal["auto"] = "auto"
     update_interval: int | Literal["auto"] = 4
     max_update_interval: int = 4
+    min_update_interval: int | None = None
     full_warm_up_rounds: int = 0
     overlap_step: bool = True
     staleness: int = 0
     offload: bool = False
     auto_ratio: float = 0.99
-    pt_reserved_cores_perc: float = 0.5
+    pt_reserved_cores_perc: float | None = None
     workers: int | None = None
     worker_cores: tuple[int, ...] | None = None
     steps_per_epoch: int | None = None
@@ -152,14 +157,22 @@ class Options:
             "spare_device_bytes": check_integer("spare_device_bytes", self.spare_device_bytes, 0),
             "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
         }
-        for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "device_share"):
+        for name in ("topk_ratio", "auto_ratio", "device_share"):
             checked[name] = check_ratio(name, getattr(self, name))
+        if self.pt_reserved_cores_perc is not None:
+            checked["pt_reserved_cores_perc"] = check_ratio("pt_reserved_cores_perc", self.pt_reserved_cores_perc)
         for name in ("select_interval", "update_interval"):
             if (value := getattr(self, name)) != "auto":
                 checked[name] = check_integer(name, value, 1, remedy=' or "auto"')
         for name in ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes"):
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_integer(name, value, 1, remedy=" or None")
+        if self.min_update_interval is not None:
+            longest = checked["max_update_interval"]
+            remedy = f": no more than max_update_interval={longest}; None measures it"
+            checked["min_update_interval"] = check_integer(
+                "min_update_interval", self.min_update_interval, 1, longest, remedy=remedy
+            )
         if self.max_grad_norm is not None:
             remedy = "; None turns clipping off"
             checked["max_grad_norm"] = check_positive("max_grad_norm", self.max_grad_norm, remedy=remedy)

@@ -17,7 +17,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
     "stale": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
     "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
+    "summed": {"accumulate_on_device": True, "update_interval": 2},
+    "compressed": {"gradient_compression": "int8", "update_interval": 2, "staleness": 1},
+    "summed_stale": {"accumulate_on_device": True, "update_interval": 2, "staleness": 1, "full_warm_up_rounds": 3},
 }
 THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 

@@ -68,17 +68,20 @@ def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeE
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{"update_interval": 1}, {}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}],
+    ids=["windows_of_one", "defaults", "summed", "int8"],
+)
 @pytest.mark.parametrize("break_it", [break_kernel, break_scratch, break_copy])
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_failure_surfaces_and_the_saved_state_continues(
     entry: dict[str, Any] | None,
-    interval: int,
+    options: dict[str, Any],
     break_it: Callable[[pytest.MonkeyPatch, int], None],
     calls: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"update_interval": interval}
     training = Training(entry, options).run(0, 6)
     saved = training.saved()
     expected = training.run(6, 10).weights()

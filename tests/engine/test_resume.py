@@ -14,7 +14,7 @@ from zenflow_compile.runtime import copies
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
     "stale": {"update_interval": 4, "staleness": 1},
     "stale_short": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
     "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
@@ -22,6 +22,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zero_offload": {"policy": "zero_offload"},
     "resident": {"policy": "resident"},
     "clipped": {"max_grad_norm": 0.1},
+    "summed": {"accumulate_on_device": True, "max_grad_norm": 0.1},
+    "summed_auto": {"accumulate_on_device": True, "update_interval": "auto", "auto_ratio": 0.6},
+    "compressed": {"gradient_compression": "int8", "max_grad_norm": 0.1},
+    "compressed_reselecting": {
+        "gradient_compression": "int8",
+        "update_interval": 2,
+        "select_strategy": "step",
+        "select_interval": 2,
+        "staleness": 1,
+    },
+    "summed_stale": {"accumulate_on_device": True, "staleness": 1, "update_interval": 3},
 }
 
 

@@ -1,4 +1,4 @@
-"""The oracle: windows, phases, selection and rule P written down as plainly as possible, with no asynchrony.
+"""The oracle: windows, phases, selection, rule P and the mean step written down plainly, with no asynchrony.
 
 It shares nothing with the runtime but the plan, which says what is decided before anything runs: which parameters are
 split, along which dimension, into how many lines, and at which phase their windows close.
@@ -74,6 +74,14 @@ class SplitParam:
         self.exp_avg[mask] = hyper.beta1 * self.exp_avg[mask] + (1 - hyper.beta1) * grad
         self.exp_avg_sq[mask] = hyper.beta2 * self.exp_avg_sq[mask] + (1 - hyper.beta2) * grad**2
 
+    def take_mean(self, mask: Tensor) -> None:
+        """Let moments take the mean of the window's gradients, with the weight of all of them."""
+        mean = torch.stack([grad[mask] for grad, _ in self.window]).mean(0)
+        kept1 = math.prod(hyper.beta1 for _, hyper in self.window)
+        kept2 = math.prod(hyper.beta2 for _, hyper in self.window)
+        self.exp_avg[mask] = kept1 * self.exp_avg[mask] + (1 - kept1) * mean
+        self.exp_avg_sq[mask] = kept2 * self.exp_avg_sq[mask] + (1 - kept2) * mean**2
+
     def move(self, mask: Tensor, hypers: Sequence[Hyper]) -> None:
         """One step of the weights: decay multiplied, rates summed, the newest moments."""
         last = hypers[-1]
@@ -97,14 +105,19 @@ class SplitParam:
             self.window.append((grad, hyper))
         if closes and self.window:
             rest = ~self.selected
-            for waiting, its_hyper in self.window:
-                self.take(rest, waiting, its_hyper)
+            if self.plan.summed:
+                self.take_mean(rest)
+            else:
+                for waiting, its_hyper in self.window:
+                    self.take(rest, waiting, its_hyper)
             self.move(rest, [its_hyper for _, its_hyper in self.window])
             self.window = []
             staleness = 0 if warming_up else self.plan.staleness
             self.landing.append((at + 1 + staleness, rest, self.master[rest]))
-            if self.plan.rest and self.plan.k and (
-                self.selected_at is None or at - self.selected_at >= select_interval
+            if (
+                self.plan.rest
+                and self.plan.k
+                and (self.selected_at is None or at - self.selected_at >= select_interval)
             ):
                 self.reselect(at)
 

@@ -82,8 +82,10 @@ def test_selecting_everything_is_adamw_at_any_interval(member: Member, inner: st
 
 
 @each_member(["mlp", "gpt"])
-def test_a_synchronous_start_is_adamw(member: Member) -> None:
-    run = train(member, "eager", 20, update_interval=4, full_warm_up_rounds=20)
+@pytest.mark.parametrize("accumulate_on_device", [False, True])
+def test_a_synchronous_start_is_adamw(member: Member, accumulate_on_device: bool) -> None:
+    options = {"update_interval": 4, "accumulate_on_device": accumulate_on_device}
+    run = train(member, "eager", 20, full_warm_up_rounds=20, **options)
     check_in_graph(run)
     assert run.windows_closed == 20 * len(run.offloaded)
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance

@@ -28,7 +28,15 @@ def test_all_entries_give_the_same_trajectory(member: Member) -> None:
 
 
 @each_member(["mlp", "gpt_tied", "graph_breaks"])
-@pytest.mark.parametrize("options", [{"staleness": 1}, {"update_interval": "auto"}, {"full_warm_up_rounds": 6}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"staleness": 1},
+        {"update_interval": "auto", "min_update_interval": 1},
+        {"full_warm_up_rounds": 6},
+        {"accumulate_on_device": True},
+    ],
+)
 def test_entries_agree_whatever_the_schedule(member: Member, options: dict[str, object]) -> None:
     in_graph = train(member, "eager", 24, **options)
     assert in_graph.windows_closed > 0

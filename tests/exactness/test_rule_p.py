@@ -27,6 +27,15 @@ CASES: dict[str, dict[str, Any]] = {
     "windows_of_three": {"update_interval": 3, "topk_ratio": 0.5},
     "nothing_selected": {"topk_ratio": 0.0},
     "blocking": {"overlap_step": False},
+    "summed": {"accumulate_on_device": True},
+    "summed_stale_and_reselecting": {
+        "accumulate_on_device": True,
+        "select_strategy": "step",
+        "select_interval": 6,
+        "staleness": 1,
+    },
+    "summed_after_a_synchronous_start": {"accumulate_on_device": True, "full_warm_up_rounds": 7},
+    "summed_in_windows_of_three": {"accumulate_on_device": True, "update_interval": 3, "topk_ratio": 0.0},
 }
 
 
@@ -88,8 +97,10 @@ def check(runs: Runs) -> None:
     oracle = runs.oracle()
     loss_difference, weight_difference = runs.differences(oracle)
     engine = runs.optimizer.engine
+    # Gradients may cancel in a mean down to eps, where rounding of the gradients is a visible part of a step.
+    summed = any(plan.summed for plan in runs.plans)
     assert loss_difference < 1e-5
-    assert weight_difference < 1e-5
+    assert weight_difference < (1e-4 if summed else 1e-5)
     assert 0 < engine.windows_closed < STEPS * len(engine.offloaded)
     assert engine.selections == sum(each.selections for each in oracle.split.values())
     for each in engine.offloaded.values():
@@ -115,14 +126,14 @@ def test_zenflow_follows_rule_p_in_other_shapes(member: Member) -> None:
 
 
 @each_member(["gpt"])
-@pytest.mark.parametrize("case", ["defaults", "stale_and_reselecting", "synchronous_start"])
+@pytest.mark.parametrize("case", ["defaults", "stale_and_reselecting", "synchronous_start", "summed"])
 def test_eager_entry_follows_rule_p(member: Member, case: str) -> None:
     runs = Runs(member, None, CASES[case])
     with runs.optimizer:
         check(runs)
 
 
-@pytest.mark.parametrize("wrong", ["phase", "interval", "staleness", "selection", "synchronous_start"])
+@pytest.mark.parametrize("wrong", ["phase", "interval", "staleness", "selection", "synchronous_start", "summed"])
 def test_another_rule_would_be_seen(wrong: str) -> None:
     """The control: an oracle with one rule changed is far from what runs."""
     runs = Runs(BY_NAME["gpt"], None, {})
@@ -133,6 +144,8 @@ def test_another_rule_would_be_seen(wrong: str) -> None:
         plans = tuple(replace(plan, interval=5) for plan in plans)
     elif wrong == "staleness":
         plans = tuple(replace(plan, staleness=1) for plan in plans)
+    elif wrong == "summed":
+        plans = tuple(replace(plan, summed=True) for plan in plans)
     rules = {"selection": {"select_interval": 1000}, "synchronous_start": {"full_warm_up_rounds": 7}}.get(wrong, {})
     with runs.optimizer:
         _, weight_difference = runs.differences(runs.oracle(plans, **rules))

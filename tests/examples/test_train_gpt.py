@@ -14,7 +14,7 @@ from rich.console import Console
 
 from examples.settings import TrainConfig
 from examples.stdlib_text import Text
-from examples.train_gpt import POLICIES, compare, parse, train
+from examples.train_gpt import POLICIES, compare, initial_model, parse, train
 
 TINY = TrainConfig(
     steps=12,
@@ -92,6 +92,19 @@ def test_resume_refuses_other_settings(repeating_text: Text, tmp_path: Path) -> 
         parse(["--resume", middle, "--steps", "9"])
 
 
+def test_start_from_takes_the_weights_and_nothing_else(repeating_text: Text, tmp_path: Path) -> None:
+    first = train(replace(TINY, steps=4, out=str(tmp_path)), text=repeating_text)
+    torch.compiler.reset()
+    tuned = replace(TINY, start_from=str(first.checkpoint), seed=1)
+    started = initial_model(tuned).state_dict()
+    assert first.checkpoint is not None
+    saved = torch.load(first.checkpoint, weights_only=True)["model"]
+    assert [name for name in saved if not torch.equal(saved[name], started[name])] == []
+    assert train(tuned, text=repeating_text).profile["steps"] == 12 - 3  # all of its own steps
+    with pytest.raises(ValueError, match=r"has layers=2 and this run layers=3; give this run the sizes"):
+        train(replace(tuned, layers=3), text=repeating_text)
+
+
 def test_compare_prints_one_table_that_fits(repeating_text: Text) -> None:
     output = io.StringIO()
     compare(replace(TINY, steps=6), text=repeating_text, console=Console(file=output, width=80))
@@ -108,6 +121,7 @@ def test_options() -> None:
     assert comparing
     assert (config.steps, config.update_interval, config.lr, config.out) == (100, 2, 2e-3, None)
     assert parse([])[0].out == "runs/train_gpt"
+    assert parse(["--update-interval", "auto"])[0].update_interval == "auto"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +130,7 @@ def test_options() -> None:
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--steps", "10", "--warm-up", "10"], "warm_up=10 must be in [0, steps=10)"),
         (["--policy", "zenflov"], "invalid choice"),
+        (["--update-interval", "often"], "invalid interval value: 'often'"),
         (["--compare", "--resume", "x.pt"], "use one of them"),
         (["--resume", "x.pt"], "no checkpoint at x.pt"),
     ],

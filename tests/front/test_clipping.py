@@ -85,6 +85,19 @@ def test_clipping_is_pytorchs(
     check(build, lambda m: None, torch_clip(limit), entry, backwards, max_grad_norm=limit)
 
 
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_windows_of_one_that_are_summed_are_clipped_exactly(entry: dict[str, Any] | None, backwards: int) -> None:
+    options = {"update_interval": 4, "accumulate_on_device": True, "full_warm_up_rounds": 8}
+    mine, reference = mlp(), mlp()
+    optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **OFFLOAD_ALL, **options)
+    norms = train(mine, optimizer, lambda m: clip_grad_norm_(m.parameters(), 0.3), entry, backwards)
+    adam = torch.optim.AdamW(reference.parameters(), **ADAM)
+    assert norms == pytest.approx(train(reference, adam, torch_clip(0.3), None, backwards), rel=1e-4)
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("policy", ["resident", "zero_offload"])
 def test_clipping_under_every_policy(policy: str) -> None:
     mine, reference = mlp(), mlp()

@@ -13,6 +13,7 @@ from tests.engine.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Trainin
 from zenflow_compile import ZenFlowAdamW, clip_grad_norm_
 
 EXACT = {**OFFLOAD_ALL, "update_interval": 1}
+SUMMED = {**OFFLOAD_ALL, "accumulate_on_device": True, "full_warm_up_rounds": 100}
 
 
 def scaled_run(
@@ -48,10 +49,13 @@ def scaled_run(
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("clipped", [False, True], ids=["plain", "unscale_and_clip"])
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_loss_scaling_is_pytorchs(entry: dict[str, Any] | None, clipped: bool, backwards: int) -> None:
+@pytest.mark.parametrize("options", [EXACT, SUMMED], ids=["exact", "summed"])
+def test_loss_scaling_is_pytorchs(
+    entry: dict[str, Any] | None, clipped: bool, backwards: int, options: dict[str, Any]
+) -> None:
     bad = {2: float("inf"), 3: float("nan"), 7: float("inf")}
     ours, theirs = mlp(), mlp()
-    optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT)
+    optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **options)
     adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
     mine = scaled_run(
         ours, optimizer, entry=entry, bad=bad, clip=clip_grad_norm_ if clipped else None, backwards=backwards
@@ -79,7 +83,7 @@ def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
     """All that an update could change."""
     tensors: list[Tensor] = []
     for entry in optimizer.state_dict()["state"].values():
-        names = ("exp_avg", "exp_avg_sq", "master", "score", "selected")
+        names = ("exp_avg", "exp_avg_sq", "master", "score", "selected", "residual")
         tensors += [entry[name] for name in names if isinstance(entry.get(name), Tensor)]
         tensors += [*entry.get("window", ()), torch.tensor([float(entry["step"]), float(entry.get("taken", 0))])]
     return tensors
@@ -88,9 +92,14 @@ def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=["inf", "nan"])
 @pytest.mark.parametrize("interval", [1, 4])
-def test_a_void_step_changes_nothing(entry: dict[str, Any] | None, value: float, interval: int) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["plain", "summed", "int8"]
+)
+def test_a_void_step_changes_nothing(
+    entry: dict[str, Any] | None, value: float, interval: int, options: dict[str, Any]
+) -> None:
     """But the position in windows: those that close at a void step apply what they hold, and it is not this step's."""
-    training = Training(entry, {"update_interval": interval})
+    training = Training(entry, {"update_interval": interval, **options})
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
     def step(number: int, factor: float = 1.0) -> None:
@@ -117,12 +126,14 @@ def test_a_void_step_changes_nothing(entry: dict[str, Any] | None, value: float,
     assert all(torch.isfinite(weight).all() for weight in training.weights())
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_window_closes_without_its_void_slots(staleness: int) -> None:
+def test_a_window_closes_without_its_void_slots(staleness: int, summed: bool) -> None:
     """Two good gradients and a void step between them are two good gradients. All windows close by hand at the end."""
 
     def run(factors: list[float]) -> list[Tensor]:
         options = {"update_interval": 4, "topk_ratio": 0.0, "staleness": staleness, "full_warm_up_rounds": 1}
+        options["accumulate_on_device"] = summed
         training = Training(None, options)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
         good = 0

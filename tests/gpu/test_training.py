@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
+from zenflow_compile.runtime import device_ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +51,7 @@ def offloading(model: nn.Module, **options: object) -> zf.ZenFlowAdamW:
         {"policy": "zero_offload"},
         {"update_interval": 1, "select_strategy": "step", "select_interval": 2},
         {"topk_ratio": 1.0},
+        {"accumulate_on_device": True, "full_warm_up_rounds": STEPS},
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
@@ -75,6 +77,36 @@ def test_entries_and_overlap_agree(dtype):
     for ours, blocking, eager in zip(*found, strict=True):
         assert torch.equal(ours, blocking)
         torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("held", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_wait_on_the_device(held, dtype):
+    found = []
+    for overlap in (True, False):
+        model = make_model(dtype)
+        before = [param.detach().float().cpu() for param in model.parameters()]
+        with offloading(model, overlap_step=overlap, **held) as optimizer:
+            found.append(train(model, optimizer, compiled=True))
+            assert optimizer.engine.windows_closed > 0
+    for ours, blocking, start in zip(*found, before, strict=True):
+        assert torch.equal(ours, blocking)
+        assert 0 < (ours - start).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compression_is_the_hosts(dtype):
+    gradient = torch.randn(100, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    received = []
+    for device in ("cpu", "cuda"):
+        residual = torch.full((100, 300), 0.01, dtype=dtype, device=device)
+        scales, values = torch.empty(100, device=device), torch.empty(100, 300, dtype=torch.int8, device=device)
+        device_ops.quantize_lines_(gradient.to(device), residual, 0.3, scales, values)
+        received.append((values * scales[:, None]).cpu())
+        exact = 0.3 * gradient.float() + torch.full((100, 300), 0.01, dtype=dtype).float()
+        torch.testing.assert_close(received[-1] + residual.float().cpu(), exact, rtol=1e-5, atol=1e-4)
+    quantum = exact.abs().amax(1, keepdim=True) / 127
+    assert ((received[0] - received[1]).abs() <= 1.01 * quantum).all()  # a tie may round either way
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import torch
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.compression import Residual
 from zenflow_compile.runtime.device_adam import ResidentState
 from zenflow_compile.runtime.host_adam import make_host_adam
+from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import HostSide
 
 
@@ -23,6 +25,24 @@ def test_lines_are_selected_or_the_rest() -> None:
     assert (plan.rest, plan.numel, plan.offloaded) == (90, 4000, True)
     assert split(k=0).rest == 100
     assert split(k=100).rest == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_summed_window_has_one_slot_on_the_host_and_its_sum_on_the_device(staleness: int) -> None:
+    plan = split(interval=4, staleness=staleness, summed=True)
+    assert (plan.slots, plan.uploads) == (1 + staleness, 1 + staleness)
+    assert plan.host_bytes == (12 + 2 * (plan.slots + plan.uploads)) * 3600
+    assert plan.device_bytes == split(interval=4).device_bytes + 4 * 3600
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_line(dtype: torch.dtype) -> None:
+    plan, plain = split(dtype, compressed=True), split(dtype)
+    assert plan.slot_bytes == 90 * (40 + 4)
+    assert plain.slot_bytes == 90 * 40 * dtype.itemsize
+    assert plain.host_bytes - plan.host_bytes == 4 * (plain.slot_bytes - plan.slot_bytes)
+    residual = Residual.allocate(plan, torch.device("cpu"))
+    assert plan.device_bytes - plain.device_bytes == residual.lost.nbytes
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -44,7 +64,9 @@ def test_host_bytes_per_parameter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [{}, {"staleness": 1}, {"k": 0}, {"k": 100}, {"interval": 1, "k": 37}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"staleness": 1}, {"k": 0}, {"k": 100}, {"interval": 1, "k": 37}, {"compressed": True}]
+)
 def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostSide.arena_bytes(plan))
@@ -55,7 +77,11 @@ def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dic
     assert plan.host_bytes <= HostSide.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)
     assert arena.used_bytes == HostSide.arena_bytes(plan)
     device = DeviceSide.allocate(plan, torch.device("cpu"))
-    assert sum(tensor.nbytes for tensor in device.state()) == plan.device_bytes
+    lost = Residual.allocate(plan, torch.device("cpu")).lost.nbytes if plan.compressed else 0
+    assert sum(tensor.nbytes for tensor in device.state()) + lost == plan.device_bytes
+    summed = split(dtype, **{"interval": 4, **sizes, "summed": True})
+    window_sum = WindowSum.allocate(summed, torch.device("cpu"))
+    assert summed.device_bytes == plan.device_bytes + window_sum.total.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -146,6 +146,13 @@ def test_selection_size_is_rounded_and_at_least_one_line(ratio: float, lines: in
 
 def test_options_reach_the_plan() -> None:
     common = {"device_share": 0.0, "min_offload_size": 1}
+    for interval, summed in ((4, True), ("auto", True), (1, False)):  # one step has nothing to sum
+        options = {"update_interval": interval, "accumulate_on_device": True}
+        assert plan_of([(8, 8)], **common, **options).params[0].summed == summed
+    assert not plan_of([(8, 8)], **common, policy="zero_offload", accumulate_on_device=True).params[0].summed
+    for policy, compressed in (("zenflow", True), ("zero_offload", False)):
+        params = plan_of([(8, 8)], **common, policy=policy, gradient_compression="int8").params
+        assert params[0].compressed == compressed
     param = plan_of([(8, 8)], **common, update_interval=3, staleness=1, overlap_step=False).params[0]
     assert (param.interval, param.staleness, param.blocking) == (3, 1, True)
     param = plan_of([(8, 8)], **common, update_interval="auto").params[0]

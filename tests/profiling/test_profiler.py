@@ -10,8 +10,8 @@ from rich.console import Console
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
-from zenflow_compile.profiling.timeline import Timeline, record_new_engine
-from zenflow_compile.runtime import ops
+from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline, record_new_engine
+from zenflow_compile.runtime import ops, probe
 
 _ids = count(1_000_000)
 MS = 1_000_000
@@ -32,6 +32,9 @@ class FakeEngine:
 
     plan: Plan = field(default_factory=plan_of)
     model_bytes: int = 544
+    adaptive_windows: AdaptiveWindows | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    worker_cores: tuple[int, ...] = (0,)
     timeline: Timeline | None = None
     id: int = field(default_factory=lambda: next(_ids))
     synchronized: int = 0
@@ -61,6 +64,19 @@ class FakeEngine:
 @dataclass
 class FakeOptimizer:
     engine: FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def measurements(monkeypatch):
+    """The measurements that were asked for; none is made."""
+    asked = []
+
+    def rates(device, cores):
+        asked.append((device, cores))
+        return probe.Rates(host=1e9, to_host=2e6, to_device=4e6)
+
+    monkeypatch.setattr(probe, "rates", rates)
+    return asked
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +236,47 @@ def test_report_and_trace(capsys, tmp_path):
     prof.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert sum(entry["name"] == "host_update" for entry in trace["traceEvents"]) == 5
+
+
+def test_only_a_report_measures_bandwidths(capsys, measurements):
+    engine = FakeEngine()
+    with profile() as prof:
+        engine.train(5)
+    prof.summary()
+    prof.recordings()
+    assert measurements == []
+    prof.report(Console(quiet=True))
+    assert measurements == []
+    prof.report()
+    assert measurements == [(torch.device("cpu"), (0,))]
+    # 96 elements: (24 + 4) / 4 + 4 bytes of each per step on the host, 4 down, 4 / 4 up.
+    limits = " ".join(capsys.readouterr().out.split()).split("limit: ")[1:]
+    assert limits[0].startswith("at least host 0.00 ms at 1.0 GB/s, D2H 0.19 ms at 2.00 MB/s, H2D 0.02 ms at")
+    assert limits[1].startswith("at best 10.0 ms per step, no stall, and the host update is hidden from update_i")
+
+
+def test_a_measurement_without_room_leaves_its_rows_out(capsys, monkeypatch):
+    def full(device, cores):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(probe, "rates", full)
+    engine = FakeEngine()
+    with profile() as prof:
+        engine.train(5)
+    prof.report()
+    text = capsys.readouterr().out
+    assert "step time" in text
+    assert "limit:" not in text
+
+
+def test_nothing_offloaded_measures_nothing(capsys, measurements):
+    resident = plan_of("resident")
+    engine = FakeEngine(plan=Plan(policy="resident", params=resident.params[1:]))
+    with profile() as prof:
+        engine.train(5)
+    prof.report()
+    assert measurements == []
+    assert "limit:" not in capsys.readouterr().out
 
 
 def test_keeps_at_most_max_events():

@@ -7,8 +7,14 @@ from rich.console import Console
 
 from tests.profiling.synthetic import event, known_run, recording
 from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
+from zenflow_compile.profiling.limits import Bandwidths, Traffic
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import can_show_blocks, print_report
+from zenflow_compile.profiling.timeline import AdaptiveWindows
+
+TRAFFIC = Traffic(
+    host=60e6, to_host=4e6, to_device=1e6, host_per_window=224_000_000, host_per_gradient=4_000_000, blocking=False
+)
 
 
 def printed(recordings, *, width=80, encoding="utf-8", **console_options):
@@ -29,8 +35,13 @@ def many_workers():
     return recording(events)
 
 
+def limited():
+    bandwidths = Bandwidths(host=123.4e9, to_host=10e9, to_device=5e9)
+    return dataclasses.replace(known_run(), traffic=TRAFFIC, bandwidths=bandwidths)
+
+
 @pytest.mark.parametrize(
-    "made", [known_run(), many_workers(), Recording(events=())], ids=["known", "many", "empty"]
+    "made", [known_run(), many_workers(), limited(), Recording(events=())], ids=["known", "many", "limited", "empty"]
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1252", "latin-1"])
 @pytest.mark.parametrize("width", [60, 80, 132])
@@ -78,7 +89,7 @@ def test_numbers_in_the_table():
         "device to host 8.00 MB per step, 1.6 GB/s",
         "host to device 1.25 MB per step, 0.8 GB/s",
         "250.00 kB per step",
-        "traffic 0.93 model sizes per step",
+        "traffic 0.90 model sizes per step, 0.03 of state",
         "selected norm share 61% of the squared gradient norm in 10% of the elements",
         "windows closed 4",
         "re-selections 1",
@@ -96,6 +107,57 @@ def test_what_was_not_measured_is_a_dash():
     assert "None" not in empty
     assert "nan" not in empty
     assert "Nothing was measured" in empty
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        (AdaptiveWindows(3, 4, measured=True), "auto, 2 to 4, at least 3 by time, 1.0 on average"),
+        (AdaptiveWindows(None, 4, measured=True), "auto, 2 to 4, time not measured yet, 1.0 on average"),
+        (AdaptiveWindows(3, 4, measured=False), "auto, 3 to 4, 1.0 on average"),
+        (AdaptiveWindows(1, 4, measured=False), "auto, 2 to 4, 1.0 on average"),
+        (None, None),
+    ],
+)
+def test_windows_that_adapt_have_a_row(bounds, said):
+    lines = printed([dataclasses.replace(known_run(), adaptive_windows=bounds)]).splitlines()
+    found = [line[20:].strip() for line in lines if line.startswith("update interval")]
+    assert found == ([said] if said else [])
+
+
+def limits(bandwidths, traffic=TRAFFIC):
+    """What the report says of limits: the run's steps take 40 ms, 4 of them stall."""
+    made = dataclasses.replace(known_run(), traffic=traffic, bandwidths=bandwidths)
+    text = " ".join(printed([made]).split())
+    return text[text.index("limit: at least") : text.index("The first layers")].strip()
+
+
+def test_limits_stand_beside_what_was_measured():
+    assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9)) == (
+        "limit: at least host 3.00 ms at 20.0 GB/s, D2H 0.40 ms at 10.0 GB/s, H2D 0.20 ms at 5.0 GB/s per step "
+        "limit: at best 36.0 ms per step, no stall, and the host update is hidden from update_interval=1 on"
+    )
+
+
+def test_a_limit_takes_what_the_run_reached_for_possible():
+    """It reached 15.4, 1.6 and 0.8 GB/s."""
+    text = limits(Bandwidths(host=1e9, to_host=1e6, to_device=1e6))
+    assert "host 3.90 ms at 15.4 GB/s, D2H 2.50 ms at 1.6 GB/s, H2D 1.20 ms at 0.8 GB/s" in text
+
+
+def test_limits_name_the_stall_that_cannot_be_avoided():
+    heavy = dataclasses.replace(TRAFFIC, host=2e9, host_per_gradient=1_000_000_000)
+    assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9), heavy).endswith(
+        "limit: at best 100 ms per step, 64.0 ms of it stall, and no update_interval hides the host update"
+    )
+    blocking = dataclasses.replace(TRAFFIC, blocking=True)
+    assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9), blocking).endswith(
+        "limit: at best 39.0 ms per step, 3.00 ms of it stall"
+    )
+
+
+def test_without_measured_bandwidths_there_is_no_limit():
+    assert "limit" not in printed([dataclasses.replace(known_run(), traffic=TRAFFIC)])
 
 
 def test_ends_with_the_diagnosis():

@@ -8,7 +8,7 @@ import pytest
 from tests.profiling.synthetic import event, known_run, recording
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.profiling.timeline import NormSums
+from zenflow_compile.profiling.timeline import AdaptiveWindows, NormSums
 
 
 def test_known_run():
@@ -16,6 +16,10 @@ def test_known_run():
     expected = {
         "policy": "zenflow",
         "update_interval": 4,
+        "adaptive_windows": False,
+        "shortest_window": None,
+        "shortest_window_measured": False,
+        "mean_window_steps": 1.0,
         "blocking": False,
         "selected_share": 0.1,
         "steps": 2,
@@ -44,7 +48,8 @@ def test_known_run():
         "d2h_bytes_per_step": 8_000_000.0,
         "h2d_bytes_per_step": 1_250_000.0,
         "state_bytes_per_step": 250_000.0,
-        "traffic_model_sizes_per_step": 0.925,
+        "traffic_model_sizes_per_step": 0.9,
+        "state_model_sizes_per_step": 0.025,
         "host_update_gb_per_s": 0.8 / 0.052,  # some worker was busy in 20..46 and 60..86
         "d2h_gb_per_s": 16e6 / 10e6,
         "h2d_gb_per_s": 2.5e6 / 3e6,
@@ -56,6 +61,18 @@ def test_known_run():
     assert summary.keys() == expected.keys() == Summary.__annotations__.keys()
     for key, value in expected.items():
         assert summary[key] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), key
+
+
+def test_mean_window_is_taken_parameter_by_parameter():
+    """One closes at steps 0, 3 and 4, another at 2 and 6, a third only once: 8 steps in 3 windows."""
+    closes = [("a", 0), ("a", 3), ("a", 4), ("b", 2), ("b", 6), ("c", 5)]
+    events = [event("windows", "close", 10 * s, 10 * s, step=s, param=param) for param, s in closes]
+    events += [event("step", "step", 10 * s, 10 * s + 10, step=s) for s in range(7)]
+    run = recording(events, adaptive_windows=AdaptiveWindows(shortest=1, longest=4, measured=True))
+    summary = summarize(run)
+    assert summary["mean_window_steps"] == pytest.approx(8 / 3)
+    assert (summary["adaptive_windows"], summary["shortest_window"]) == (True, 1)
+    json.dumps(summary, allow_nan=False)
 
 
 def test_nothing_measured_is_none_and_serialisable():
@@ -166,6 +183,7 @@ def test_late_waits_are_not_early():
 def test_unknown_model_size_and_zero_gradients():
     run = dataclasses.replace(known_run(), model_bytes=0, norms=NormSums(selected=0.0, total=0.0))
     assert summarize(run)["traffic_model_sizes_per_step"] is None
+    assert summarize(run)["state_model_sizes_per_step"] is None
     assert summarize(run)["selected_norm_share"] is None
 
 

@@ -24,6 +24,7 @@ from zenflow_compile.runtime.arena import (
     available_host_memory,
     carved_bytes,
     require_host_memory,
+    touch_pages,
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
@@ -179,13 +180,13 @@ def test_closed_arena_gives_nothing() -> None:
     arena.close()
     arena.close()
     assert not arena.pinned
-    for call in (lambda: arena.take((1,), torch.float32), arena.pin, arena.first_touch):
+    for call in (lambda: arena.take((1,), torch.float32), arena.pin):
         with pytest.raises(RuntimeError, match="closed"):
             call()
 
 
 @linux
-def test_first_touch_makes_pages_resident_and_keeps_contents() -> None:
+def test_touching_makes_pages_resident_and_keeps_contents() -> None:
     def resident_kib(address: int) -> int:
         text = Path("/proc/self/smaps").read_text()
         begin, end, _ = mapped_range(address) or (0, 0, "")
@@ -199,14 +200,12 @@ def test_first_touch_makes_pages_resident_and_keeps_contents() -> None:
     tensor = arena.take((2 << 20,), torch.float32)
     tensor[5] = 7.0
     assert resident_kib(tensor.data_ptr()) <= 8
-    arena.first_touch(1 << 20, (3 << 20) + 1)
+    touch_pages(tensor[1 << 18 : (3 << 18) + 1])  # from the first MiB to the start of the page behind the third
     assert resident_kib(tensor.data_ptr()) == 2048 + 4 + 4
-    arena.first_touch()
+    touch_pages(tensor)
     assert resident_kib(tensor.data_ptr()) == 8192
     assert tensor[5] == 7.0
     assert tensor.sum() == 7.0
-    with pytest.raises(ValueError, match="not within"):
-        arena.first_touch(0, (8 << 20) + 1)
 
 
 class FakeCuda:
@@ -263,6 +262,8 @@ def test_refused_pinning_warns_once_with_its_cost_and_goes_on(monkeypatch: pytes
     assert len(caught) == 1
     assert "out of memory" in str(caught[0].message)
     assert cuda.calls == 1
+    assert not HostArena(64).pin(warn=False)  # as for a second arena of an engine
+    assert len(caught) == 1
     assert arena.take((4,), torch.float32).fill_(1.0).sum() == 4
     arena.close()
     assert cuda.registered == {}

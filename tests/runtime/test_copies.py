@@ -36,7 +36,6 @@ def test_copies_are_exact(lane: ThreadLane, dtype: torch.dtype, shape: tuple[int
     assert ticket.done()
     assert ticket.error is None
     assert torch.equal(target, source)
-    assert lane.bytes_copied == source.nbytes
 
 
 def test_nan_bits_survive() -> None:

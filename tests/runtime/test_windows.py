@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime import windows
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
 from zenflow_compile.runtime.arena import HostArena
+from zenflow_compile.runtime.compression import scales_and_values
 from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.host_adam import make_host_adam
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
@@ -145,6 +147,79 @@ def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> 
     run(reference)
     for actual, expected in zip(cut.state(), whole.state(), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_compressed_gradients_are_expanded_by_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close on int8 blocks is rule P on what they stand for, however it is cut into tasks and pieces."""
+    plan = replace(PLAN, compressed=True)
+    monkeypatch.setattr(windows, "EXPANDED_ELEMENTS", 20)  # two lines of eight
+    monkeypatch.setattr(windows, "TASK_ELEMENTS", 70)  # four of these pieces
+    host = HostSide.allocate(
+        plan,
+        HostArena(HostSide.arena_bytes(plan)),
+        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.slots),
+    )
+    torch.manual_seed(0)
+    host.master.normal_()
+    master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
+    gradients = []
+    for number in range(3):
+        block = torch.empty(plan.slot_shape, dtype=plan.slot_dtype)
+        scales, values = scales_and_values(block)
+        scales.uniform_()
+        values.random_(-127, 128)
+        put(host, block, lr=0.01 * (1 + number))
+        gradients.append(values * scales.unsqueeze(1))
+    slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
+    close = host.close_window(at=0, eps=1e-8, deadline=0)
+    assert len(close.job.tasks) == 3
+    run(close)
+    close.job.wait()
+    rule_p_(master, exp_avg, exp_avg_sq, gradients, slots, step=3, eps=1e-8)
+    for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 14])
+@pytest.mark.parametrize("elements", [0, 1, 63, 64, 65, 1 << 16, (1 << 20) - 1, (1 << 20) + 1, 8_493_466, 33 << 20])
+def test_a_block_is_cut_evenly_for_the_workers(elements: int, workers: int) -> None:
+    ranges = windows.task_ranges(elements, workers)
+    assert [part.start for part in ranges] == [0, *(part.stop for part in ranges)][: len(ranges)]
+    assert (ranges[-1].stop if ranges else 0) == elements
+    sizes = [part.stop - part.start for part in ranges]
+    assert all(size % 64 == 0 for size in sizes[:-1])
+    assert max(sizes, default=0) <= windows.TASK_ELEMENTS
+    if elements >= workers << 18:  # large enough for all: the last task is hardly smaller, and nobody gets one more
+        assert len(ranges) % workers == 0
+        assert max(sizes) - min(sizes) <= 64 * len(ranges)
+
+
+def test_small_blocks_stay_whole_and_others_use_every_worker() -> None:
+    assert len(windows.task_ranges(100_000, 14)) == 1
+    assert len(windows.task_ranges((1 << 20) + 1, 14)) == 14
+    assert len(windows.task_ranges((1 << 20) + 1, 1)) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_touch_what_they_will_serve_and_nothing_twice(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "TASK_ELEMENTS", 64)
+    host = host_of()
+    host.workers = workers
+    touched: list[tuple[int, int]] = []
+
+    def touch(tensor: Tensor) -> None:
+        touched.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+
+    monkeypatch.setattr(windows, "touch_pages", touch)
+    by_worker = []
+    for worker in range(workers):
+        begin = len(touched)
+        host.touch(worker)
+        by_worker.append(sum(end - start for start, end in touched[begin:]))
+    assert sum(by_worker) == PLAN.host_bytes
+    assert max(by_worker) == min(by_worker) == PLAN.host_bytes // workers
+    ordered = sorted(touched)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
 
 
 def test_a_job_waits_for_its_copies() -> None:

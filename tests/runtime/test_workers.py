@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 from zenflow_compile.runtime.copies import CopyError
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.workers import Job, WorkerPool, worker_count
+from zenflow_compile.runtime.workers import Job, WorkerPool, preferred_worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -156,12 +157,17 @@ def test_after_an_error_the_other_tasks_are_skipped_and_the_job_settles() -> Non
 def test_an_error_is_known_while_other_tasks_still_run() -> None:
     """Whoever waits hears of it at once; whoever frees the memory waits for the others."""
     pool = pool_of(2)
-    gate = threading.Event()
+    gate, held = threading.Event(), threading.Event()
+
+    def holds() -> int:
+        held.set()
+        return int(gate.wait(20))
 
     def breaks() -> int:
+        held.wait(20)
         raise ValueError
 
-    bad = job(lambda: int(gate.wait(20)), breaks)
+    bad = job(holds, breaks)
     pool.submit(bad)
     with pytest.raises(RuntimeError):
         bad.wait()
@@ -245,14 +251,89 @@ def test_without_any_thread_a_job_fails_at_once(monkeypatch: pytest.MonkeyPatch)
     pool.close()
 
 
-@pytest.mark.parametrize(("reserved", "workers"), [(0.0, 8), (0.5, 4), (0.9, 1), (1.0, 1), (0.3, 5)])
-def test_worker_count(reserved: float, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
+def test_workers_prefer_the_part_of_a_block_that_is_theirs() -> None:
+    """Every worker holds its first task until all have one: so each is seen to take one of its own first."""
+    pool = pool_of(3)
+    meeting = threading.Barrier(3, timeout=20)
+    first_of: dict[str, int] = {}
+    lock = threading.Lock()
 
-    import psutil
+    def task(number: int) -> Callable[[], int]:
+        def run() -> int:
+            with lock:
+                first = threading.current_thread().name not in first_of
+                first_of.setdefault(threading.current_thread().name, number)
+            return meeting.wait() if first else 0
 
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    assert worker_count(reserved) == workers
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4}, raising=False)
-    assert worker_count(reserved) == max(1, int(2 * (1 - reserved)))
+        return run
+
+    nine = job(*[task(number) for number in range(9)])
+    pool.submit(nine)
+    nine.wait()
+    assert first_of == {"zenflow-worker-0": 0, "zenflow-worker-1": 3, "zenflow-worker-2": 6}
+    pool.close()
+
+
+def test_an_idle_worker_takes_the_tasks_of_a_busy_one() -> None:
+    pool = pool_of(2)
+    gate = threading.Event()
+    ran: list[int] = []
+    stolen = threading.Event()
+
+    def held() -> int:
+        return int(gate.wait(20))
+
+    def quick(number: int) -> Callable[[], int]:
+        def run() -> int:
+            ran.append(number)
+            if len(ran) == 5:
+                stolen.set()
+            return 0
+
+        return run
+
+    six = job(held, *[quick(number) for number in range(1, 6)])
+    pool.submit(six)
+    assert stolen.wait(20)  # whoever holds the gate holds it still
+    assert sorted(ran) == [1, 2, 3, 4, 5]
+    gate.set()
+    six.wait()
+    pool.close()
+
+
+def test_an_earlier_deadline_goes_before_an_own_task() -> None:
+    pool = pool_of(1)
+    gate = threading.Event()
+    order: list[str] = []
+    pool.submit(job(lambda: int(gate.wait(20)), deadline=-1))
+    late = job(*[lambda: order.append("late") or 0] * 2, deadline=5)
+    early = job(*[lambda: order.append("early") or 0] * 2, deadline=1)
+    pool.submit(late)
+    pool.submit(early)
+    gate.set()
+    late.wait()
+    assert order == ["early", "early", "late", "late"]
+    pool.close()
+
+
+@pytest.mark.parametrize(("tasks", "workers"), [(1, 4), (3, 4), (4, 4), (9, 4), (12, 5)])
+def test_preferred_workers_are_in_order_and_even(tasks: int, workers: int) -> None:
+    chosen = [preferred_worker(number, tasks, workers) for number in range(tasks)]
+    assert chosen == sorted(chosen)
+    assert all(0 <= worker < workers for worker in chosen)
+    counts = [chosen.count(worker) for worker in range(workers)]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
+def test_workers_run_on_the_cores_they_were_given() -> None:
+    mine = os.sched_getaffinity(0)
+    core = max(mine)
+    pool = WorkerPool(2, Recorder(torch.device("cpu")), cores=[core, core])
+    seen: list[set[int]] = []
+    two = job(*[lambda: seen.append(os.sched_getaffinity(0)) or 0] * 2)
+    pool.submit(two)
+    two.wait()
+    assert seen == [{core}, {core}]
+    assert os.sched_getaffinity(0) == mine
+    pool.close()

@@ -92,7 +92,7 @@ class UpdateParameters:
         order = {node: position for position, node in enumerate(graph.nodes)}
         reads = private.readers_of_memory(graph, [param_node for _, param_node, _ in todo])
         for p, param_node, copy in todo:
-            place = max([copy, *reads[param_node]], key=order.__getitem__)
-            with graph.inserting_before(place.next):
+            last = max([copy, *reads[param_node]], key=order.__getitem__)
+            with graph.inserting_before(last.next):
                 emit_updates(graph, start, [(p, param_node)], ctx.plan, ctx.engine_id)
         return len(todo)

@@ -38,6 +38,8 @@ class ParamPlan:
         phase: the window closes at the attempted steps t with t % interval == phase.
         staleness: whole steps after which a closed window becomes visible, beyond the next forward.
         blocking: the step waits for the host update instead of the parameter's next use.
+        summed: the window's remaining gradients are summed on the device, and their mean is copied once.
+        compressed: remaining gradients are copied as int8, with a scale per line.
     """
 
     index: int
@@ -53,6 +55,8 @@ class ParamPlan:
     phase: int = 0
     staleness: int = 0
     blocking: bool = False
+    summed: bool = False
+    compressed: bool = False
 
     @property
     def rest(self) -> int:
@@ -75,7 +79,27 @@ class ParamPlan:
     @property
     def slots(self) -> int:
         """Gradient slots of the window; one more per step of staleness, since those still wait for their merge."""
-        return self.interval + self.staleness
+        return (1 if self.summed else self.interval) + self.staleness
+
+    @property
+    def held(self) -> bool:
+        """Whether the remaining gradient stays on the device until it is final, because it is not copied as it is."""
+        return self.rest > 0 and (self.summed or self.compressed)
+
+    @property
+    def slot_shape(self) -> tuple[int, int]:
+        """Shape of a gradient slot, in ``slot_dtype``."""
+        return self.rest, self.length + (FP32_BYTES if self.compressed else 0)
+
+    @property
+    def slot_dtype(self) -> torch.dtype:
+        """Of a gradient slot: the model's, or int8 with room for a scale per line."""
+        return torch.int8 if self.compressed else self.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a gradient slot."""
+        return self.slot_shape[0] * self.slot_shape[1] * self.slot_dtype.itemsize
 
     @property
     def uploads(self) -> int:
@@ -87,14 +111,18 @@ class ParamPlan:
         """Host memory: fp32 state, the window's gradient slots and the upload buffers of the ``rest`` lines."""
         if not self.offloaded:
             return 0
-        per_element = STATE_TENSORS * FP32_BYTES + (self.slots + self.uploads) * self.dtype.itemsize
-        return self.rest * self.length * per_element
+        per_element = STATE_TENSORS * FP32_BYTES + self.uploads * self.dtype.itemsize
+        return self.rest * self.length * per_element + self.slots * self.slot_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master."""
+        """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master.
+
+        Where a window's gradients are summed, their sum in fp32, too; where they are compressed, what that lost.
+        """
         if self.offloaded:
-            return self.k * self.length * STATE_TENSORS * FP32_BYTES
+            per_rest = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
+            return self.k * self.length * STATE_TENSORS * FP32_BYTES + self.rest * self.length * per_rest
         tensors = STATE_TENSORS - (self.dtype == torch.float32)
         return self.numel * tensors * FP32_BYTES
 

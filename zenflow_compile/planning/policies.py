@@ -36,6 +36,10 @@ class PlanningOptions(Protocol):
     def spare_device_bytes(self) -> int: ...
     @property
     def min_offload_size(self) -> int: ...
+    @property
+    def accumulate_on_device(self) -> bool: ...
+    @property
+    def gradient_compression(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,9 @@ def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptio
                 interval=options.longest_window,
                 staleness=options.staleness,
                 blocking=not options.overlap_step,
+                # A window of one step has nothing to sum.
+                summed=options.accumulate_on_device and options.longest_window > 1,
+                compressed=options.gradient_compression is not None,
             )
         )
     return plans
@@ -114,7 +121,16 @@ def _on_device(spec: ParamSpec, index: int) -> ParamPlan:
 
 
 def _split(
-    spec: ParamSpec, index: int, placement: Placement, *, k: int, interval: int, staleness: int, blocking: bool
+    spec: ParamSpec,
+    index: int,
+    placement: Placement,
+    *,
+    k: int,
+    interval: int,
+    staleness: int,
+    blocking: bool,
+    summed: bool = False,
+    compressed: bool = False,
 ) -> ParamPlan:
     rows, columns = _two_dimensional(spec)
     # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, down-projections a little in columns
@@ -135,6 +151,8 @@ def _split(
         interval=interval,
         staleness=staleness,
         blocking=blocking,
+        summed=summed,
+        compressed=compressed,
     )
 
 

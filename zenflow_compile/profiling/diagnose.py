@@ -49,7 +49,7 @@ def diagnose(summary: Summary) -> str:
         )
     return (
         f"Host updates start too late to land in time{where}, {waits}, though copies and workers have room; "
-        "more workers (a lower pt_reserved_cores_perc) would finish each close sooner."
+        "more workers (workers, or a lower pt_reserved_cores_perc) would finish each close sooner."
     )
 
 
@@ -123,7 +123,7 @@ def _worker_sentence(summary: Summary, waits: str) -> str:
     return (
         f"The host update limits this run ({work} per step on {'each of ' if workers > 1 else ''}{workers} "
         f"worker{'s' if workers > 1 else ''}), {waits}; raise update_interval from {interval} to "
-        f"{2 * interval}, raise topk_ratio, or lower pt_reserved_cores_perc for more workers."
+        f"{2 * interval}, raise topk_ratio, or raise workers or lower pt_reserved_cores_perc."
     )
 
 

@@ -11,15 +11,17 @@ from os import PathLike
 from types import TracebackType
 from typing import Protocol, Self, cast
 
+import torch
 from rich.console import Console
 
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+from zenflow_compile.profiling.limits import Bandwidths, traffic_of
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.profiling.timeline import STEP, Timeline, attaching_new_engines
-from zenflow_compile.runtime import ops
+from zenflow_compile.profiling.timeline import STEP, AdaptiveWindows, Timeline, attaching_new_engines
+from zenflow_compile.runtime import ops, probe
 
 
 class ProfiledEngine(Protocol):
@@ -29,6 +31,11 @@ class ProfiledEngine(Protocol):
     plan: Plan
     model_bytes: int
     timeline: Timeline | None
+    device: torch.device
+    worker_cores: tuple[int, ...]
+
+    @property
+    def adaptive_windows(self) -> AdaptiveWindows | None: ...
 
     def synchronize(self) -> None: ...
 
@@ -42,11 +49,15 @@ class _Attachment:
     replaced: Timeline | None
     plan: Plan
     model_bytes: int
+    adaptive_windows: AdaptiveWindows | None
+    device: torch.device
+    worker_cores: tuple[int, ...]
 
     def refresh(self) -> None:
         """Takes over what changed since attaching: parameters may be added while the profile is on."""
         if (engine := self.engine()) is not None:
             self.plan, self.model_bytes = engine.plan, engine.model_bytes
+            self.adaptive_windows = engine.adaptive_windows
 
 
 class Profile:
@@ -120,23 +131,29 @@ class Profile:
             replaced=engine.timeline,
             plan=engine.plan,
             model_bytes=engine.model_bytes,
+            adaptive_windows=engine.adaptive_windows,
+            device=engine.device,
+            worker_cores=engine.worker_cores,
         )
         self._attachments[engine.id] = attachment
         engine.timeline = attachment.timeline
 
     def recordings(self) -> list[Recording]:
         """One recording per optimizer that stepped, in the order in which they were first seen."""
+        return self._recordings(measure=False)
+
+    def _recordings(self, *, measure: bool) -> list[Recording]:
         found = []
         for attachment in self._attachments.values():
             attachment.refresh()
             recording = _recording(attachment)
+            if measure and recording.traffic is not None:
+                recording = dataclasses.replace(recording, bandwidths=_bandwidths(attachment))
             if any(event.lane == STEP for event in recording.events):
                 found.append(recording)
         if len(found) == 1:
             return found
-        return [
-            _titled(recording, f"optimizer {i} of {len(found)}") for i, recording in enumerate(found, start=1)
-        ]
+        return [_titled(recording, f"optimizer {i} of {len(found)}") for i, recording in enumerate(found, start=1)]
 
     def summary(self) -> Summary:
         """The numbers of the report; ``Summary`` defines each.
@@ -154,9 +171,13 @@ class Profile:
     def report(self, console: Console | None = None, *, steps: int = 4) -> None:
         """Prints the last ``steps`` steps as lanes over time, the table, and what limits the run.
 
+        What memory and links reach is measured for it, once per process and in about a second; where training goes
+        on in another thread meanwhile, both are slowed down.
+
         ``console`` is standard output by default; its width, colour and encoding are respected.
         """
-        print_report(self.recordings(), console, steps=steps)
+        seen = console is None or not console.quiet
+        print_report(self._recordings(measure=seen), console, steps=steps)
 
     def export_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Writes a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
@@ -190,7 +211,17 @@ def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
 
 
 def _is_engine(candidate: object) -> bool:
-    return all(hasattr(candidate, name) for name in ("timeline", "plan", "model_bytes", "synchronize"))
+    names = ("timeline", "plan", "model_bytes", "adaptive_windows", "worker_cores", "synchronize")
+    return all(hasattr(candidate, name) for name in names)
+
+
+def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
+    """None where the measurement finds no room: a full device is what offloading is for, and no reason to fail."""
+    try:
+        rates = probe.rates(attachment.device, attachment.worker_cores)
+    except (RuntimeError, MemoryError):
+        return None
+    return Bandwidths(host=rates.host, to_host=rates.to_host, to_device=rates.to_device)
 
 
 def _recording(attachment: _Attachment) -> Recording:
@@ -201,9 +232,11 @@ def _recording(attachment: _Attachment) -> Recording:
         model_bytes=attachment.model_bytes,
         policy=attachment.plan.policy,
         update_interval=max((param.interval for param in offloaded), default=None),
+        adaptive_windows=attachment.adaptive_windows,
         blocking=bool(offloaded) and all(param.blocking for param in offloaded),
         selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
         norms=attachment.timeline.norm_sums(),
+        traffic=traffic_of(attachment.plan),
     )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
 from zenflow_compile.profiling.gantt import MARKS, Gantt, Mark, draw, duration_label
+from zenflow_compile.profiling.limits import Bandwidths, Limit, limit_of
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
 
@@ -34,7 +35,8 @@ def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps:
     if gantt is not None:
         parts += [picture(gantt, blocks=blocks), Text()]
     sentence = textwrap.fill(diagnose(summary), max(_NARROWEST, width), break_on_hyphens=False)
-    parts += [table(summary, width=width), Text(), Text(sentence, style="bold")]
+    rows = _rows(summary) + _limit_rows(recording, summary)
+    parts += [table(rows, width=width), Text(), Text(sentence, style="bold")]
     return Group(*parts)
 
 
@@ -95,9 +97,8 @@ def _character(mark: Mark, blocks: bool) -> str:
     return mark.block if blocks else mark.ascii
 
 
-def table(summary: Summary, *, width: int = 80) -> Text:
-    """The numbers, one row each; what was not measured is a dash. Wrapped here, so no line ends in blanks."""
-    rows = _rows(summary)
+def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
+    """A name and a value per row. Wrapped here, so no line ends in blanks."""
     indent = max(len(name) for name, _ in rows) + 2
     text = Text(end="")
     for name, value in rows:
@@ -107,7 +108,7 @@ def table(summary: Summary, *, width: int = 80) -> Text:
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
-    """Name and value of every row, in the order of a reader's questions."""
+    """Name and value of every row, in the order of a reader's questions; what was not measured is a dash."""
     s = summary
     steps = str(s["steps"])
     if s["warm_up_steps"]:
@@ -143,9 +144,14 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if s["state_moves"]:
         rows.append(("of it state", _size(s["state_bytes_per_step"], " per step")))
-    sizes = s["traffic_model_sizes_per_step"]
     rows += [
-        ("traffic", _NOT_MEASURED if sizes is None else f"{sizes:.2f} model sizes per step"),
+        (
+            "traffic",
+            _join(
+                _sizes(s["traffic_model_sizes_per_step"], " model sizes per step"),
+                _sizes(s["state_model_sizes_per_step"] if s["state_moves"] else None, " of state"),
+            ),
+        ),
         (
             "selected norm share",
             _join(
@@ -155,6 +161,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             ),
         ),
         ("windows closed", str(s["windows_closed"])),
+        *_adaptive_windows(s),
         ("re-selections", str(s["selections"])),
     ]
     return rows
@@ -170,6 +177,60 @@ def _slack_rows(summary: Summary) -> list[tuple[str, str]]:
         for block, times in tightest
     ]
     return [("least slack" if number == 0 else "", text) for number, text in enumerate(texts)]
+
+
+def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
+    """Between which lengths windows adapt, and what came of it; no row where they do not."""
+    if not s["adaptive_windows"]:
+        return []
+    longest, mean = s["update_interval"] or 1, s["mean_window_steps"]
+    # Norms decide one step late, so that the first step of a window never closes it.
+    shortest = min(2, longest)
+    if s["shortest_window_measured"]:
+        by_time = s["shortest_window"]
+        value = f"auto, {shortest} to {longest}"
+        value += ", time not measured yet" if by_time is None else f", at least {by_time} by time"
+    else:
+        value = f"auto, {max(shortest, s['shortest_window'] or 1)} to {longest}"
+    if mean is not None:
+        value += f", {mean:.1f} on average"
+    return [("update interval", value)]
+
+
+def _limit_rows(recording: Recording, summary: Summary) -> list[tuple[str, str]]:
+    """What this machine allows, where its bandwidths were measured."""
+    step_ms, stall_ms = summary["step_ms"], summary["stall_ms_per_step"]
+    if recording.traffic is None or recording.bandwidths is None or step_ms is None or stall_ms is None:
+        return []
+    seen = _at_least_what_was_seen(recording.bandwidths, summary)
+    limit = limit_of(recording.traffic, seen, device_ms=max(0.0, step_ms - stall_ms))
+    needs = [("host", limit.host_ms, seen.host), ("D2H", limit.to_host_ms, seen.to_host)]
+    needs.append(("H2D", limit.to_device_ms, seen.to_device))
+    rates = _join(*(f"{name} {milliseconds(ms)} at {_rate(rate / 1e9)}" for name, ms, rate in needs))
+    return [("limit: at least", f"{rates} per step"), ("limit: at best", _at_best(limit, recording.traffic.blocking))]
+
+
+def _at_best(limit: Limit, blocking: bool) -> str:
+    stall = f"{milliseconds(limit.stall_ms)} of it stall" if limit.stall_ms else "no stall"
+    step = f"{milliseconds(limit.step_ms)} per step, {stall}"
+    if blocking:
+        return step
+    if limit.smallest_interval is None:
+        return f"{step}, and no update_interval hides the host update"
+    return f"{step}, and the host update is hidden from update_interval={limit.smallest_interval} on"
+
+
+def _at_least_what_was_seen(measured: Bandwidths, summary: Summary) -> Bandwidths:
+    """What the run itself reached is possible, though the machine may have been busier when it was measured alone."""
+
+    def best(measured: float, gb_per_s: float | None) -> float:
+        return max(measured, 1e9 * (gb_per_s or 0.0))
+
+    return Bandwidths(
+        host=best(measured.host, summary["host_update_gb_per_s"]),
+        to_host=best(measured.to_host, summary["d2h_gb_per_s"]),
+        to_device=best(measured.to_device, summary["h2d_gb_per_s"]),
+    )
 
 
 def _join(*values: str, separator: str = ", ") -> str:
@@ -189,6 +250,10 @@ def _rate(gb_per_s: float | None) -> str:
     if gb_per_s is None:
         return _NOT_MEASURED
     return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 0.1 else f"{1000 * gb_per_s:.2f} MB/s"
+
+
+def _sizes(value: float | None, suffix: str) -> str:
+    return _NOT_MEASURED if value is None else f"{value:.2f}{suffix}"
 
 
 def _size(count: float | None, suffix: str) -> str:

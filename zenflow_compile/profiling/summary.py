@@ -33,6 +33,12 @@ class Summary(TypedDict):
 
     Keys:
         policy, update_interval, blocking, selected_share: of the plan, see ``Recording``.
+        adaptive_windows: whether windows adapt, up to ``update_interval`` steps.
+        shortest_window: the least length, in steps, that they may have; None if they do not adapt, or while the time
+            that it follows from has not been measured.
+        shortest_window_measured: it follows from measured time; else an option says it.
+        mean_window_steps: mean distance in steps between two closes of one parameter, over all recorded steps; None
+            where no parameter closed twice.
         steps: optimizer steps recorded, warm-up included.
         warm_up_steps: leading steps longer than 5 medians (compilation); left out of everything but
             ``steps``, ``windows_closed``, ``selections`` and the norms.
@@ -56,7 +62,9 @@ class Summary(TypedDict):
         d2h_ms_per_step, h2d_ms_per_step: time in which at least one copy of that direction ran.
         d2h_bytes_per_step, h2d_bytes_per_step: all bytes of that direction, state moves included.
         state_bytes_per_step: bytes of re-selections' state moves, both directions.
-        traffic_model_sizes_per_step: bytes of both directions over the bytes of all trainable parameters.
+        traffic_model_sizes_per_step: bytes of gradients and of uploads, both directions without state moves, over
+            the bytes of all trainable parameters.
+        state_model_sizes_per_step: ``state_bytes_per_step`` over the same bytes.
         host_update_gb_per_s: bytes of host memory read and written by updates, in 1e9, per second in which at
             least one worker was updating: the bandwidth of all workers together.
         d2h_gb_per_s, h2d_gb_per_s: likewise for copies.
@@ -67,6 +75,10 @@ class Summary(TypedDict):
 
     policy: str
     update_interval: int | None
+    adaptive_windows: bool
+    shortest_window: int | None
+    shortest_window_measured: bool
+    mean_window_steps: float | None
     blocking: bool
     selected_share: float | None
     steps: int
@@ -95,6 +107,7 @@ class Summary(TypedDict):
     h2d_bytes_per_step: float | None
     state_bytes_per_step: float | None
     traffic_model_sizes_per_step: float | None
+    state_model_sizes_per_step: float | None
     host_update_gb_per_s: float | None
     d2h_gb_per_s: float | None
     h2d_gb_per_s: float | None
@@ -124,6 +137,9 @@ def summarize(recording: Recording) -> Summary:
     def per_step(amount: float) -> float | None:
         return amount / len(measured) if measured else None
 
+    def model_sizes_per_step(bytes_moved: int) -> float | None:
+        return per_step(bytes_moved / recording.model_bytes) if recording.model_bytes else None
+
     def compute_ms(kind: str) -> float | None:
         return ms_per_step(length_ns(compute[kind])) if kind in kinds_seen else None
 
@@ -136,12 +152,18 @@ def summarize(recording: Recording) -> Summary:
     d2h_bytes = sum(event.bytes for event in own_copies[D2H])
     h2d_bytes = sum(event.bytes for event in own_copies[H2D])
     state = [event for lane in own_copies.values() for event in lane if event.kind == "state"]
+    state_bytes = sum(event.bytes for event in state)
     windows = Counter(event.kind for event in events if event.lane == WINDOWS)
     norms = recording.norms
+    bounds = recording.adaptive_windows
 
     return Summary(
         policy=recording.policy,
         update_interval=recording.update_interval,
+        adaptive_windows=bounds is not None,
+        shortest_window=bounds.shortest if bounds else None,
+        shortest_window_measured=bounds is not None and bounds.measured,
+        mean_window_steps=_mean_window(events),
         blocking=recording.blocking,
         selected_share=recording.selected_share,
         steps=len(steps),
@@ -170,10 +192,9 @@ def summarize(recording: Recording) -> Summary:
         h2d_ms_per_step=ms_per_step(length_ns(_spans(own_copies[H2D]))),
         d2h_bytes_per_step=per_step(d2h_bytes),
         h2d_bytes_per_step=per_step(h2d_bytes),
-        state_bytes_per_step=per_step(sum(event.bytes for event in state)),
-        traffic_model_sizes_per_step=(
-            per_step((d2h_bytes + h2d_bytes) / recording.model_bytes) if recording.model_bytes else None
-        ),
+        state_bytes_per_step=per_step(state_bytes),
+        traffic_model_sizes_per_step=model_sizes_per_step(d2h_bytes + h2d_bytes - state_bytes),
+        state_model_sizes_per_step=model_sizes_per_step(state_bytes),
         host_update_gb_per_s=_gb_per_s(own_updates),
         d2h_gb_per_s=_gb_per_s(own_copies[D2H]),
         h2d_gb_per_s=_gb_per_s(own_copies[H2D]),
@@ -246,6 +267,16 @@ def _stall_by_param(events: Iterable[Event], time: Intervals, steps: int) -> dic
             waited_ns[event.param] += length_ns(intersect([(event.start_ns, event.end_ns)], time))
     longest = waited_ns.most_common(_TOP_WAITERS)
     return {param: waited / _NS_PER_MS / steps for param, waited in longest if waited}
+
+
+def _mean_window(events: Iterable[Event]) -> float | None:
+    """Steps from one close of a parameter to its next, on average."""
+    closes: dict[str, list[int]] = defaultdict(list)
+    for event in events:
+        if event.lane == WINDOWS and event.kind == "close":
+            closes[event.param].append(event.step)
+    gaps = sum(len(steps) - 1 for steps in closes.values())
+    return sum(max(steps) - min(steps) for steps in closes.values()) / gaps if gaps else None
 
 
 def _spans(events: Iterable[Event]) -> Intervals:

@@ -72,6 +72,21 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptiveWindows:
+    """Between which lengths windows adapt.
+
+    Attributes:
+        shortest: in steps; None while the time that it follows from has not been measured.
+        longest: in steps.
+        measured: the shortest follows from measured time; else an option says it.
+    """
+
+    shortest: int | None
+    longest: int
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NormSums:
     """Squared gradient norms, summed over the recorded steps: of the selected lines, and of all."""
 

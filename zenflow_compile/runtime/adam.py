@@ -11,6 +11,11 @@ the rate summed over the window and the closing moments::
 
 With one slot it *is* AdamW. Weights are not replayed step by step: that would move them by old momentum
 several times before the new gradients count, which lowers the largest stable rate about as a delay does.
+
+Mean step. Where only the sum of a window's n gradients is known, every one of them counts as their mean, by the same
+rule: the moments are decayed by ``beta ** n`` and take ``(1 - beta ** n)`` of the mean and of its square, the rate is
+summed, the decay multiplied, and the bias corrections count n gradients. ``rule_p_`` does this when it is given the
+mean n times. With n = 1 it is AdamW, too; with more, ``v`` misses the variance of the gradients about their mean.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 64
 """A cache line, and the widest vector load of current CPUs: no two tensors share a line."""
 
 _TOUCH_BYTES = 64 << 20
-"""Bytes per operator in ``first_touch``: so few pages that PyTorch does not spread them over threads."""
+"""Bytes per operator in ``touch_pages``: so few pages that PyTorch does not spread them over threads."""
 
 MEMORY_KNOBS = (
     "a larger topk_ratio, a smaller update_interval or a larger device_share, which move state to the device "
@@ -107,7 +107,7 @@ class HostArena:
     """Anonymous host memory, zero to begin with, from which tensors are taken once and never given back.
 
     The kernel hands out pages when they are first touched, so an arena costs nothing before, and its pages
-    lie near the core that touches them: let the worker that will own a tensor touch it (``first_touch``).
+    lie near the core that touches them: let the worker that will serve a tensor touch it (``touch_pages``).
     ``pin`` touches what is left.
 
     Args:
@@ -153,40 +153,29 @@ class HostArena:
         self.used_bytes += needed
         return flat.view(tuple(shape))
 
-    def first_touch(self, begin: int = 0, end: int | None = None) -> None:
-        """Makes the pages of bytes [begin, end) resident, near the calling thread's core. Releases the GIL.
-
-        Contents stay as they are, but nobody may write there meanwhile.
-        """
-        mapping = self._open_mapping()
-        stop = self.total_bytes if end is None else end
-        if not 0 <= begin <= stop <= self.total_bytes:
-            raise ValueError(f"first_touch({begin}, {stop}) is not within [0, {self.total_bytes}]")
-        for first in range(begin, stop, _TOUCH_BYTES):
-            count = min(_TOUCH_BYTES, stop - first)
-            chunk = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=first)
-            chunk[:: mmap.PAGESIZE].bitwise_or_(0)
-            chunk[-1:].bitwise_or_(0)  # the last page, when begin was not at the start of one
-
-    def pin(self) -> bool:
+    def pin(self, *, warn: bool = True) -> bool:
         """Registers the whole arena with CUDA, once; says whether it is pinned now.
 
         One registration, because a copy may not span two. Where CUDA is missing there is nothing to do. Where
         it refuses, a warning says what that costs, and everything works on unpinned memory.
+
+        Args:
+            warn: False for further arenas of an engine that has been warned.
         """
         mapping = self._open_mapping()
         if not mapping.registered and len(mapping) and torch.cuda.is_available():
             try:
                 torch_private.register_host_memory(mapping.address, len(mapping))
             except RuntimeError as error:
-                warnings.warn(
-                    f"CUDA refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
-                    "correct, but copies between host and device go through the driver's small buffers now: "
-                    "slower, and the training thread waits for them. Free host memory, or make do with less: "
-                    f"{MEMORY_KNOBS}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                if warn:
+                    warnings.warn(
+                        f"CUDA refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
+                        "correct, but copies between host and device go through the driver's small buffers now: "
+                        "slower, and the training thread waits for them. Raise the limit on locked memory (ulimit -l), "
+                        f"free host memory, or make do with less: {MEMORY_KNOBS}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             else:
                 mapping.registered = True
         return mapping.registered
@@ -204,6 +193,18 @@ class HostArena:
         if self._mapping is None:
             raise RuntimeError("this arena is closed")
         return self._mapping
+
+
+def touch_pages(tensor: Tensor) -> None:
+    """Makes the pages of a contiguous CPU tensor resident, near the calling thread's core. Releases the GIL.
+
+    Contents stay as they are, but nobody may write there meanwhile.
+    """
+    content = tensor.view(-1).view(torch.uint8)
+    for first in range(0, content.numel(), _TOUCH_BYTES):
+        chunk = content[first : first + _TOUCH_BYTES]
+        chunk[:: mmap.PAGESIZE].bitwise_or_(0)
+        chunk[-1:].bitwise_or_(0)  # the last page, when the tensor does not begin at the start of one
 
 
 class _Mapping(mmap.mmap):

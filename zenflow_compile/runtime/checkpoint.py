@@ -15,17 +15,18 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.compression import Residual
 from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.device_adam import ResidentState
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.offloaded import OffloadedParam
-from zenflow_compile.runtime.schedule import AdaptiveWindow
+from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
 
-FORMAT = 1
+FORMAT = 2
 _STATE = ("master", "exp_avg", "exp_avg_sq")
-_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness")
+_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
             "format": FORMAT,
             "policy": engine.plan.policy,
             "step": engine.step,
+            "shortest_window": engine.schedule.shortest_window if engine.adaptive_windows else None,
             "params": [_described(param) for param in engine.plan.params],
         },
     }
@@ -72,6 +74,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         group.update({key: _own(value) for key, value in saved.items() if key not in ("params", "param_names")})
     engine.step = int(state["zenflow"]["step"])
     engine.recorder.step = engine.step
+    engine.schedule.continue_with(state["zenflow"]["shortest_window"])
     for index, param in enumerate(engine.params):
         saved = state["state"].get(index)
         if index in engine.offloaded:
@@ -144,7 +147,6 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
 
 def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any]:
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
-    window = engine.schedule.window(plan.index) if engine.schedule.adaptive else AdaptiveWindow()
     selection = device.selection
     sides = zip(_STATE, device.state(), host.state(), strict=True)
     dense = {name: _dense(plan, selection, on_device, on_host) for name, on_device, on_host in sides}
@@ -156,21 +158,49 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
         "score": device.score.cpu().clone(),
         "selected_at": device.selected_at,
         "taken": host.taken,
-        "window": [host.gradients[slot.index].clone() for slot in host.open],
-        "coefficients": [list(slot.coefficients) for slot in host.open],
+        **_open_window(offloaded),
+        "residual": None if (residual := _residual(offloaded)) is None else residual.lost.to("cpu", copy=True),
         "visible_at": [close.visible_at for close in host.closes],
         "shown": offloaded.shown_weights() if host.closes else None,
         "accumulates": offloaded.accumulates,
         "eager": offloaded.eager,
         "single": offloaded.single,
-        "adaptive": [
-            window.attempted,
-            window.waiting,
-            window.selected,
-            window.seen,
-            None if window.latest is None else window.latest.cpu().clone(),
-        ],
+        "schedule": engine.schedule.state(plan.index),
     }
+
+
+def _open_window(offloaded: OffloadedParam) -> dict[str, Any]:
+    """The gradients that wait, one for each of the coefficients; where they are summed, the sum alone."""
+    host, window_sum = offloaded.host, _window_sum(offloaded)
+    if window_sum is None:
+        window, slots = [host.gradients[slot.index].clone() for slot in host.open], [s.coefficients for s in host.open]
+    else:
+        window, slots = [window_sum.total.to("cpu", copy=True)] if window_sum.slots else [], window_sum.slots
+    return {"window": window, "coefficients": [list(slot) for slot in slots]}
+
+
+def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
+    return None if offloaded.held is None else offloaded.held.window_sum
+
+
+def _residual(offloaded: OffloadedParam) -> Residual | None:
+    return None if offloaded.held is None else offloaded.held.residual
+
+
+def _load_window(offloaded: OffloadedParam, saved: Mapping[str, Any]) -> None:
+    host, window_sum = offloaded.host, _window_sum(offloaded)
+    slots = [SlotCoefficients(*coefficients) for coefficients in saved["coefficients"]]
+    if window_sum is not None:
+        window_sum.slots = slots
+        for total in saved["window"]:
+            window_sum.total.copy_(total)
+        return
+    for gradient, coefficients in zip(saved["window"], slots, strict=True):
+        index, slot = host.free_slot()
+        slot.copy_(gradient)
+        copied = ThreadTicket()
+        copied.finish()
+        host.commit(Slot(index, coefficients, copied))
 
 
 def _dense(plan: ParamPlan, selection: device_ops.Selection, on_device: Tensor, on_host: Tensor) -> Tensor:
@@ -193,20 +223,14 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
     device.score.copy_(saved["score"])
     device.steps, device.selected_at = int(saved["step"]) if plan.k else 0, saved["selected_at"]
     host.taken = int(saved["taken"])
-    for gradient, coefficients in zip(saved["window"], saved["coefficients"], strict=True):
-        index, slot = host.free_slot()
-        slot.copy_(gradient)
-        copied = ThreadTicket()
-        copied.finish()
-        host.commit(Slot(index, SlotCoefficients(*coefficients), copied))
+    _load_window(offloaded, saved)
+    if (residual := _residual(offloaded)) is not None:
+        residual.lost.copy_(saved["residual"])
     for visible_at in saved["visible_at"]:
         upload = host.next_upload()
         upload.copy_(host.master)
         job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
         host.closes.append(Close(job=job, upload=upload, closed_at=engine.step - 1, visible_at=visible_at))
     offloaded.accumulates, offloaded.eager, offloaded.single = saved["accumulates"], saved["eager"], saved["single"]
-    attempted, waiting, selected, seen, latest = saved["adaptive"]
-    if engine.schedule.adaptive:
-        latest = None if latest is None else latest.to(engine.device)
-        engine.schedule.restore(plan.index, AdaptiveWindow(attempted, waiting, selected, seen, latest))
+    engine.schedule.restore(plan.index, saved["schedule"])
     offloaded.expect_weights(saved["shown"])

@@ -66,6 +66,34 @@ class DeviceSide:
         """i32[k], sorted: the lines with the highest scores."""
         return torch.topk(self.score, self.plan.k, sorted=False).indices.sort().values.to(torch.int32)
 
+    def better_lines(self, margin: float, at_most: int) -> Tensor:
+        """i32[k], sorted: the selection after the ``at_most`` best swaps; see ``_swaps``."""
+        enters, places, entering = self._swaps(margin, at_most)
+        lines = self.selection.selected.clone()
+        lines[places] = torch.where(enters, entering, lines[places])
+        return lines.sort().values
+
+    def kept_share(self, margin: float) -> Tensor:
+        """f32[] on the device: the share of the selected lines that would stay, however many swaps it took."""
+        enters, _, _ = self._swaps(margin, self.plan.k)
+        return 1.0 - enters.sum() / self.plan.k
+
+    def _swaps(self, margin: float, at_most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best line outside for the worst inside, the second best for the second worst, and so on.
+
+        A line enters only if its score exceeds that of the line it replaces by ``margin``, as a share of it, so that
+        near-ties do not swap back and forth.
+
+        Returns:
+            Whether each swap is worth it, where in the selection its leaving line is, and its entering line.
+        """
+        count = min(at_most, self.plan.k, self.plan.rest)
+        inside = self.score.index_select(0, self.selection.selected)
+        outside = self.score.index_select(0, self.selection.rest)
+        worst, best = torch.topk(inside, count, largest=False), torch.topk(outside, count)
+        enters = best.values > (1.0 + margin) * worst.values
+        return enters, worst.indices, self.selection.rest[best.indices]
+
     def next_step(self, matrix: Tensor) -> device_ops.LineState:
         """One more gradient counts: the waiting one, for an AdamW step on the selected lines of the 2-D view."""
         self.steps += 1

@@ -64,8 +64,6 @@ class Ticket(Protocol):
 class CopyLane(Protocol):
     """Copies in one direction, in order of submission."""
 
-    bytes_copied: int
-
     def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
         """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work queued on the device."""
         ...
@@ -146,7 +144,6 @@ class ThreadLane:
     """A lane of the CPU device: one thread, which ends with its owner's ``close`` or with the process."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
-        self.bytes_copied = 0
         self._name = name
         self._recorder = recorder
         self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, ThreadTicket, int, str, str] | None] = queue.SimpleQueue()
@@ -154,14 +151,12 @@ class ThreadLane:
 
     def submit(self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy") -> Ticket:
         if source.nbytes <= INLINE_BYTES:
-            self.bytes_copied += source.nbytes
             return self._copy(target, source, step, param, kind)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
             thread.start()
             self._thread = thread
         ticket = ThreadTicket()
-        self.bytes_copied += source.nbytes
         self._queue.put((target, source, ticket, step, param, kind))
         return ticket
 
@@ -238,7 +233,6 @@ class StreamLane:
     """A lane of a CUDA device: one stream that lives as long as the engine."""
 
     def __init__(self, name: str, device: torch.device, recorder: Recorder) -> None:
-        self.bytes_copied = 0
         self._name = name
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -256,7 +250,6 @@ class StreamLane:
                 start.record(self._stream)
             target.copy_(source, non_blocking=True)
             end.record(self._stream)
-        self.bytes_copied += source.nbytes
         if timeline is not None and start is not None:
             timeline.add_device(self._name, kind, start, end, step=step, param=param, bytes=source.nbytes)
         return StreamTicket(start, end, (target, source))

@@ -26,6 +26,7 @@ _CHUNK_ELEMENTS = 1 << 20
 _SQUARES_ELEMENTS = 1 << 18
 # Up to this size the number of operator calls is what counts, not how they go through memory.
 _SMALL_ELEMENTS = 1 << 14
+_CUDA_CHUNK_ELEMENTS = 1 << 24  # fewer launches, for 64 MB of fp32 per temporary
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,33 @@ def adam_columns_(params: Sequence[LineState], slot: SlotCoefficients, *, eps: f
             )
     else:
         reference_adam_columns_(params, slot, eps=eps)
+
+
+@torch.no_grad()
+def quantize_lines_(
+    gradient: Tensor, residual: Tensor, grad_scale: float, scales_out: Tensor, values_out: Tensor
+) -> None:
+    """Write ``gradient * grad_scale + residual`` as int8 with a scale per line; ``residual`` takes what that loses.
+
+    Rounded to the nearest multiple of a line's scale, 1/127 of its largest magnitude. A line with an inf or NaN becomes
+    NaN as a whole. PyTorch's own operations, on CUDA too: it runs once per parameter and step, and not in a backward.
+
+    Args:
+        gradient: [rest, length], any floating dtype; not written.
+        residual: [rest, length], fp32 or bf16, in units of the scaled gradient; updated in place.
+        scales_out: f32[rest]; values_out: int8[rest, length]. ``values_out * scales_out`` is what was written.
+    """
+    lines = max(1, (_CUDA_CHUNK_ELEMENTS if gradient.is_cuda else _CHUNK_ELEMENTS) // max(1, gradient.shape[1]))
+    for first in range(0, gradient.shape[0], lines):
+        part = slice(first, first + lines)
+        exact = (gradient[part].float() * grad_scale).add_(residual[part])
+        scales = scales_out[part]
+        torch.div(exact.abs().amax(1), 127.0, out=scales)
+        quantized = exact.div(scales.unsqueeze(1)).round_()
+        # A line of zeros was divided by zero. Of a line with NaN only the scale counts: its int8 are any.
+        quantized.nan_to_num_(nan=0.0).clamp_(-127.0, 127.0)
+        values_out[part].copy_(quantized)
+        residual[part].copy_(exact.sub_(quantized.mul_(scales.unsqueeze(1))))
 
 
 # The references, which the tests hold against the kernels.

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from zenflow_compile import torch_private
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.profiling.timeline import Timeline
+from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.landing import Landing
@@ -35,6 +35,7 @@ from zenflow_compile.runtime.readable import ReadableNodes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.schedule import Schedule
+from zenflow_compile.runtime.time_bound import TimeBound
 from zenflow_compile.runtime.updates import Coefficients, update_columns
 
 _ids = itertools.count()
@@ -61,13 +62,14 @@ class Engine(ReadableNodes):
         self.roster = Roster(groups, options, device, self.recorder)
         self.offloaded = self.roster.offloaded
         self.landing = Landing(self.roster, self.recorder)
-        self.schedule = Schedule(options)
+        self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
         self.windows_closed = 0
         self.graphs: list[Any] = []
         self.closed = False
         self.failure: BaseException | None = None
+        self._time_bound = TimeBound(self.roster, self.recorder, whole_step=self.finalizes_in_backward)
         self._process = os.getpid()
         self._optimizer: weakref.ref[Any] | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
@@ -102,6 +104,7 @@ class Engine(ReadableNodes):
         if self.params:
             self.synchronize()
         self.roster.add(named, first_group, weakref.ref(self))
+        self.schedule.make_room(len(self.params))
 
     @property
     def plan(self) -> Plan:
@@ -121,6 +124,16 @@ class Engine(ReadableNodes):
     def model_bytes(self) -> int:
         """Bytes of all parameters of the optimizer, in their own dtype."""
         return self.roster.model_bytes
+
+    @property
+    def adaptive_windows(self) -> AdaptiveWindows | None:
+        """Between which lengths windows adapt; None where they are of fixed length."""
+        return self.schedule.adaptive_windows
+
+    @property
+    def worker_cores(self) -> tuple[int, ...]:
+        """The logical core of each worker."""
+        return self.roster.transport.workers.cores
 
     @property
     def selections(self) -> int:
@@ -160,6 +173,8 @@ class Engine(ReadableNodes):
                 self._drop_failed_backward()
             self._graph_task = task
             entry.listen_to_end(weakref.ref(self))
+            if self.schedule.shortest_window is None:
+                self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
             self.recorder.begin_phase("backward")
 
     def _drop_failed_backward(self) -> None:
@@ -308,9 +323,9 @@ class Engine(ReadableNodes):
         offloaded.updated = True
         if not closing:
             return
-        reselect = self.schedule.reselects(plan, side, self.step)
+        selection = self.schedule.selection(plan, side, self.step)
         promptly = self.schedule.warming_up(self.step)
-        if offloaded.close_window(at=self.step, eps=eps, reselect=reselect, promptly=promptly):
+        if offloaded.close_window(at=self.step, eps=eps, selection=selection, promptly=promptly):
             self.windows_closed += 1
             self.recorder.mark("close", param=plan.name)
 
@@ -332,6 +347,9 @@ class Engine(ReadableNodes):
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
         self.landing.end_step(self.step)
+        self.schedule.end_step()
+        if self.schedule.shortest_window is None:
+            self._time_bound.end_step(len(self.graphs))
         self.recorder.end_step(self.step)
 
     def abandon(self) -> None:
@@ -343,6 +361,8 @@ class Engine(ReadableNodes):
         self._graph_task = None
         self.backwards = 0
         self.landing.forget()
+        self.schedule.forget()
+        self._time_bound.forget()
         self.roster.drop_resident_grads()
         self.roster.abandon()
 

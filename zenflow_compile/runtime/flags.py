@@ -5,8 +5,8 @@ A counter in pinned memory can: a stream stops at ``wait_on`` until a thread has
 a stream has written. Both are operations of the stream (``cuStreamWaitValue32``, ``cuStreamWriteValue32``), so that the
 thread that queues them goes on.
 
-[Note: progress] A stream that waits holds up what is queued behind it in the same hardware queue. Whoever waits here does
-so on a stream of its own and of another priority than the stream whose copies the awaited thread needs.
+[Note: progress] A stream that waits holds up what is queued behind it in the same hardware queue. Whoever waits here
+does so on a stream of its own and of another priority than the stream whose copies the awaited thread needs.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
 from zenflow_compile.runtime.copies import CopyLane, StagedBlock, StagingRing, Ticket
+from zenflow_compile.runtime.held import Held, Outgoing
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
 from zenflow_compile.runtime.workers import WorkerPool
@@ -56,6 +57,7 @@ class OffloadedParam:
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
         updated: the update of this step has run already.
         clip: factor on the waiting gradient from clipping.
+        held: its remaining gradient, where that stays on the device until it is final.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class OffloadedParam:
         self.single = False
         self.updated = False
         self.clip = 1.0
+        self.held = Held(plan, param.device) if plan.held else None
         self.transport = transport
         self._split_done = False
         self._source: Tensor | None = None
@@ -125,10 +128,15 @@ class OffloadedParam:
         """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
         self._source = matrix
         rest_shape = (self.plan.rest, self.plan.length)
-        if self.plan.rest:
+        if self.held is not None:
+            with self.transport.recorder.stall(self.held.busy, param=self.plan.name):
+                rest_out = self.held.new_gradient()
+        elif self.plan.rest:
             with self.transport.recorder.stall(self.transport.down_ring.busy, param=self.plan.name):
                 self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
-        rest_out = self._staged.tensor if self._staged else self.device.gradient.new_empty(rest_shape)
+            rest_out = self._staged.tensor
+        else:
+            rest_out = self.device.gradient.new_empty(rest_shape)
         self.device.norms = device_ops.norms_and_split(
             matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
         )
@@ -139,16 +147,27 @@ class OffloadedParam:
             self._source, self._split_done = None, True
 
     def copy_to_host(self) -> None:
-        """Start the copy of the staged block into the window's next slot."""
+        """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
         if self._staged is None:
             return
+        self._copy = self._send(self._staged.tensor)
+        self.transport.down_ring.give_back(self._staged, self._copy[1])
+        self._staged = None
+
+    def _send(self, block: Tensor) -> tuple[int, Ticket]:
         with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
             index, slot = self.host.free_slot()
-        ticket = self.transport.to_host.submit(
-            slot, self._staged.tensor, step=self.transport.recorder.step, param=self.plan.name
-        )
-        self.transport.down_ring.give_back(self._staged, ticket)
-        self._staged, self._copy = None, (index, ticket)
+        step = self.transport.recorder.step
+        return index, self.transport.to_host.submit(slot, block, step=step, param=self.plan.name)
+
+    def _send_held(self, held: Held, outgoing: Outgoing | None) -> None:
+        """Copy what was held into a slot, which belongs to the open window at once, for every gradient in it."""
+        if outgoing is not None:
+            block, coefficients = outgoing
+            index, ticket = self._send(block)
+            held.sent(block, ticket)
+            for each in coefficients:
+                self.host.commit(Slot(index, each, ticket))
 
     def settle(self) -> None:
         """Split and copy a gradient that was accumulated until now."""
@@ -164,6 +183,8 @@ class OffloadedParam:
         self.clip = 1.0
         self._split_done = False
         self._source = self._copy = None
+        if self.held is not None:
+            self.held.gradient = None
         self._give_back_staged()
 
     def _give_back_staged(self) -> None:
@@ -180,6 +201,8 @@ class OffloadedParam:
         elif self._staged is not None:
             rest_in = self._staged.tensor.clone()
             self._give_back_staged()
+        elif self.held is not None and self.held.gradient is not None:
+            rest_in = self.held.gradient
         target = self._accumulator_like(self._matrix())
         device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
         self._split_done, self._copy = False, None
@@ -205,6 +228,8 @@ class OffloadedParam:
         if slot is not None and self._copy is not None:
             index, ticket = self._copy
             self.host.commit(Slot(index, slot, ticket))
+        if slot is not None and self.held is not None and self.held.gradient is not None:
+            self._send_held(self.held, self.held.finalize(slot))
         self.single = self.contributions == 1 and not self.eager
         self.discard()
 
@@ -213,18 +238,21 @@ class OffloadedParam:
         self.updated = False
         self.uses = 0
 
-    def close_window(self, *, at: int, eps: float, reselect: bool, promptly: bool) -> Close | None:
+    def close_window(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> Close | None:
         """Hand the open window to the workers; a window of void slots closes as a no-op.
 
         Args:
+            selection: i32[k] on the device, the lines to select from here on; None where the selection stays.
             promptly: visible in the next forward, whatever the staleness.
         """
+        if self.held is not None:
+            self._send_held(self.held, self.held.end_window())
         if not self.host.open:
             return None
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
         close.final = self.transport.recorder.moment()
-        if reselect and self.plan.k and self.plan.rest:
-            close.selection = self.device.best_lines()
+        if selection is not None:
+            close.selection = selection
             self.device.selected_at = at
             promptly = True  # state that changes sides must be the newest on both
         if promptly:
@@ -289,9 +317,10 @@ class OffloadedParam:
     def _reselect(self, wanted: Tensor) -> None:
         self.host.wait()
         begin = time.perf_counter_ns()
-        self.device.selection, moved = exchange_lines(
-            self.device.state(), self.host.state(), self.device.selection, wanted
-        )
+        before = self.device.selection
+        self.device.selection, moved = exchange_lines(self.device.state(), self.host.state(), before, wanted)
+        if self.held is not None:
+            self.held.lines_changed(before.rest != self.device.selection.rest)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     # Weights and masters.
@@ -392,6 +421,8 @@ class OffloadedParam:
         self.discard()
         self.updated = False
         self._drop_upload()
+        if self.held is not None:
+            self.held.abandon()
         self.host.clear_windows()
 
     def _drop_upload(self) -> None:
@@ -414,5 +445,5 @@ class OffloadedParam:
     @property
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
-        return self.device.nbytes + (0 if self._accumulator is None else self._accumulator.nbytes)
-
+        accumulator = 0 if self._accumulator is None else self._accumulator.nbytes
+        return self.device.nbytes + accumulator + (0 if self.held is None else self.held.nbytes)

@@ -12,6 +12,20 @@ from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, SLACK, STEP, W
 
 _NOTHING = nullcontext()  # shared: a generator's context costs as much as an operator, and mostly nobody records
 
+Moment = int | torch.cuda.Event
+"""Nanoseconds of the host's clock, or an event of a CUDA stream with timing."""
+
+
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """From ``begin`` to ``end``, which are of one kind; an event that has not passed is waited for."""
+    if isinstance(begin, int) or isinstance(end, int):
+        assert isinstance(begin, int)
+        assert isinstance(end, int)
+        return (end - begin) / 1e9
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
 
 class Recorder:
     """Shared by an engine, its lanes and its workers; it keeps none of them alive.
@@ -23,7 +37,7 @@ class Recorder:
         self.timeline: Timeline | None = None
         self.step = 0
         self._on_stream = device.type == "cuda"
-        self._phase: tuple[str, int | torch.cuda.Event] | None = None
+        self._phase: tuple[str, Moment] | None = None
         self._step_began: int | None = None
 
     def attach(self, timeline: Timeline | None) -> None:
@@ -42,24 +56,24 @@ class Recorder:
 
     @contextmanager
     def _recorded(self, kind: str, param: str, on_host: bool) -> Iterator[None]:
-        begin = time.perf_counter_ns() if on_host else self._now()
+        begin = time.perf_counter_ns() if on_host else self.now()
         try:
             yield
         finally:
-            self._add(kind, begin, time.perf_counter_ns() if on_host else self._now(), param)
+            self._add(kind, begin, time.perf_counter_ns() if on_host else self.now(), param)
 
     def begin_phase(self, kind: str) -> None:
         """The training thread is in ``kind`` ("forward", "backward", "update") from here on."""
         if self.timeline is None or (self._phase is not None and self._phase[0] == kind):
             return
         self.end_phase()
-        self._phase = (kind, self._now())
+        self._phase = (kind, self.now())
 
     def end_phase(self) -> None:
         """The phase, if any, is over."""
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
-            self._add(kind, begin, self._now(), "")
+            self._add(kind, begin, self.now(), "")
 
     def end_step(self, steps: int) -> None:
         """An optimizer step is done; ``steps`` were attempted so far."""
@@ -78,13 +92,13 @@ class Recorder:
 
     def moment(self) -> int | torch.cuda.Event | None:
         """Now, on the device's own clock; None while nobody records."""
-        return None if self.timeline is None else self._now()
+        return None if self.timeline is None else self.now()
 
     def slack(self, final: int | torch.cuda.Event | None, *, step: int, param: str) -> None:
         """A weight is about to be read whose update became possible at ``final``, with the gradient of ``step``."""
         if self.timeline is None or final is None:
             return
-        now = self._now()
+        now = self.now()
         if isinstance(final, int) and isinstance(now, int):
             self.timeline.add(SLACK, "slack", final, now, step=step, param=param)
         elif not isinstance(final, int) and not isinstance(now, int):
@@ -97,14 +111,15 @@ class Recorder:
             for lane in (D2H, H2D):
                 self.timeline.add(lane, "state", begin_ns, end, step=self.step, param=param, bytes=size)
 
-    def _now(self) -> int | torch.cuda.Event:
+    def now(self) -> Moment:
+        """This moment of the training thread, or on CUDA of its stream."""
         if not self._on_stream:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _add(self, kind: str, begin: int | torch.cuda.Event, end: int | torch.cuda.Event, param: str) -> None:
+    def _add(self, kind: str, begin: Moment, end: Moment, param: str) -> None:
         if self.timeline is None:
             return
         if isinstance(begin, int) and isinstance(end, int):

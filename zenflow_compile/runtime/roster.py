@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,17 +17,18 @@ from torch.utils.hooks import RemovableHandle
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.planning.policies import ParamSpec, extend_plan
-from zenflow_compile.runtime import entry
+from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, require_host_memory
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.copies import StagingRing, make_lane
+from zenflow_compile.runtime.cores import choose_cores, nodes_of, physical_cores, run_pinned, worker_count
 from zenflow_compile.runtime.device_adam import ResidentAdam
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.offloaded import OffloadedParam, Transport
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.windows import HostSide
-from zenflow_compile.runtime.workers import WorkerPool, worker_count
+from zenflow_compile.runtime.workers import WorkerPool
 
 DOWN_SLOTS = 2  # one block being copied while the next is split
 UP_SLOTS = 3  # one being merged, two on their way; unless the user gives the bytes
@@ -55,6 +58,7 @@ class Roster:
     def __init__(
         self, groups: list[dict[str, Any]], options: Options, device: torch.device, recorder: Recorder
     ) -> None:
+        cores = _worker_cores(options)
         self.groups = groups
         self.plan = Plan(policy=options.policy, params=())
         self.params: list[Parameter] = []
@@ -65,7 +69,7 @@ class Roster:
             to_device=make_lane("H2D", device, recorder),
             down_ring=StagingRing(DOWN_SLOTS, 0, device),
             up_ring=StagingRing(UP_SLOTS, 0, device),
-            workers=WorkerPool(worker_count(options.pt_reserved_cores_perc), recorder),
+            workers=WorkerPool(len(cores), recorder, cores),
             recorder=recorder,
         )
         self._options = options
@@ -98,12 +102,18 @@ class Roster:
         require_host_memory(needed)
         up_slots = self._up_slots(plan)
         arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
+        hosts = {
+            param.index: HostSide.allocate(param, arena, self._kernel(param), self.transport.workers.workers)
+            for param in new
+            if param.offloaded
+        }
+        self._touch_first(list(hosts.values()))
         if needed and self._device.type == "cuda":
-            arena.pin()
-        self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan))
+            arena.pin(warn=not any(each.total_bytes and not each.pinned for each in self._arenas))
+        self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
         self.transport.up_ring.fit(up_slots, largest_block(plan))
         made = {
-            param_plan.index: self._make(param_plan, param, arena)
+            param_plan.index: self._make(param_plan, param, hosts[param_plan.index])
             for param_plan, (_, param) in zip(new, named, strict=True)
             if param_plan.offloaded
         }
@@ -119,15 +129,32 @@ class Roster:
                 self._hooks.append(entry.listen_to_grad(param, param_plan.index, listener))
             param._zenflow_owner = Owner()  # type: ignore[attr-defined]
 
-    def _make(self, plan: ParamPlan, param: Parameter, arena: HostArena) -> OffloadedParam:
-        host = HostSide.allocate(plan, arena, self._kernel(plan))
+    def _touch_first(self, hosts: Sequence[HostSide]) -> None:
+        """Let the workers' cores touch the pages that each will serve, all at once, before anything else does.
+
+        Only where that decides something: on machines with several NUMA nodes, and before pinning, which would touch
+        every page on one core. Elsewhere pages cost nothing until they are used.
+        """
+        cores = self.transport.workers.cores
+        if self._device.type != "cuda" and len(nodes_of(cores)) < 2:
+            return
+
+        def touch(worker: int) -> None:
+            for host in hosts:
+                host.touch(worker)
+
+        with suppress(RuntimeError):  # no further thread starts: pages will lie where they are first written
+            run_pinned(cores, touch)
+
+    def _make(self, plan: ParamPlan, param: Parameter, host: HostSide) -> OffloadedParam:
         return OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
-        key = (plan.dtype, plan.slots)
+        gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # it is expanded before the kernel reads it
+        key = (plan.dtype, plan.interval)
         if key not in self._kernels:
             self._kernels[key] = make_host_adam(
-                self._options.host_kernel, gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots
+                self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
             )
         return self._kernels[key]
 
@@ -259,9 +286,23 @@ def block_bytes(plan: ParamPlan) -> int:
     return plan.rest * plan.length * plan.dtype.itemsize
 
 
-def largest_block(plan: Plan) -> int:
-    """Bytes of the largest block that passes through a staging ring."""
-    return max((block_bytes(param) for param in plan.params if param.offloaded), default=0)
+def largest_block(plan: Plan, *, held: bool = True) -> int:
+    """Bytes of the largest block, also of those parameters whose gradients are ``held`` and pass through no ring."""
+    return max((block_bytes(each) for each in plan.params if each.offloaded and (held or not each.held)), default=0)
+
+
+def _worker_cores(options: Options) -> tuple[int, ...]:
+    """The logical core of each worker; those that workers of the fewest other engines have, unless they were named.
+
+    Raises:
+        ValueError: more workers are wanted than there are cores.
+    """
+    if options.worker_cores is not None:
+        return options.worker_cores
+    cores = physical_cores()
+    count = worker_count(len(cores), workers=options.workers, reserved_share=options.pt_reserved_cores_perc)
+    in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
+    return choose_cores(cores, count, in_use)
 
 
 def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:

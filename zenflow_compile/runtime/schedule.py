@@ -1,40 +1,59 @@
-"""When windows close and selections move: functions of the attempted step, the options and gradient values alone."""
+"""When windows close and selections move: functions of the attempted step, the options and gradient values alone.
+
+Values of the device decide at a fixed lag, when they have long crossed to the host (``readback.py``): norms one step
+after they were computed, the drift of a selection one window after. Measured time has its say once, as the shortest
+window that ``update_interval="auto"`` may choose (``time_bound.py``).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.options import Options
-from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan
+from zenflow_compile.profiling.timeline import AdaptiveWindows
 from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.readback import Readback
+from zenflow_compile.runtime.recorder import Recorder
+
+RESELECT_BELOW = 0.8
+"""A selection has drifted when a smaller share of its lines than this would be selected again."""
+ENTRY_MARGIN = 0.25
+"""A line enters only if its score exceeds that of the line it replaces by this share of it. Source of both numbers:
+docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for less than a point
+of the gradient's norm."""
+
+STATE_BUDGET = 0.01
+"""Bytes of state that re-selections may move per step, both ways, as a share of the parameter's own."""
+
+_SELECTED, _TOTAL, _KEPT = range(3)
 
 
 @dataclass(slots=True)
 class AdaptiveWindow:
     """Zen-auto's bookkeeping of one parameter: is what waits as large as what is updated at once?
 
-    Values enter one step late, when they have long been computed, so that reading them waits for nothing.
-
     Attributes:
         attempted: steps since the last close.
         waiting: sum over the window's steps of the RMS line norm of the remaining gradient.
         selected: sum over the same steps of the RMS line norm of the selected gradient; ``seen``: how many steps.
-        latest: f32[2], (selected, remaining) of the step before, not taken in yet.
+        latest: (selected, waiting) of the step before, not taken in yet.
     """
 
     attempted: int = 0
     waiting: float = 0.0
     selected: float = 0.0
     seen: int = 0
-    latest: Tensor | None = None
+    latest: tuple[float, float] | None = None
 
     def take_latest(self) -> None:
         """Take in the values of the step before."""
         if self.latest is not None:
-            selected, waiting = self.latest.tolist()
+            selected, waiting = self.latest
             self.selected += selected
             self.waiting += waiting
             self.seen += 1
@@ -45,13 +64,34 @@ class AdaptiveWindow:
         return self.seen > 0 and self.waiting >= auto_ratio * self.selected / self.seen
 
 
-class Schedule:
-    """Decides closes and re-selections for all parameters of an engine."""
+def swaps_paid_for(plan: ParamPlan, steps: int) -> int:
+    """Swaps of a line of the device for one of the host, after ``steps`` steps without any: what the budget allows."""
+    bytes_per_swap = 2 * STATE_TENSORS * FP32_BYTES * plan.length
+    return int(STATE_BUDGET * steps * plan.numel * plan.dtype.itemsize / bytes_per_swap)
 
-    def __init__(self, options: Options) -> None:
+
+class Schedule:
+    """Decides closes and re-selections for all parameters of an engine.
+
+    Attributes:
+        shortest_window: least length, in steps, of windows that adapt; None until it is known, and they may be of any
+            length then.
+    """
+
+    def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
         self._options = options
         self._adaptive = options.policy == "zenflow" and options.update_interval == "auto"
+        self._measured = self._adaptive and options.min_update_interval is None and options.longest_window > 1
+        self.shortest_window = None if self._measured else options.min_update_interval or 1
         self._windows: dict[int, AdaptiveWindow] = {}
+        self._kept: dict[int, float] = {}
+        self._units: dict[int, tuple[ParamPlan, float]] = {}
+        self._readback = Readback(3, device, recorder)
+
+    def make_room(self, params: int) -> None:
+        """``params`` parameters are planned from here on; call it between steps."""
+        self._arrive()
+        self._readback.make_room(params)
 
     def warming_up(self, step: int) -> bool:
         """Whether every window closes at ``step`` and is visible to the next forward: synchronous, exact AdamW."""
@@ -63,6 +103,7 @@ class Schedule:
         Args:
             present: the step is not void for the parameter; ``unscale``: one over its loss scale.
         """
+        self._arrive()
         if self.warming_up(step):
             return True
         if not self._adaptive:
@@ -70,34 +111,101 @@ class Schedule:
         window = self.window(plan.index)
         window.attempted += 1
         window.take_latest()
-        if window.reached(self._options.auto_ratio) or window.attempted >= plan.interval:
+        grown = window.attempted >= (self.shortest_window or 1) and window.reached(self._options.auto_ratio)
+        if grown or window.attempted >= plan.interval:
             self._windows[plan.index] = AdaptiveWindow()
             return True
         if present and plan.k and plan.rest:
-            window.latest = _line_norms(plan, device) * unscale
+            self._units[plan.index] = plan, unscale
+            norms = device.norms
+            selected = norms.index_select(0, device.selection.selected)
+            torch.sum(selected, 0, out=self._readback.cell(plan.index, _SELECTED))
+            torch.sum(norms, 0, out=self._readback.cell(plan.index, _TOTAL))
         return False
 
-    def reselects(self, plan: ParamPlan, device: DeviceSide, step: int) -> bool:
-        """Whether a close at ``step`` also re-selects: the first one does, then the first after every interval."""
+    def selection(self, plan: ParamPlan, device: DeviceSide, step: int) -> Tensor | None:
+        """The lines to select from a close at ``step`` on, i32[k] on the device; None where the selection stays.
+
+        The first close selects. Later ones do so after every interval that the user gave; under ``"auto"`` only if
+        enough steps have passed and, at the close before, too small a share of the selected lines would have stayed.
+        Then no more lines change sides than the steps since the last time have paid for.
+        """
+        if not (plan.k and plan.rest):
+            return None
         if device.selected_at is None:
-            return True
-        return step - device.selected_at >= self._options.resolved_select_interval(plan.interval)
+            return device.best_lines()
+        waited = step - device.selected_at
+        least = self._options.resolved_select_interval(plan.interval)
+        if self._options.select_interval != "auto":
+            return device.best_lines() if waited >= least else None
+        kept = self._kept.pop(plan.index, 1.0)
+        if waited >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, waited)):
+            return device.better_lines(ENTRY_MARGIN, swaps)
+        if waited + plan.interval >= least:  # the next close may re-select
+            self._readback.cell(plan.index, _KEPT).copy_(device.kept_share(ENTRY_MARGIN))
+        return None
+
+    def continue_with(self, shortest_window: int | None) -> None:
+        """Take over the shortest window of the run that goes on here, unless the options say it."""
+        if self._measured:
+            self.shortest_window = shortest_window
+
+    def end_step(self) -> None:
+        """The step is over: its values set off for the host."""
+        self._arrive()
+        self._readback.start()
 
     def window(self, index: int) -> AdaptiveWindow:
         """The adaptive bookkeeping of parameter ``index``."""
         return self._windows.setdefault(index, AdaptiveWindow())
 
-    def restore(self, index: int, window: AdaptiveWindow) -> None:
-        """Put back what a checkpoint kept."""
-        self._windows[index] = window
+    def state(self, index: int) -> dict[str, Any]:
+        """What decides about parameter ``index``, as plain numbers; between steps."""
+        self._arrive()
+        window = self._windows.get(index, AdaptiveWindow())
+        return {
+            "attempted": window.attempted,
+            "waiting": window.waiting,
+            "selected": window.selected,
+            "seen": window.seen,
+            "latest": window.latest,
+            "kept": self._kept.get(index),
+        }
+
+    def forget(self) -> None:
+        """Drop all that was gathered: a state is about to be loaded."""
+        self._readback.forget()
+        self._windows.clear()
+        self._kept.clear()
+        self._units.clear()
+
+    def restore(self, index: int, state: dict[str, Any]) -> None:
+        """Put back what ``state`` returned."""
+        window = {**state}
+        kept = window.pop("kept")
+        latest = window.pop("latest")
+        if self._adaptive:
+            self._windows[index] = AdaptiveWindow(**window, latest=None if latest is None else tuple(latest))
+        if kept is not None:
+            self._kept[index] = kept
 
     @property
-    def adaptive(self) -> bool:
-        """Whether windows adapt to gradient values."""
-        return self._adaptive
+    def adaptive_windows(self) -> AdaptiveWindows | None:
+        """Between which lengths windows adapt; None where they are of fixed length."""
+        if not self._adaptive:
+            return None
+        return AdaptiveWindows(self.shortest_window, self._options.longest_window, self._measured)
 
-
-def _line_norms(plan: ParamPlan, device: DeviceSide) -> Tensor:
-    selected = device.norms.index_select(0, device.selection.selected).sum()
-    remaining = device.norms.sum() - selected
-    return torch.stack([selected / plan.k, remaining.clamp_min(0) / plan.rest]).sqrt()
+    def _arrive(self) -> None:
+        """Take over what the step before computed."""
+        values = self._readback.take()
+        for (index, column), value in values.items():
+            if column == _KEPT:
+                self._kept[index] = value
+            elif column == _SELECTED:
+                plan, unscale = self._units.pop(index)
+                remaining = max(values[index, _TOTAL] - value, 0.0)
+                self.window(index).latest = (
+                    unscale * (value / plan.k) ** 0.5,
+                    unscale * (remaining / plan.rest) ** 0.5,
+                )

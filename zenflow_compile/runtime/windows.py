@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,18 +10,49 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.arena import HostArena, carved_bytes, touch_pages
+from zenflow_compile.runtime.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.copies import Ticket
 from zenflow_compile.runtime.host_adam import HostAdam
-from zenflow_compile.runtime.workers import Job
+from zenflow_compile.runtime.workers import Job, preferred_worker
 
-# Elements per task of a worker: large enough that a call's overhead vanishes, small enough to share among workers.
 TASK_ELEMENTS = 1 << 20
+"""Elements per task of a worker at most: large enough that a call's overhead vanishes, small enough that the other
+workers find something to take, and that an earlier deadline does not wait long."""
+
+# Below this a call's overhead shows: it is 20 us, and so many elements take ten times as long.
+_SMALLEST_TASK_ELEMENTS = 1 << 16
+CUT_ELEMENTS = 64  # host kernels promise the same bits wherever a range is cut at multiples of this
+
+
+def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[slice]:
+    """Cuts a block for ``workers``: into parts of equal size, as many for each worker where that leaves them large.
+
+    Results do not depend on the cut.
+
+    Args:
+        unit: every part but the last is a multiple of so many elements.
+    """
+    parts = -(-elements // TASK_ELEMENTS)
+    parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))
+    size = max(unit, -(-elements // max(1, parts * unit)) * unit)
+    return [slice(begin, min(begin + size, elements)) for begin in range(0, elements, size)]
+
+
+def touched_bytes(plan: ParamPlan, gradients: int) -> float:
+    """Bytes of host memory that closing a window reads and writes per element, caches aside: fp32 state both ways,
+    each gradient once, and the upload. Each step of a moment reads and writes it once, whatever the number of slots.
+
+    Args:
+        gradients: slots of the window that hold a gradient; those of a summed window share one.
+    """
+    places = min(gradients, 1) if plan.summed else gradients
+    return 2 * 3 * 4 + plan.dtype.itemsize + places * plan.slot_bytes / max(1, plan.rest * plan.length)
 
 
 @dataclass(slots=True)
 class Slot:
-    """One step's remaining gradient in the window."""
+    """One step's remaining gradient in the window. Those of a summed window share one place, with their mean."""
 
     index: int
     coefficients: SlotCoefficients
@@ -44,9 +75,10 @@ class Close:
 
 @dataclass(slots=True)
 class HostSide:
-    """fp32 state ``[rest, length]``, gradient slots, upload buffers; all views of one arena, and the open window.
+    """fp32 state and upload buffers ``[rest, length]``, gradient slots; all views of one arena, and the open window.
 
     Attributes:
+        workers: how many share a close.
         taken: gradients that the moments have taken so far.
         open: slots of the window that is open, oldest first; void slots never enter.
         closes: windows that closed and have not landed, oldest first.
@@ -61,6 +93,7 @@ class HostSide:
     gradients: list[Tensor]
     uploads: list[Tensor]
     kernel: HostAdam
+    workers: int = 1
     taken: int = 0
     open: list[Slot] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
@@ -70,7 +103,7 @@ class HostSide:
     _next_upload: int = 0
 
     @classmethod
-    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam) -> HostSide:
+    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1) -> HostSide:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it."""
         block = (plan.rest, plan.length)
         return cls(
@@ -78,9 +111,10 @@ class HostSide:
             master=arena.take(block, torch.float32),
             exp_avg=arena.take(block, torch.float32),
             exp_avg_sq=arena.take(block, torch.float32),
-            gradients=[arena.take(block, plan.dtype) for _ in range(plan.slots)],
+            gradients=[arena.take(plan.slot_shape, plan.slot_dtype) for _ in range(plan.slots)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
+            workers=workers,
             _slot_users=[None] * plan.slots,
         )
 
@@ -88,7 +122,18 @@ class HostSide:
     def arena_bytes(plan: ParamPlan) -> int:
         """What ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.rest, plan.length)
-        return carved_bytes([(block, torch.float32)] * 3 + [(block, plan.dtype)] * (plan.slots + plan.uploads))
+        gradients = [(plan.slot_shape, plan.slot_dtype)] * plan.slots
+        return carved_bytes([(block, torch.float32)] * 3 + gradients + [(block, plan.dtype)] * plan.uploads)
+
+    def touch(self, worker: int) -> None:
+        """Make resident, near the calling thread's core, the pages that worker ``worker`` will serve in every close."""
+        ranges = self.task_ranges()
+        elements = self.master.numel()
+        for number, part in enumerate(ranges):
+            if preferred_worker(number, len(ranges), self.workers) == worker:
+                for tensor in (*self.state(), *self.gradients, *self.uploads):
+                    size = tensor.numel()  # of a compressed gradient another one
+                    touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
 
     @property
     def slot_busy(self) -> bool:
@@ -97,7 +142,7 @@ class HostSide:
         return user is not None and not user.done()
 
     def free_slot(self) -> tuple[int, Tensor]:
-        """The next gradient slot ``[rest, length]``; waits for the close that still reads it."""
+        """The next gradient slot, of the plan's ``slot_shape``; waits for the close that still reads it."""
         index = self._next_slot
         if (user := self._slot_users[index]) is not None:
             user.wait()
@@ -182,31 +227,44 @@ class HostSide:
     def _tasks(self, slots: list[Slot], upload: Tensor, *, step: int, eps: float) -> list[Callable[[], int]]:
         gradients = [self.gradients[slot.index] for slot in slots]
         coefficients = [slot.coefficients for slot in slots]
-        kernel = self.kernel
-        # Each step of a moment reads and writes three fp32 tensors once, whatever the number of slots.
-        bytes_per_element = 2 * 3 * 4 + (len(slots) + 1) * self.plan.dtype.itemsize
+        kernel, plan = self.kernel, self.plan
+        read = expanded if plan.compressed else _flat
+        # What is expanded should stay in the cache until the kernel has read it, and begin with a line.
+        piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
+        touched = touched_bytes(plan, len(slots))
 
-        def task(begin: int) -> Callable[[], int]:
-            def part(block: Tensor) -> Tensor:
-                return block.view(-1)[begin : begin + TASK_ELEMENTS]
-
+        def task(begin: int, end: int) -> Callable[[], int]:
             def run() -> int:
-                out = part(upload)
-                kernel(
-                    part(self.master),
-                    part(self.exp_avg),
-                    part(self.exp_avg_sq),
-                    [part(gradient) for gradient in gradients],
-                    coefficients,
-                    step=step,
-                    eps=eps,
-                    out=out,
-                )
-                return out.numel() * bytes_per_element
+                for first in range(begin, end, piece):
+                    part = slice(first, min(first + piece, end))
+                    master, exp_avg, exp_avg_sq, out = (
+                        block.view(-1)[part] for block in (self.master, self.exp_avg, self.exp_avg_sq, upload)
+                    )
+                    kernel(
+                        master,
+                        exp_avg,
+                        exp_avg_sq,
+                        read(gradients, part, plan.length),
+                        coefficients,
+                        step=step,
+                        eps=eps,
+                        out=out,
+                    )
+                return round(touched * (end - begin))
 
             return run
 
-        return [task(begin) for begin in range(0, upload.numel(), TASK_ELEMENTS)]
+        return [task(part.start, part.stop) for part in self.task_ranges()]
+
+    def task_ranges(self) -> list[slice]:
+        """The elements of every task of a close; compressed gradients are cut between lines."""
+        unit = self.plan.length if self.plan.compressed else CUT_ELEMENTS
+        return task_ranges(self.master.numel(), self.workers, unit)
+
+
+def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
+    """The elements ``part`` of gradient slots that are not compressed."""
+    return [gradient.view(-1)[part] for gradient in gradients]
 
 
 def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Worker threads that apply closed windows on the host, earliest deadline first.
+"""Worker threads that apply closed windows on the host, earliest deadline first, each pinned to a core of its own.
 
 Workers make no CUDA launches: what they need has been copied to host memory, and what they write is copied back by the
 thread that runs the graph. A failure is kept with its traceback and raised in the training thread.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-
-import psutil
 
 from zenflow_compile.profiling.timeline import worker_lane
 from zenflow_compile.runtime.copies import CopyError
+from zenflow_compile.runtime.cores import pin_this_thread
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -29,7 +27,8 @@ class Job:
     ) -> None:
         """
         Args:
-            tasks: each does a part of the work and returns the bytes of host memory it touched.
+            tasks: each does a part of the work and returns the bytes of host memory it touched. In the order of the
+                memory that they touch, since worker i prefers those that ``preferred_worker`` gives it.
             deadline: position of the parameter in the next forward; smaller runs earlier.
             ready: blocks until the inputs are in host memory.
         """
@@ -86,13 +85,45 @@ class Job:
                 self._done.set()
 
 
-class WorkerPool:
-    """Threads that serve jobs; started with the first job."""
+def preferred_worker(task: int, tasks: int, workers: int) -> int:
+    """The worker that task ``task`` of ``tasks`` is meant for: each gets tasks that lie together, and about as many."""
+    return task * workers // tasks
 
-    def __init__(self, workers: int, recorder: Recorder) -> None:
+
+class _Queued:
+    """The tasks of a job that no worker has taken yet."""
+
+    def __init__(self, job: Job, workers: int) -> None:
+        self.job = job
+        self.left = len(job.tasks)
+        self._of_worker: list[deque[Callable[[], int]]] = [deque() for _ in range(workers)]
+        for number, task in enumerate(job.tasks):
+            self._of_worker[preferred_worker(number, len(job.tasks), workers)].append(task)
+
+    def take(self, worker: int) -> Callable[[], int]:
+        """The next task of ``worker``; none of its own being left, the last of whoever has the most."""
+        self.left -= 1
+        if own := self._of_worker[worker]:
+            return own.popleft()
+        return max(self._of_worker, key=len).pop()
+
+
+class WorkerPool:
+    """Threads that serve jobs; started with the first job.
+
+    An idle worker takes a task of the job with the earliest deadline, always: that its memory may be nearer to another
+    worker decides only which task of that job it takes.
+    """
+
+    def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            cores: the logical core that each worker is pinned to; None pins none.
+        """
         self.workers = workers
+        self.cores = tuple(cores or ())
         self._recorder = recorder
-        self._heap: list[tuple[int, int, Job, Callable[[], int]]] = []
+        self._heap: list[tuple[int, int, _Queued]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -110,9 +141,11 @@ class WorkerPool:
             except BaseException as error:
                 job.abort(error)
                 raise
+        if not job.tasks:
+            return
         with self._wake:
-            for task in job.tasks:
-                heapq.heappush(self._heap, (job.deadline, next(self._order), job, task))
+            queued = _Queued(job, len(self._threads))
+            heapq.heappush(self._heap, (job.deadline, next(self._order), queued))
             self._wake.notify(len(job.tasks))
 
     def close(self) -> None:
@@ -141,7 +174,8 @@ class WorkerPool:
             self._threads.append(thread)
 
     def _run(self, index: int) -> None:
-        _pin_to_core(index)
+        if self.cores:
+            pin_this_thread(self.cores[index])
         lane = worker_lane(index)
         while True:
             with self._wake:
@@ -149,7 +183,10 @@ class WorkerPool:
                     self._wake.wait()
                 if not self._heap:
                     return
-                _, _, job, task = heapq.heappop(self._heap)
+                queued = self._heap[0][2]
+                job, task = queued.job, queued.take(index)
+                if not queued.left:
+                    heapq.heappop(self._heap)
             if job.error is not None:
                 job.finish_task()
                 continue
@@ -164,22 +201,3 @@ class WorkerPool:
                 end = time.perf_counter_ns()
                 timeline.add(lane, "host_update", begin, end, step=job.step, param=job.param, bytes=touched)
             job.finish_task()
-
-
-def worker_count(reserved_share: float) -> int:
-    """Workers for a machine that leaves ``reserved_share`` of its physical cores to PyTorch; at least one.
-
-    Only cores that this process may use count: a container often sees fewer than the machine has.
-    """
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    usable = min(physical, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical)
-    return max(1, int(usable * (1.0 - reserved_share)))
-
-
-def _pin_to_core(index: int) -> None:
-    """Pin the calling worker, counted from the last usable core; the training thread keeps its own mask."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    with suppress(OSError):  # a sandbox may forbid it: pinning is for speed alone
-        os.sched_setaffinity(threading.get_native_id(), {cores[-1 - index % len(cores)]})

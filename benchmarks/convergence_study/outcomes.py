@@ -1,0 +1,98 @@
+"""The outcomes of the study's runs, written to its results file after every run, so that it can be cut off."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.convergence_study.plan import REFERENCE, Phase, Run
+from examples.settings import TrainConfig
+from examples.stdlib_text import Text, load_headers, load_text, validation_batches
+from examples.train_gpt import evaluate, initial_model, train
+
+NAME = "convergence"
+
+Texts = Callable[[Phase, int], Text]
+
+
+class Outcomes:
+    """Rows of ``benchmarks/results/convergence.json``, one per run."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self._rows = list(rows)
+
+    @classmethod
+    def read(cls) -> Outcomes:
+        """Those of earlier runs, if there are any."""
+        path = common.RESULTS / f"{NAME}.json"
+        return cls(json.loads(path.read_text())["rows"] if path.is_file() else ())
+
+    def find(self, run: Run) -> dict[str, Any] | None:
+        """The row of ``run``, None before it has run with these settings."""
+        identity = run.identity()
+        return next((row for row in self._rows if identity.items() <= row.items()), None)
+
+    def add(self, run: Run, measured: dict[str, Any]) -> None:
+        """Put what ``run`` measured in the place of its earlier row, if any, and write the file."""
+        identity = run.identity()
+        self._rows = [row for row in self._rows if not identity.items() <= row.items()]
+        self._rows.append(identity | measured)
+        common.write_results(NAME, self._rows)
+
+    def forget(self, model: str, rules: Container[str]) -> None:
+        """Drop the rows of ``model`` under ``rules``, given by name, so that these runs are due again."""
+        self._rows = [row for row in self._rows if row["model"] != model or row["rule"] not in rules]
+
+
+def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, Any]:
+    """Train once and return what was measured.
+
+    Args:
+        run: what to train; the checkpoint it continues, if any, is below ``folder``.
+        folder: where checkpoints are.
+        keep: leave a checkpoint below ``folder``, because other runs continue this one.
+        texts: the text of a phase, at most so many bytes of it.
+    """
+    text = texts(run.phase, run.config.text_bytes)
+    torch.compiler.reset()  # the last run's model can be freed, and its guards do not count
+    steps = run.config.steps
+    config = replace(run.config, evaluate_every=steps, save_every=steps)
+    measured: dict[str, Any] = {}
+    if run.start:
+        config = replace(config, start_from=str(checkpoint(run.start, folder)))
+        if run.rule is REFERENCE:  # where all rules of this seed begin
+            measured["loss_before"] = _loss_before(config, text)
+    if keep:
+        config = replace(config, out=str(checkpoint(run, folder).parent))
+    result = train(config, text=text)
+    return measured | {
+        "validation_loss": result.validation_loss,
+        "parameters": result.parameters,
+        "seconds": round(result.seconds, 1),
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _loss_before(config: TrainConfig, text: Text) -> float:
+    batches = validation_batches(text, count=config.evaluation_batches, batch=config.batch, context=config.context)
+    return evaluate(initial_model(config), batches, config.torch_device())
+
+
+def checkpoint(run: Run, folder: Path) -> Path:
+    """Where the last checkpoint of ``run`` is."""
+    return folder / run.folder() / f"step-{run.config.steps:06d}.pt"
+
+
+@lru_cache(maxsize=2)
+def phase_text(phase: Phase, limit_bytes: int) -> Text:
+    """Text that is on every machine: Python sources to train from scratch, C++ headers for fine-tuning."""
+    return load_text(limit_bytes) if phase == "scratch" else load_headers(limit_bytes)

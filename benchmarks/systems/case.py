@@ -1,0 +1,85 @@
+"""What one system is asked to train, and how its process is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.systems.workloads import DTYPES, WORKLOADS, Workload
+
+SYSTEMS = {
+    "forward_backward": "forward and backward alone (torch.compile), nothing is updated",
+    "adamw": "torch.compile and torch.optim.AdamW(fused=True), everything on the device",
+    "resident": 'ZenFlowAdamW, policy="resident"',
+    "zero_offload": 'ZenFlowAdamW, policy="zero_offload"',
+    "zenflow": 'ZenFlowAdamW, policy="zenflow"',
+    "deepspeed_zero_offload": "DeepSpeed ZeRO stage 2 with offload_optimizer",
+    "deepspeed_zenflow": "the same with the zenflow block, overlap_step",
+    "torchao_offload": "torchao CPUOffloadOptimizer, gradients offloaded",
+    "fsdp2_offload": "FSDP2 of one rank with CPUOffloadPolicy",
+}
+OURS = ("resident", "zero_offload", "zenflow")
+DEEPSPEED = ("deepspeed_zero_offload", "deepspeed_zenflow")
+CUDA_ONLY = ("torchao_offload", "fsdp2_offload")
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
+"""Of AdamW, the same under every system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One system on one workload.
+
+    Attributes:
+        system: one of ``SYSTEMS``.
+        model: one of ``WORKLOADS``.
+        tokens: per step, for language models; None takes the workload's.
+        dtype: of weights, activations and gradients. AdamW's state is fp32 under every system but torchao's, which
+            keeps it in the dtype of the weights.
+        device: ``"cpu"`` or ``"cuda"``.
+        cores: logical cores that the process, with all its threads and children, may use.
+        threads: intra-op threads of its training process.
+        seed: of weights and data.
+        clip: bound on the global gradient norm, or None.
+        update_interval, topk_ratio: of zenflow, ours and DeepSpeed's.
+        memory_bytes: CUDA memory that the process may allocate, or None.
+        inner: what compiles the graphs: ``"inductor"``, or ``"eager"`` in quick tests.
+        options: further keywords of ``ZenFlowAdamW``.
+    """
+
+    system: str
+    model: str
+    tokens: int | None = None
+    dtype: str = "fp32"
+    device: str = "cpu"
+    cores: tuple[int, ...] = ()
+    threads: int = 1
+    seed: int = 0
+    clip: float | None = None
+    update_interval: int = 4
+    topk_ratio: float = 0.1
+    memory_bytes: int | None = None
+    inner: str = "inductor"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, known in (("system", SYSTEMS), ("model", WORKLOADS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
+        self.workload()
+
+    def workload(self) -> Workload:
+        """Model and batch size."""
+        workload = WORKLOADS[self.model]
+        return workload if self.tokens is None else workload.with_tokens(self.tokens)
+
+    def to_json(self) -> str:
+        """For the command line of a process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        return cls(**{**values, "cores": tuple(values["cores"])})

@@ -1,0 +1,217 @@
+"""The systems that run in the project's own environment: plain PyTorch, this project, torchao, FSDP2.
+
+Nothing that a system needs is imported before it is asked for, so that one missing package skips one system.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.systems.case import BETAS, EPS, LR, OURS, WEIGHT_DECAY, Case
+from benchmarks.systems.workloads import DTYPES, Batch
+
+ADAM: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+
+
+class System(Protocol):
+    """A trainer of one model."""
+
+    def step(self, batch: Batch) -> Tensor:
+        """One training step, and its loss, detached; nothing waits for the device."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What belongs in this system's row: shares, counts, notes."""
+        ...
+
+    def close(self) -> None:
+        """End threads and processes that the system started."""
+        ...
+
+
+def make_local(case: Case, model: nn.Module) -> System:
+    """The system of ``case`` around ``model``.
+
+    Raises:
+        ImportError: its package is not installed.
+    """
+    if case.system in OURS:
+        return Ours(case, model)
+    if case.system == "torchao_offload":
+        return TorchAO(case, model)
+    if case.system == "fsdp2_offload":
+        return FSDP2(case, model)
+    return Plain(case, model, update=case.system == "adamw")
+
+
+class Plain:
+    """``torch.compile``, and fused AdamW on the device or nothing.
+
+    With bf16 weights AdamW works on fp32 masters that are cast into the weights after each step: mixed precision as
+    every other system here has it. Fused AdamW alone would keep its moments in bf16.
+    """
+
+    def __init__(self, case: Case, model: nn.Module, *, update: bool) -> None:
+        self._params: list[Tensor] = list(model.parameters())
+        self._compiled = torch.compile(model, backend=case.inner, dynamic=False)
+        self._clip = case.clip
+        self._masters: list[Tensor] = []
+        self._optimizer: torch.optim.AdamW | None = None
+        if update:
+            if case.dtype != "fp32":
+                self._masters = [param.detach().float().requires_grad_() for param in self._params]
+            self._optimizer = torch.optim.AdamW(self._masters or self._params, fused=True, **ADAM)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward, backward, update."""
+        loss: Tensor = self._compiled(*batch)
+        loss.backward()
+        if self._optimizer is not None:
+            if self._clip is not None:
+                nn.utils.clip_grad_norm_(self._params, self._clip)
+            for master, param in zip(self._masters, self._params, strict=False):
+                assert param.grad is not None
+                master.grad = param.grad.float()
+            self._optimizer.step()
+            if self._masters:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._params, self._masters)
+        for param in (*self._params, *self._masters):
+            param.grad = None
+        return loss.detach()
+
+    def facts(self) -> dict[str, Any]:
+        """State is all on the device, or there is none."""
+        return {"resident_share": 1.0 if self._optimizer is not None else None}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Ours:
+    """This project, under the policy that the system is named after."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        import zenflow_compile as zf
+
+        options: dict[str, Any] = {"policy": case.system, "max_grad_norm": case.clip}
+        if case.system == "zenflow":
+            options |= {"update_interval": case.update_interval, "topk_ratio": case.topk_ratio}
+        self.optimizer = zf.ZenFlowAdamW(model.named_parameters(), **ADAM, **(options | case.options))
+        backend: dict[str, Any] = {"backend": "zenflow", "options": {"inner": case.inner}}
+        self._compiled = torch.compile(model, dynamic=False, **backend)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward, backward, update."""
+        loss: Tensor = self._compiled(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def facts(self) -> dict[str, Any]:
+        """Where the state is, and how many workers update it."""
+        params = self.optimizer.engine.plan.params
+        on_device = sum(param.k * param.length if param.offloaded else param.numel for param in params)
+        return {
+            "resident_share": on_device / sum(param.numel for param in params),
+            "optimizer_device_bytes": self.optimizer.device_bytes,
+            "optimizer_host_bytes": self.optimizer.host_bytes,
+        }
+
+    def close(self) -> None:
+        """Apply what waits, end the workers."""
+        self.optimizer.close()
+
+
+class TorchAO:
+    """torchao's ``CPUOffloadOptimizer`` around fused AdamW. It keeps state in the dtype of the weights."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        from torchao.optim import CPUOffloadOptimizer
+
+        if case.clip is not None:
+            raise ImportError("CPUOffloadOptimizer moves gradients in the backward, so that nothing can clip them")
+        self._compiled = torch.compile(model, backend=case.inner, dynamic=False)
+        self._optimizer = CPUOffloadOptimizer(
+            model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAM
+        )
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward, backward with the gradients' copies, update on the host."""
+        loss: Tensor = self._compiled(*batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def facts(self) -> dict[str, Any]:
+        """Everything is on the host."""
+        return {"resident_share": 0.0, "note": "state in the weights' dtype"}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class FSDP2:
+    """FSDP2 of one rank: fp32 parameters and state on the host, cast to the case's dtype on the device."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        os.environ.update(alone_environment())
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+        model.float()
+        policies: dict[str, Any] = {
+            "offload_policy": CPUOffloadPolicy(pin_memory=True),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=torch.float32),
+        }
+        for block in _blocks(model):
+            fully_shard(block, **policies)
+        fully_shard(model, **policies)
+        self._clip = case.clip
+        self._params = list(model.parameters())
+        self._compiled = torch.compile(model, backend=case.inner, dynamic=False)
+        self._optimizer = torch.optim.AdamW(self._params, fused=True, **ADAM)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward and backward with parameters gathered block by block, update on the host."""
+        loss: Tensor = self._compiled(*batch)
+        loss.backward()
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._params, self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def facts(self) -> dict[str, Any]:
+        """Everything is on the host, the weights too."""
+        return {"resident_share": 0.0, "note": "weights are on the host too"}
+
+    def close(self) -> None:
+        """Leave the process group."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def alone_environment() -> dict[str, str]:
+    """What PyTorch's and DeepSpeed's process groups read, for one rank; a port that is free now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The members of the longest list of modules: a transformer's blocks, or a stack's layers."""
+    lists = [list(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    return max(lists, key=len, default=[])

@@ -1,0 +1,69 @@
+"""Plain copies: what the host's memory gives to a number of threads."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from zenflow_compile import torch_private
+
+COPY_BYTES_PER_ELEMENT = 8
+"""Of an fp32 copy: read and written once. What a cache fetches only to overwrite it (write-allocate) is not counted,
+here as for every kernel that this is compared with."""
+
+
+class PinnedThreads:
+    """Threads on cores of their own, each with one intra-op thread, that work at once; a context manager."""
+
+    def __init__(self, count: int) -> None:
+        """
+        Args:
+            count: of threads, at most the cores that this process may use.
+        """
+        cores = sorted(os.sched_getaffinity(0))[:count]
+        if len(cores) < count:
+            raise ValueError(f"threads={count} must be at most {len(cores)}, the cores that this process may use")
+        self._pools = [ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, {core})) for core in cores]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in self._pools:
+            pool.shutdown()
+
+    def seconds(self, work: Callable[[int], None]) -> float:
+        """Seconds until ``work(0)``, ``work(1)``, ..., one thread each, are all done."""
+        begin = time.perf_counter()
+        futures = [pool.submit(_alone, work, number) for number, pool in enumerate(self._pools)]
+        for future in futures:
+            future.result()
+        return time.perf_counter() - begin
+
+
+def _alone(work: Callable[[int], None], number: int) -> None:
+    with torch_private.one_intra_op_thread():
+        work(number)
+
+
+def copy_gb_per_s(threads: int, mib_each: int = 256, repeats: int = 7) -> float:
+    """Median bandwidth of ``Tensor.copy_`` by so many threads at once, in 1e9 bytes read and written per second."""
+    numel = mib_each * 2**20 // 4
+    sources = [torch.ones(numel) for _ in range(threads)]
+    destinations = [torch.empty(numel) for _ in range(threads)]
+
+    def copy(number: int) -> None:
+        destinations[number].copy_(sources[number])
+
+    with PinnedThreads(threads) as pool:
+        seconds = [pool.seconds(copy) for _ in range(repeats + 1)][1:]  # the first touches pages
+    return threads * numel * COPY_BYTES_PER_ELEMENT / statistics.median(seconds) / 1e9

@@ -1,0 +1,214 @@
+"""The parent's end of a process that is asked to work in turns, and frozen in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from benchmarks.common import ROOT
+from benchmarks.systems.case import DEEPSPEED, Case
+
+DEEPSPEED_PYTHON = ROOT / ".venv-deepspeed" / "bin" / "python"
+_CLOSE_SECONDS = 30.0
+
+
+class WorkerError(RuntimeError):
+    """A worker process could not do what it was asked; ``kind`` as in ``worker._kind``, or ``died``."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Worker:
+    """A process in a group of its own that answers JSON lines; a context manager that leaves nothing running.
+
+    Between requests the whole group is stopped (SIGSTOP), so that nobody's spinning threads or unfinished host work
+    take cores from the one whose turn it is, and unfinished work counts in the turn of the one that made it. If the
+    parent dies, the kernel wakes and hangs up the group, because it shares the parent's session.
+    """
+
+    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str]) -> None:
+        """Start ``command`` in the repository's root; ``environment`` is added to this process's own."""
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed by close()
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            process_group=0,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def first_answer(self) -> dict[str, Any]:
+        """What the process says once it is ready; it is stopped from then on until asked.
+
+        Raises:
+            WorkerError: it failed before.
+        """
+        return self._receive()
+
+    def ask(self, command: str, **values: Any) -> dict[str, Any]:
+        """Wake the process, have it do ``command``, stop it again.
+
+        Raises:
+            WorkerError: it failed; it cannot be asked again.
+        """
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died: receiving finds out why
+            self._process.stdin.write(json.dumps({"command": command, **values}) + "\n")
+            self._process.stdin.flush()
+        return self._receive()
+
+    def idle_cpu_share(self, seconds: float) -> float:
+        """Cores that the process and its children keep busy while they are awake and nobody asks anything."""
+        self._signal(signal.SIGCONT)
+        try:
+            family = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+            before, begin = _cpu_seconds(family), time.perf_counter()
+            time.sleep(seconds)
+            return (_cpu_seconds(family) - before) / (time.perf_counter() - begin)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def memory_mib(self) -> float:
+        """Host memory of the process and its children; what they share is divided among them."""
+        leader = psutil.Process(self._process.pid)
+        total = 0
+        for process in [leader, *leader.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_full_info().pss
+        return total / 2**20
+
+    def close(self) -> None:
+        """Ask the process to end, then end whatever is left of its group."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGCONT)
+            with suppress(BrokenPipeError):
+                assert self._process.stdin is not None
+                self._process.stdin.write('{"command": "close"}\n')
+                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_SECONDS)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        # Asked again and again, because a child that outlives its parent may hold the pipe open.
+        while not select.select([self._process.stdout], [], [], 1.0)[0] and self._process.poll() is None:
+            pass
+        line = self._process.stdout.readline() if select.select([self._process.stdout], [], [], 0.0)[0] else ""
+        if not line:
+            raise WorkerError(f"the process ended with status {self._process.wait()}; {self._log_end()}", "died")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            with suppress(subprocess.TimeoutExpired):  # it is about to write its traceback and end
+                self._process.wait(_CLOSE_SECONDS)
+            details = "\n" + self._log_end() if answer["kind"] == "failure" else ""
+            raise WorkerError(answer["error"] + details, answer["kind"])
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _log_end(self) -> str:
+        self._log.seek(0)
+        return "its last lines:\n" + "\n".join(self._log.read().splitlines()[-12:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(self._process.pid, number)
+
+
+class TrainingWorker(Worker):
+    """A process that trains one case."""
+
+    def __init__(self, case: Case, *, warm_up: int, deepspeed_python: Path = DEEPSPEED_PYTHON) -> None:
+        """Start it; ``start()`` waits until it has made ``warm_up`` steps.
+
+        Raises:
+            WorkerError: DeepSpeed's environment is missing.
+        """
+        python = Path(sys.executable)
+        if case.system in DEEPSPEED:
+            python = must_exist(deepspeed_python)
+        self.case = case
+        super().__init__(
+            [python, "-m", "benchmarks.systems.worker", case.to_json(), str(warm_up)],
+            {
+                "OMP_NUM_THREADS": str(case.threads),
+                "MKL_NUM_THREADS": str(case.threads),
+                # Inductor's pool of compiler processes would stay beside the training.
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            },
+        )
+        self.losses: list[float] = []
+
+    def start(self) -> dict[str, Any]:
+        """Wait for the warm-up's end.
+
+        Raises:
+            WorkerError: the system cannot run here, or failed.
+        """
+        ready = self.first_answer()
+        self.losses += ready["loss"]
+        return ready
+
+    def run(self, *, settle: int, steps: int) -> tuple[float, list[float]]:
+        """Train one turn; milliseconds per step over all timed steps, and of each of them.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        answer = self.ask("run", settle=settle, steps=steps)
+        self.losses += answer["loss"]
+        return answer["seconds"] * 1e3 / steps, answer["ms"]
+
+
+def must_exist(python: Path) -> Path:
+    """``python``, if it is there.
+
+    Raises:
+        WorkerError: it is not.
+    """
+    if not python.exists():
+        message = f"DeepSpeed's environment is missing ({python}); make it with scripts/setup_deepspeed.sh"
+        raise WorkerError(message, "missing")
+    return python
+
+
+def _cpu_seconds(family: Sequence[psutil.Process]) -> float:
+    total = 0.0
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total

@@ -1,0 +1,94 @@
+"""The parts that every benchmark shares: statistics, rounds, the results file, the runner."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as runner
+from benchmarks.common import Spread, Target, interleaved, percentile, ratios, write_results
+
+
+def test_a_spread_is_made_of_interpolated_order_statistics() -> None:
+    spread = Spread.of([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (spread.n, spread.median, spread.iqr) == (5, 3.0, 2.0)
+    assert spread.p5 == pytest.approx(1.2)
+    assert spread.p95 == pytest.approx(4.8)
+    assert Spread.of([7.0]).row() == {"n": 1, "median": 7.0, "p5": 7.0, "p95": 7.0, "iqr": 0.0}
+    assert percentile([0.0, 10.0], 0.25) == 2.5
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_rounds_alternate_their_order_and_drop_the_warm_up() -> None:
+    order: list[str] = []
+
+    def work(name: str) -> Callable[[], float]:
+        def run() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return run
+
+    kept = interleaved(2, {"a": work("a"), "b": work("b")}, warm_up=1)
+    assert "".join(order) == "abbaab"
+    assert kept == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+
+
+def test_ratios_pair_rounds() -> None:
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    with pytest.raises(ValueError):
+        ratios([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(("measured", "at_least", "met"), [(2.0, True, True), (1.0, True, False), (1.0, False, True)])
+def test_a_target_says_whether_it_is_met(measured: float, at_least: bool, met: bool) -> None:
+    target = Target("speed", measured, 1.5, at_least)
+    assert target.met is met
+    assert target.row()["met"] is met
+    assert ("MISSED" in str(target)) is not met
+
+
+def test_results_name_machine_versions_commit_and_command(results: Path) -> None:
+    path = write_results("some", [{"x": 1}], seed=3, targets=[Target("claim", 1.0, 2.0, at_least=False)])
+    assert path == results / "some.json"
+    assert [each.name for each in results.iterdir()] == ["some.json"]  # nothing unfinished is left
+    written = json.loads(path.read_text())
+    assert written["rows"] == [{"x": 1}]
+    assert written["command"] == "python -m benchmarks some --of 'a test'"
+    assert written["seed"] == 3
+    assert written["targets"][0]["met"] is True
+    assert {"cpu", "cores", "python", "torch", "load_average_1min"} <= written["machine"].keys()
+    assert "commit" in written
+    other = json.loads(write_results("some_gpu", [], benchmark="some").read_text())
+    assert (other["benchmark"], other["command"].split()[3]) == ("some", "some")
+
+
+def test_the_runner_lists_what_has_a_main() -> None:
+    known = runner.benchmarks()
+    assert {"gil_gap", "host_adam", "level_steps", "peers", "profiler_overhead"} <= known.keys()
+    assert not {"common", "__main__"} & known.keys()
+    assert all(known.values()), "every benchmark says in one line what it is"
+
+
+def test_the_runner_runs_one_with_its_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "benchmarks.host_adam", raising=False)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "host_adam", "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runner.main()
+    assert exit_.value.code == 0
+    assert "usage: python -m benchmarks host_adam" in capsys.readouterr().out
+
+
+def test_the_runner_answers_a_wrong_name_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", "host_adm"])
+    assert runner.main() == 2
+    assert "did you mean host_adam?" in capsys.readouterr().err

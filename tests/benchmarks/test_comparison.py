@@ -1,0 +1,104 @@
+"""Which systems take turns with which, and what happens to one that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.systems import comparison
+from benchmarks.systems.case import Case
+from benchmarks.systems.comparison import Outcome, Schedule, compare
+from benchmarks.systems.process import WorkerError
+
+SCHEDULE = Schedule(warm_up=1, pilot=1, rounds=2, settle=1, steps=2, profile=1)
+
+
+class FakeWorker:
+    """Takes 10 ms per step and thread, ten times that for zero_offload; the fields say how it fails."""
+
+    missing: frozenset[str] = frozenset()
+    fails_in_turns: frozenset[str] = frozenset()
+    memory = 1.0
+
+    def __init__(self, case: Case, *, warm_up: int, deepspeed_python: Path) -> None:
+        self.case = case
+        self.losses = [1.0] * warm_up
+        self.runs = 0
+
+    def __enter__(self) -> FakeWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def start(self) -> dict[str, Any]:
+        if self.case.system in self.missing:
+            raise WorkerError("not installed", "missing")
+        return {"start_seconds": 0.0}
+
+    def run(self, *, settle: int, steps: int) -> tuple[float, list[float]]:
+        self.runs += 1
+        if self.case.system in self.fails_in_turns and self.runs > 1:
+            raise WorkerError("out of memory", "memory")
+        self.losses += [1.0] * (settle + steps)
+        ms = 10.0 * self.case.threads * (10 if self.case.system == "zero_offload" else 1)
+        return ms, [ms] * steps
+
+    def ask(self, command: str, **_: object) -> dict[str, Any]:
+        return {"summary": {}} if command == "profile" else {"device_peak_mib": None}
+
+    def memory_mib(self) -> float:
+        return self.memory
+
+    def idle_cpu_share(self, seconds: float) -> float:
+        return 0.0
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, *systems: str, **fields: Any) -> dict[str, Outcome]:
+    fake = type("Fake", (FakeWorker,), fields)
+    monkeypatch.setattr(comparison, "TrainingWorker", fake)
+    cases = [Case(system=system, model="tiny") for system in systems]
+    found = compare(cases, [2, 1], SCHEDULE, Path("python"), lambda line: None)
+    assert [outcome.case.system for outcome in found] == list(systems)
+    return {outcome.case.system: outcome for outcome in found}
+
+
+def test_each_goes_on_with_its_fastest_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(monkeypatch, "adamw", "zero_offload", "zenflow")
+    assert found["zero_offload"].tried_ms == {2: 200.0, 1: 100.0}
+    assert found["zero_offload"].case.threads == 1
+    assert found["zero_offload"].rounds_over_reference == [10.0, 10.0]
+    assert set(found["zenflow"].beside) == {"adamw", "zero_offload"}
+    assert found["adamw"].rounds_over_reference == []
+    assert found["zenflow"].breakdown == {}
+    assert found["adamw"].breakdown is None
+
+
+def test_what_does_not_fit_takes_turns_with_the_reference_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(monkeypatch, "adamw", "zero_offload", "zenflow", memory=1e12)
+    assert found["zenflow"].beside == ("adamw",)
+    assert found["adamw"].beside == ("zero_offload", "zenflow")
+    assert len(found["adamw"].rounds_ms) == 2 * SCHEDULE.rounds
+    assert found["zenflow"].rounds_over_reference == [1.0, 1.0]
+
+
+def test_one_that_is_missing_or_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(
+        monkeypatch,
+        "adamw",
+        "zero_offload",
+        "zenflow",
+        missing=frozenset({"zero_offload"}),
+        fails_in_turns=frozenset({"zenflow"}),
+    )
+    assert found["zero_offload"].skipped == "not installed"
+    assert found["zenflow"].skipped == "out of memory"
+    assert found["zenflow"].rounds_ms == []
+    assert len(found["adamw"].rounds_ms) == SCHEDULE.rounds
+
+
+def test_without_the_reference_there_are_no_quotients(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(monkeypatch, "adamw", "zenflow", missing=frozenset({"adamw"}))
+    assert found["zenflow"].rounds_over_reference == []
+    assert len(found["zenflow"].rounds_ms) == SCHEDULE.rounds

@@ -1,0 +1,50 @@
+"""What the statistics of level steps see, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import level_steps
+
+
+def test_a_long_step_in_every_window_shows() -> None:
+    turns = [[10.0, 10.0, 10.0, 30.0] * 6] * 3
+    assert level_steps.autocorrelation(turns, 4) > 0.8
+    assert level_steps.autocorrelation(turns, 2) < 0
+    assert level_steps.slowest_phase(turns, 4) == 3.0
+
+
+def test_noise_does_not() -> None:
+    noise = random.Random(0)
+    turns = [[10.0 + noise.random() for _ in range(24)] for _ in range(20)]
+    assert abs(level_steps.autocorrelation(turns, 4)) < 3 / math.sqrt(20 * 24)
+    assert level_steps.slowest_phase(turns, 4) < 1.05
+
+
+def test_where_nothing_varies_there_is_no_autocorrelation() -> None:
+    assert math.isnan(level_steps.autocorrelation([[1.0, 1.0, 1.0]], 1))
+    assert math.isnan(level_steps.autocorrelation([[1.0, 2.0]], 2))
+
+
+def test_a_turn_must_hold_whole_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        level_steps.main(["--steps", "10"])
+    assert "--steps 10 must be a multiple of S = 4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_end_to_end(results: Path) -> None:
+    sizes = ["--model", "tiny", "--inner", "eager", "--rounds", "2", "--steps", "8", "--profile", "8"]
+    assert level_steps.main(sizes) == 0
+    written = json.loads((results / "level_steps.json").read_text())
+    assert [row["policy"] for row in written["rows"]] == list(level_steps.POLICIES)
+    zenflow = written["rows"][-1]
+    assert zenflow["step_ms"]["n"] == 16
+    assert zenflow["stall_ms"]["n"] == 8
+    assert len(zenflow["autocorrelation"]) == 8
+    assert written["targets"][0]["limit"] == 1.25

@@ -1,0 +1,27 @@
+"""Benchmarks that run in one process, from end to end at small sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gil_gap, profiler_overhead
+
+
+def test_gil_gap(results: Path) -> None:
+    assert gil_gap.main(["--params", "0.01", "--slots", "2", "--kernel", "aten", "--repeats", "2"]) == 0
+    written = json.loads((results / "gil_gap.json").read_text())
+    (row,) = written["rows"]
+    assert row["milliseconds"]["gap"]["n"] == 2
+    assert row["longest_gap_ms"] >= row["milliseconds"]["gap"]["median"]
+    assert written["targets"][0]["limit"] == gil_gap.TARGET_MS
+
+
+@pytest.mark.slow
+def test_profiler_overhead(results: Path) -> None:
+    assert profiler_overhead.main(["--rounds", "2", "--steps", "2", "--layers", "2", "--width", "64"]) == 0
+    (row,) = json.loads((results / "profiler_overhead.json").read_text())["rows"]
+    assert row["overhead"]["n"] == 2
+    assert row["tensors"] == 4

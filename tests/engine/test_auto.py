@@ -1,0 +1,154 @@
+"""``"auto"`` intervals on a real engine: reproducible, resumed bit for bit, measured no more often than promised."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from zenflow_compile import options as options_module
+from zenflow_compile.profiling.timeline import AdaptiveWindows
+from zenflow_compile.runtime import copies, schedule, time_bound
+
+SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Rates that the host's measurements give, in order; none is made that is not in the list."""
+    given: list[float] = []
+    monkeypatch.setattr(time_bound, "host_rate", lambda *_: given.pop(0))
+    return given
+
+
+AUTO: dict[str, Any] = {"update_interval": "auto", "auto_ratio": 0.0, "max_update_interval": 5}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_time_bounds_windows_from_the_third_step_on(entry: dict[str, Any] | None, rates: list[float]) -> None:
+    rates += [SLOW_HOST, FAST_HOST]
+    slow, fast = Training(entry, AUTO), Training(entry, AUTO)
+    count = len(slow.optimizer.engine.offloaded)
+    for training, bound, closes in ((slow, 5, 4), (fast, 1, 10)):
+        engine = training.optimizer.engine
+        training.run(0, 2)
+        assert engine.adaptive_windows.shortest is None
+        training.run(2, 3)
+        assert engine.adaptive_windows.shortest == bound
+        assert engine.windows_closed == count  # one of steps 0 and 1, by gradients alone
+        training.run(3, 20)
+        # At most 2 in the first window; then (2, 5), 5, 5, 5 or 2, 2, ...
+        assert engine.windows_closed == closes * count
+    assert rates == []
+
+
+@pytest.mark.parametrize("option", [1, 3, 5])
+def test_nothing_is_measured_where_the_bound_is_given(option: int, rates: list[float]) -> None:
+    training = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": option}).run(0, 12)
+    assert training.optimizer.engine.adaptive_windows == AdaptiveWindows(option, 5, measured=False)
+    again = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": option}).run(0, 12)
+    assert_same(again.weights(), training.weights())
+
+
+@pytest.mark.parametrize("options", [{"update_interval": 3}, {"policy": "zero_offload"}, {"policy": "resident"}])
+def test_nothing_is_measured_where_windows_are_fixed(options: dict[str, Any], rates: list[float]) -> None:
+    training = Training(EAGER_BACKEND, options).run(0, 4)
+    assert training.optimizer.engine.adaptive_windows is None
+
+
+@pytest.mark.parametrize("position", [1, 2, 3, 6])
+def test_a_measured_bound_goes_with_the_state(position: int, rates: list[float]) -> None:
+    """Resumed where it is known, the bound is not measured again; before that, it is."""
+    rates += [SLOW_HOST]
+    whole = Training(EAGER_BACKEND, AUTO).run(0, 16)
+    rates += [SLOW_HOST]
+    saved = Training(EAGER_BACKEND, AUTO).run(0, position).saved()
+    known = position >= 3
+    rates += [] if known else [SLOW_HOST]
+    resumed = Training(EAGER_BACKEND, AUTO).load(saved)
+    assert resumed.optimizer.engine.adaptive_windows.shortest == (5 if known else None)
+    resumed.run(position, 16)
+    assert resumed.optimizer.engine.adaptive_windows.shortest == 5
+    assert rates == []
+    if known:
+        assert_same(resumed.weights(), whole.weights())
+
+
+def test_a_state_goes_into_an_optimizer_that_has_trained(rates: list[float]) -> None:
+    rates += [SLOW_HOST, FAST_HOST]
+    slow, fast = Training(EAGER_BACKEND, AUTO).run(0, 6), Training(EAGER_BACKEND, AUTO).run(0, 9)
+    saved = slow.saved()
+    expected = slow.run(6, 14).weights()
+    assert_same(fast.load(saved).run(6, 14).weights(), expected)
+
+
+def test_an_option_wins_over_the_state(rates: list[float]) -> None:
+    rates += [SLOW_HOST]
+    saved = Training(EAGER_BACKEND, AUTO).run(0, 6).saved()
+    resumed = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": 2}).load(saved)
+    assert resumed.optimizer.engine.adaptive_windows == AdaptiveWindows(2, 5, measured=False)
+
+
+# Re-selection by drift.
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-selections after 3 steps already, at the slightest drift and at any cost."""
+    monkeypatch.setattr(options_module, "AUTO_SELECT_INTERVAL", 3)
+    monkeypatch.setattr(schedule, "RESELECT_BELOW", 1.0)
+    monkeypatch.setattr(schedule, "ENTRY_MARGIN", 0.05)
+    monkeypatch.setattr(schedule, "STATE_BUDGET", 1.0)
+
+
+DRIFTING: dict[str, dict[str, Any]] = {
+    "windows": {"update_interval": 2, "topk_ratio": 0.3},
+    "every step": {"update_interval": 1, "topk_ratio": 0.3},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1, "topk_ratio": 0.3},
+}
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", DRIFTING.values(), ids=DRIFTING)
+def test_drifting_selections_resume_bit_for_bit(entry: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    whole = Training(entry, options).run(0, 14)
+    expected = whole.weights()
+    for position in (5, 6, 9):
+        saved = Training(entry, options).run(0, position).saved()
+        resumed = Training(entry, options).load(saved).run(position, 14)
+        assert_same(resumed.weights(), expected)
+        assert resumed.optimizer.engine.selections > 0, "a test of nothing"
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("options", DRIFTING.values(), ids=DRIFTING)
+def test_delays_change_no_selection(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training(EAGER_BACKEND, options).run(0, 12)
+    delays = Delays(0, 4.0)
+    monkeypatch.setattr(copies, "copy_without_gil", delays.before(copies.copy_without_gil))
+    late = Training(EAGER_BACKEND, options).run(0, 12)
+    assert_same(late.weights(), expected.weights())
+    assert late.optimizer.engine.selections == expected.optimizer.engine.selections > 2
+    assert delays.calls > 20
+
+
+@pytest.mark.usefixtures("often")
+def test_what_was_seen_and_not_used_yet_is_in_the_state() -> None:
+    """A drift that has crossed waits for the next close: without it the resumed run would go its own way."""
+    options = DRIFTING["windows"]
+    position = 4  # closes at 3 and 4 have looked, those at 5 and 6 decide
+    saved = torch.load(io.BytesIO(Training(None, options).run(0, position).saved()), weights_only=True)
+    waiting = [entry["schedule"]["kept"] for entry in saved["optimizer"]["state"].values() if "schedule" in entry]
+    assert any(kept is not None and kept < 1.0 for kept in waiting)
+    expected = Training(None, options).run(0, 12).weights()
+    for entry in saved["optimizer"]["state"].values():
+        if "schedule" in entry:
+            entry["schedule"]["kept"] = None
+    file = io.BytesIO()
+    torch.save(saved, file)
+    forgetful = Training(None, options).load(file.getvalue()).run(position, 12).weights()
+    assert any(not torch.equal(a, b) for a, b in zip(forgetful, expected, strict=True))

@@ -1,0 +1,207 @@
+"""Bytes that really cross between device and host, counted at the copies themselves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zenflow_compile as zf
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from zenflow_compile.profiling import summary
+from zenflow_compile.runtime import copies
+
+INTERVAL = 4
+RATIO = 0.1
+WINDOWS = 3
+FP32_STATE = 3 * 4  # bytes per element of a line that changes sides: master and two moments
+
+
+def matrices(dtype: torch.dtype) -> nn.Module:
+    """Nothing but matrices whose numbers of lines, 80, 160, 160 and 40, are multiples of ten."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(a, b, bias=False) for a, b in pairwise((16, 80, 160, 40, 10))]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(dtype)
+
+
+class Counted:
+    """Model sizes per step, over whole windows after the start.
+
+    Attributes:
+        traffic: gradients and uploads, by copies. state: of re-selections, by lines that changed sides.
+        summary: what the profiler says of the same steps.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], entry: Any = None, dtype: Any = torch.float32
+    ) -> None:
+        settings = {"topk_ratio": RATIO, "update_interval": INTERVAL, **options}
+        training = Training(entry, settings, dtype, matrices).run(0, 2 * INTERVAL)
+        training.optimizer.synchronize()  # nothing from before lands among what is counted
+        offloaded = training.optimizer.engine.offloaded.values()
+        assert len(offloaded) == 4, "everything is offloaded"
+        copied: Counter[str] = Counter()
+        copy = copies.copy_without_gil
+
+        def counting(target: Tensor, source: Tensor) -> None:
+            copied["bytes"] += source.nbytes
+            copy(target, source)
+
+        monkeypatch.setattr(copies, "copy_without_gil", counting)
+        steps = WINDOWS * INTERVAL
+        moved = 0
+        with zf.profile(training.optimizer) as profile:
+            for step in range(2 * INTERVAL, 2 * INTERVAL + steps):
+                before = [set(each.device.selection.selected.tolist()) for each in offloaded]
+                training.step(step)
+                training.optimizer.synchronize()
+                for each, old in zip(offloaded, before, strict=True):
+                    joined = set(each.device.selection.selected.tolist()) - old
+                    moved += 2 * len(joined) * each.plan.length * FP32_STATE  # as many lines leave
+        model_bytes = sum(param.nbytes for param in training.model.parameters())
+        self.traffic = copied["bytes"] / model_bytes / steps
+        self.state = moved / model_bytes / steps
+        self.summary = profile.summary()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_only_what_must_move_moves(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
+    """Down go the remaining columns of every step, up those of every window."""
+    counted = Counted(monkeypatch, {}, entry, dtype)
+    assert 0.99 * (1 - RATIO) * (1 + 1 / INTERVAL) < counted.traffic <= (1 - RATIO) * (1 + 1 / INTERVAL) * 1.01
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_window_that_is_summed_moves_once(
+    monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype, staleness: int
+) -> None:
+    counted = Counted(monkeypatch, {"accumulate_on_device": True, "staleness": staleness}, entry, dtype)
+    assert 0.44 < counted.traffic <= 0.46
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_compressed_gradients_are_a_byte_each(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
+    """And four per line for its scale, which are many here: lines are 10, 16, 40 and 80 elements long."""
+    counted = Counted(monkeypatch, {"gradient_compression": "int8"}, entry, dtype)
+    elements = {16: 80, 80: 160, 160: 40, 40: 10}
+    scales = sum(4 * max(pair) for pair in elements.items()) / sum(a * b for a, b in elements.items())
+    down = (1 + scales) / dtype.itemsize
+    assert counted.traffic == pytest.approx((1 - RATIO) * (down + 1 / INTERVAL))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}, {"policy": "zero_offload"}]
+)
+def test_the_profiler_counts_what_moves(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Gradients and uploads in one number, the state that re-selections move in another."""
+    monkeypatch.setattr(summary, "_WARM_UP_FACTOR", math.inf)  # every step counts, however slow the first one was
+    often = {"select_strategy": "step", "select_interval": INTERVAL, **options}
+    counted = Counted(monkeypatch, often)
+    assert (counted.state > 0) == ("policy" not in options)
+    assert counted.summary["traffic_model_sizes_per_step"] == pytest.approx(counted.traffic)
+    assert counted.summary["state_model_sizes_per_step"] == pytest.approx(counted.state)
+
+
+HELD = pytest.mark.parametrize(
+    "held", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["summed", "int8"]
+)
+
+
+@HELD
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("declared", [None, 1])
+def test_a_discarded_gradient_leaves_nothing(held: dict[str, Any], entry: Any, declared: int | None) -> None:
+    options = {**held, "gradient_accumulation_steps": declared}
+    expected = Training(entry, options).run(0, 9).weights()
+    training = Training(entry, options)
+    for step in range(9):
+        training.backward(100 + step)
+        training.optimizer.zero_grad()
+        training.step(step)
+    assert_same(training.weights(), expected)
+
+
+@HELD
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("declared", [None, 2])
+@pytest.mark.parametrize("overlap_step", [True, False])
+def test_gradients_of_several_backwards(
+    held: dict[str, Any], entry: Any, declared: int | None, overlap_step: bool
+) -> None:
+    """Half a gradient twice is the gradient, bit for bit."""
+    expected = Training(entry, held).run(0, 9).weights()
+    training = Training(entry, {**held, "gradient_accumulation_steps": declared, "overlap_step": overlap_step})
+    for step in range(9):
+        for _ in range(2):
+            (training.loss(step) / 2).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    assert_same(training.weights(), expected)
+
+
+def test_no_line_gets_what_another_lost() -> None:
+    """A line that goes to the device forgets what it had lost, and so does the place of one that comes from there."""
+    options = {"gradient_compression": "int8", "update_interval": 2, "topk_ratio": 0.3}
+    settings = {**options, "select_strategy": "step", "select_interval": 2}
+    training = Training(EAGER_BACKEND, settings, build=matrices)  # what closes lands after step()
+    changed = 0
+    engine = training.optimizer.engine
+    for step in range(8):
+        residuals = [each.held.residual for each in engine.offloaded.values() if each.held and each.held.residual]
+        before = [
+            (each.device.selection.rest, residual.lost.clone())
+            for each, residual in zip(engine.offloaded.values(), residuals, strict=True)
+        ]
+        engine.synchronize()
+        for each, residual, (lines, lost) in zip(engine.offloaded.values(), residuals, before, strict=True):
+            stays = each.device.selection.rest == lines
+            changed += int((~stays).sum())
+            assert torch.equal(residual.lost[stays], lost[stays])
+            assert not residual.lost[~stays].any()
+        training.step(step)
+    assert changed > 10
+
+
+def learn(training: Training, teacher: nn.Module, steps: int, seed: int) -> float:
+    """The loss on data that nobody trained on, after some steps of learning the teacher's answers."""
+
+    def loss(number: int, examples: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        inputs = torch.randn(examples, 16, generator=generator)
+        with torch.no_grad():
+            answers = teacher(inputs)
+        return F.mse_loss(training.model(inputs), answers)
+
+    for step in range(steps):
+        loss(step, 32).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.optimizer.synchronize()
+    with torch.no_grad():
+        return float(loss(999, 512))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_training_hardly_notices_compression(seed: int) -> None:
+    """A teacher's labels are learnt as well with it: paired runs of the same weights and data."""
+    teacher = matrices(torch.float32)
+    with torch.no_grad():
+        for param in teacher.parameters():
+            param.mul_(3.0)  # as the students begin, but saturated
+    losses = {}
+    for compression in (None, "int8"):
+        training = Training(None, {"gradient_compression": compression, "update_interval": 2}, build=matrices)
+        start = learn(training, teacher, 0, seed)
+        losses[compression] = learn(training, teacher, 150, seed)
+        assert losses[compression] < 0.7 * start
+    assert losses["int8"] == pytest.approx(losses[None], rel=0.01)

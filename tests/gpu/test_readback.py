@@ -1,0 +1,76 @@
+"""Values cross to the host beside the device's work: the training thread waits for them only if they are late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.test_training import make_model, offloading, train
+from zenflow_compile.profiling.timeline import Timeline
+from zenflow_compile.runtime.readback import Readback
+from zenflow_compile.runtime.recorder import Recorder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def synchronising_raises() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_setting_off_waits_for_nothing_and_taking_waits_for_the_values(synchronising_raises):
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = Recorder(device)
+    recorder.attach(Timeline(max_events=100))
+    values = Readback(2, device, recorder)
+    values.make_room(3)
+    for round_number in range(5):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds, before the cell has its value
+        values.cell(1, 1).fill_(float(round_number))
+        values.start()
+        passed = torch.cuda.Event()
+        passed.record()
+        assert not passed.query()  # nothing was waited for so far
+        torch.cuda._sleep(50_000_000)
+        values.cell(1, 1).fill_(-1.0)  # of the next step; the copy comes first on the stream
+        assert values.take() == {(1, 1): float(round_number)}
+        values.forget()
+    assert sum(event.kind == "wait" for event in recorder.timeline.events()) == 5
+
+
+def test_adaptive_windows_and_drift_are_reproducible(monkeypatch):
+    """The same run twice, and once with a device that is late at every step."""
+    start = Readback.start
+
+    def late(values):
+        torch.cuda._sleep(5_000_000)
+        start(values)
+
+    found = []
+    for delayed in (False, False, True):
+        with monkeypatch.context() as patch:
+            if delayed:
+                patch.setattr(Readback, "start", late)
+            model = make_model()
+            with offloading(model, update_interval="auto", min_update_interval=1) as optimizer:
+                found.append(train(model, optimizer, compiled=False))
+                assert optimizer.engine.windows_closed > 0
+    for first, second, third in zip(*found, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)
+
+
+def test_time_is_measured_on_the_device():
+    model = make_model()
+    with offloading(model, update_interval="auto") as optimizer:
+        train(model, optimizer, compiled=False)
+        bounds = optimizer.engine.adaptive_windows
+        assert bounds.measured
+        assert 1 <= bounds.shortest <= 4

@@ -1,0 +1,149 @@
+"""Physical cores, how many of them run workers, which ones, and threads that stay on them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zenflow_compile.runtime import cores as cores_module
+from zenflow_compile.runtime.cores import Core, choose_cores, nodes_of, physical_cores, run_pinned, worker_count
+
+affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
+
+
+def machine(folder: Path, *, cores: int, threads: int, nodes: int = 1, name: str = "core_cpus_list") -> Path:
+    """What Linux tells of a machine that numbers the second threads of its cores after all first ones."""
+    for logical in range(cores * threads):
+        cpu = folder / f"cpu/cpu{logical}"
+        (cpu / "topology").mkdir(parents=True)
+        siblings = range(logical % cores, cores * threads, cores)
+        (cpu / "topology" / name).write_text(",".join(map(str, siblings)) + "\n")
+        (cpu / f"node{(logical % cores) * nodes // cores}").mkdir()
+    return folder
+
+
+def allow(monkeypatch: pytest.MonkeyPatch, usable: set[int]) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable, raising=False)
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+def test_one_logical_core_per_physical_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    system = machine(tmp_path, cores=4, threads=2, nodes=2, name=name)
+    allow(monkeypatch, set(range(8)))
+    assert physical_cores(system) == (Core(0, 0), Core(1, 0), Core(2, 1), Core(3, 1))
+    allow(monkeypatch, {1, 3, 5, 6})  # 5 is 1's other thread; of 2 only its second one may be used
+    assert physical_cores(system) == (Core(1, 0), Core(3, 1), Core(6, 1))
+    assert nodes_of([0, 1], system) == {0}
+    assert nodes_of([0, 7], system) == {0, 1}
+
+
+def test_where_the_system_tells_nothing_the_first_logical_cores_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(monkeypatch, set(range(8)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
+    assert physical_cores(tmp_path) == tuple(Core(logical) for logical in range(4))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
+    assert len(physical_cores(tmp_path)) == 8
+
+
+@affinity
+def test_this_machine_has_cores_of_its_mask() -> None:
+    found = physical_cores()
+    assert found
+    assert {core.logical for core in found} <= os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "reserved", "workers"),
+    [(8, 0.0, 8), (8, 0.5, 4), (8, 0.9, 1), (8, 1.0, 1), (8, 0.3, 5), (2, 0.5, 1), (10, 0.9, 1), (20, 0.9, 2)],
+)
+def test_a_share_of_the_cores_is_reserved(cores: int, reserved: float, workers: int) -> None:
+    assert worker_count(cores, workers=None, reserved_share=reserved) == workers
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 14)])
+def test_unset_leaves_two_cores(cores: int, workers: int) -> None:
+    assert worker_count(cores, workers=None, reserved_share=None) == workers
+
+
+def test_unset_leaves_data_loader_processes_their_cores() -> None:
+    context = multiprocessing.get_context("fork")
+    end = context.Event()
+    children = [context.Process(target=end.wait, args=(60,), daemon=daemon) for daemon in (True, True, False)]
+    try:
+        for child in children:
+            child.start()
+        assert worker_count(16, workers=None, reserved_share=None) == 12
+        assert worker_count(3, workers=None, reserved_share=None) == 1
+        assert worker_count(16, workers=None, reserved_share=0.5) == 8
+    finally:
+        end.set()
+        for child in children:
+            child.join()
+    assert worker_count(16, workers=None, reserved_share=None) == 14
+
+
+def test_more_workers_than_cores_are_refused() -> None:
+    assert worker_count(4, workers=4, reserved_share=1.0) == 4
+    with pytest.raises(ValueError, match=r"workers=5 must be in \[1, 4\]: .* 4 physical cores.*lower it"):
+        worker_count(4, workers=5, reserved_share=None)
+
+
+def test_last_cores_first_and_all_nodes_alike() -> None:
+    one_node = [Core(logical) for logical in range(4)]
+    assert choose_cores(one_node, 3, {}) == (3, 2, 1)
+    two_nodes = [Core(logical, logical // 4) for logical in range(8)]
+    assert choose_cores(two_nodes, 4, {}) == (3, 7, 2, 6)
+    assert sorted(choose_cores(two_nodes, 8, {})) == list(range(8))
+
+
+def test_cores_that_have_workers_come_last() -> None:
+    cores = [Core(logical) for logical in range(4)]
+    assert choose_cores(cores, 2, {3: 1}) == (2, 1)
+    assert choose_cores(cores, 4, {3: 1, 2: 2, 1: 1}) == (0, 3, 1, 2)
+    assert choose_cores(cores, 2, {3: 1, 2: 1, 1: 1, 0: 1}) == (3, 2)
+
+
+@affinity
+def test_pinned_threads_run_beside_each_other_on_their_cores() -> None:
+    mine = os.sched_getaffinity(0)
+    meeting = threading.Barrier(3, timeout=20)
+    seen: dict[int, set[int]] = {}
+
+    def work(index: int) -> None:
+        meeting.wait()
+        seen[index] = os.sched_getaffinity(0)
+
+    cores = [max(mine), min(mine), max(mine)]
+    run_pinned(cores, work)
+    assert seen == {index: {core} for index, core in enumerate(cores)}
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_an_error_of_a_pinned_thread_is_raised_after_the_others_ended() -> None:
+    ended = threading.Event()
+
+    def work(index: int) -> None:
+        if index == 0:
+            raise ZeroDivisionError("on purpose")
+        ended.set()
+
+    with pytest.raises(ZeroDivisionError):
+        run_pinned([0, 0], work)
+    assert ended.is_set()
+
+
+def test_where_pinning_is_forbidden_work_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(thread: int, cores: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(cores_module.os, "sched_setaffinity", forbidden, raising=False)
+    ran: list[int] = []
+    run_pinned([0, 0], ran.append)
+    assert sorted(ran) == [0, 1]

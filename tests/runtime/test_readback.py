@@ -1,0 +1,51 @@
+"""Cells cross once, at the end of their step, and nothing of another step comes with them."""
+
+from __future__ import annotations
+
+import torch
+
+from zenflow_compile.runtime.readback import Readback
+from zenflow_compile.runtime.recorder import Recorder
+
+CPU = torch.device("cpu")
+
+
+def readback(rows: int = 3) -> Readback:
+    made = Readback(2, CPU, Recorder(CPU))
+    made.make_room(rows)
+    return made
+
+
+def test_cells_cross_at_the_end_of_their_step_and_once() -> None:
+    values = readback()
+    values.cell(2, 1).fill_(5.0)
+    assert values.take() == {}
+    values.start()
+    values.cell(2, 1).fill_(6.0)  # of the next step already
+    values.cell(0, 0).fill_(7.0)
+    assert values.take() == {(2, 1): 5.0}
+    assert values.take() == {}
+    values.start()
+    assert values.take() == {(2, 1): 6.0, (0, 0): 7.0}
+    values.start()
+    assert values.take() == {}
+
+
+def test_room_for_more_parameters_keeps_what_was_filled() -> None:
+    values = readback(1)
+    values.cell(0, 0).fill_(1.0)
+    values.make_room(4)
+    values.cell(3, 1).fill_(2.0)
+    values.start()
+    assert values.take() == {(0, 0): 1.0, (3, 1): 2.0}
+
+
+def test_what_is_forgotten_does_not_come() -> None:
+    values = readback()
+    values.cell(0, 0).fill_(1.0)
+    values.start()
+    values.cell(1, 0).fill_(2.0)
+    values.forget()
+    assert values.take() == {}
+    values.start()
+    assert values.take() == {}

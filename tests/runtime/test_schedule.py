@@ -1,0 +1,266 @@
+"""Closes and re-selections against oracles in plain Python: what decides, how late, and what does not."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zenflow_compile.options import AUTO_SELECT_INTERVAL, Options
+from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.schedule import ENTRY_MARGIN, RESELECT_BELOW, STATE_BUDGET, Schedule
+
+CPU = torch.device("cpu")
+PLAN = ParamPlan(
+    index=1,
+    name="w",
+    shape=(2, 200),
+    dtype=torch.float32,
+    placement=Placement.SPLIT_COLUMNS,
+    dim=1,
+    lines=200,
+    length=2,
+    k=20,
+    interval=2,
+)
+
+
+class Run:
+    """One parameter under a schedule; ``close(step)`` is what an engine does with it, selections landing at once."""
+
+    def __init__(self, plan: ParamPlan = PLAN, **options: Any) -> None:
+        self.plan = plan
+        self.schedule = Schedule(Options(**options), CPU, Recorder(CPU))
+        self.schedule.make_room(3)
+        self.device = DeviceSide.allocate(plan, CPU)
+
+    def select(self, lines: Tensor, at: int) -> None:
+        self.device.selection = device_ops.Selection.of(lines, self.plan.lines, CPU)
+        self.device.selected_at = at
+
+    def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:
+        """Whether the window closed, and what it selected."""
+        closed = self.schedule.closes(self.plan, self.device, step, present=present, unscale=unscale)
+        wanted = self.schedule.selection(self.plan, self.device, step) if closed else None
+        if wanted is not None:
+            self.select(wanted, step)
+        self.schedule.end_step()
+        return closed, wanted
+
+    def reselections(self, first: int, last: int, score_at: Callable[[int], Tensor]) -> list[int]:
+        """Steps at which the selection was chosen anew."""
+        found = []
+        for step in range(first, last):
+            self.device.score.copy_(score_at(step))
+            if self.step(step)[1] is not None:
+                found.append(step)
+        return found
+
+
+def scores(entering: int, factor: float) -> Tensor:
+    """Lines 0 to 19 have score 1; of the others ``entering`` have ``factor``, and the rest next to nothing."""
+    score = torch.full((PLAN.lines,), 1e-3)
+    score[: PLAN.k] = 1.0
+    score[PLAN.k : PLAN.k + entering] = factor
+    return score
+
+
+def settled(**options: Any) -> Run:
+    """A run whose first selection, at step 0, was lines 0 to 19."""
+    run = Run(**options)
+    run.device.score.copy_(scores(0, 0.0))
+    assert run.step(0)[1].tolist() == list(range(PLAN.k))  # type: ignore[union-attr]
+    return run
+
+
+# Re-selections.
+
+
+def test_drift_reselects_one_window_after_it_was_seen() -> None:
+    run = settled()
+    assert run.reselections(1, 60, lambda step: scores(5, 4.0)) == [AUTO_SELECT_INTERVAL]
+    assert set(range(20, 25)) < set(run.device.selection.selected.tolist())
+    late = settled()
+    drifted = AUTO_SELECT_INTERVAL + 3  # seen at the close that follows, 20, and acted upon at 22
+    assert late.reselections(1, 60, lambda step: scores(5, 4.0 if step >= drifted else 0.0)) == [drifted + 3]
+
+
+def test_a_steady_selection_is_never_chosen_anew() -> None:
+    assert settled().reselections(1, 400, lambda step: scores(0, 0.0)) == []
+
+
+def test_a_drift_that_has_passed_counts_only_at_its_lag() -> None:
+    """Decided by what was seen, then selected by what is: nothing changes sides if nothing has drifted by then."""
+    run = settled()
+    assert run.reselections(1, 17, lambda step: scores(5, 4.0 if step <= 15 else 0.0)) == [16]
+    assert run.device.selection.selected.tolist() == list(range(PLAN.k))
+
+
+@pytest.mark.parametrize(("entering", "expected"), [(4, []), (5, [16])])
+def test_few_lines_are_not_worth_it(entering: int, expected: list[int]) -> None:
+    assert math.isclose(RESELECT_BELOW, 0.8)
+    assert settled().reselections(1, 40, lambda step: scores(entering, 4.0)) == expected
+
+
+def test_lines_enter_only_by_a_margin() -> None:
+    """Scores that take turns in leading swap lines back and forth without the margin, and none with it."""
+    below, above = 1.0 + 0.9 * ENTRY_MARGIN, 1.0 + 1.1 * ENTRY_MARGIN
+    assert settled().reselections(1, 100, lambda step: scores(20, below)) == []
+    assert settled().reselections(1, 20, lambda step: scores(20, above)) == [16]
+    fixed = settled(select_strategy="step", select_interval=16)
+    turns = fixed.reselections(1, 100, lambda step: scores(20, below if step // 16 % 2 else 1 / below))
+    assert turns == [16, 32, 48, 64, 80, 96]
+
+
+def test_only_those_lines_enter_that_are_ahead_of_the_ones_they_replace() -> None:
+    run = settled()
+    score = scores(5, 4.0)
+    score[25:30] = 1.1  # ahead of what stays, but by less than the margin
+    assert run.reselections(1, 20, lambda step: score) == [16]
+    assert set(run.device.selection.selected.tolist()) & set(range(25, 30)) == set()
+
+
+def test_an_interval_that_was_asked_for_is_kept() -> None:
+    run = settled(select_strategy="step", select_interval=6)
+    assert run.reselections(1, 30, lambda step: scores(0, 0.0)) == [6, 12, 18, 24]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 20, 100])
+@pytest.mark.parametrize("lines", [20, 200])
+def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int, lines: int) -> None:
+    """Where everything drifts all the time: with a share of the parameter's bytes, whatever its shape and dtype."""
+    plan = replace(PLAN, dtype=dtype, shape=(2, lines), lines=lines, k=min(k, lines // 2))
+    run = Run(plan)
+    swaps, selected, steps = 0, None, 600
+    for step in range(steps):
+        score = torch.rand(lines, generator=torch.Generator().manual_seed(step // 5)) ** 4
+        run.device.score.copy_(score)
+        wanted = run.step(step)[1]
+        if wanted is not None:
+            assert len(set(wanted.tolist())) == plan.k
+            swaps += 0 if selected is None else len(set(wanted.tolist()) - selected)
+            selected = set(wanted.tolist())
+    moved = swaps * plan.length * 2 * 12
+    allowed = STATE_BUDGET * steps * plan.numel * dtype.itemsize
+    assert 0.4 * min(allowed, steps / 18 * plan.k * plan.length * 24) < moved <= allowed
+
+
+@pytest.mark.parametrize("k", [0, 200])
+def test_nothing_is_selected_where_there_is_no_choice(k: int) -> None:
+    assert Run(replace(PLAN, k=k)).reselections(0, 40, lambda step: torch.rand(200)) == []
+
+
+# Windows that adapt.
+
+
+def closes_of(run: Run, steps: int, *, void: frozenset[int] = frozenset(), first: int = 0) -> list[int]:
+    """Steps at which windows close, with norms that depend on the step alone."""
+    found = []
+    for step in range(first, first + steps):
+        run.device.norms.copy_(norms_at(step))
+        if run.step(step, present=step not in void, unscale=0.5)[0]:
+            found.append(step)
+    return found
+
+
+def norms_at(step: int) -> Tensor:
+    norms = torch.rand(PLAN.lines, generator=torch.Generator().manual_seed(step))
+    norms[: PLAN.k] *= 4.0
+    return norms
+
+
+def expected_closes(steps: int, ratio: float, shortest: int, longest: int, void: frozenset[int]) -> list[int]:
+    """The rule, with the selection 0 to 19 that never changes here."""
+    found: list[int] = []
+    window: list[int] = []
+    for step in range(steps):
+        window.append(step)
+        known = [each for each in window[:-1] if each not in void]  # one step late
+        norms = [norms_at(each).double() for each in known]
+        waiting = sum(float((each[20:].sum() / 180).sqrt()) for each in norms)
+        selected = sum(float((each[:20].sum() / 20).sqrt()) for each in norms)
+        grown = bool(known) and waiting >= ratio * selected / len(known)
+        if (grown and len(window) >= shortest) or len(window) == longest:
+            found.append(step)
+            window = []
+    return found
+
+
+ADAPTIVE: dict[str, Any] = {"update_interval": "auto", "max_update_interval": 6}
+LONGEST = replace(PLAN, interval=6)
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("ratio", [0.0, 0.7, 0.99, 1.0])
+@pytest.mark.parametrize("void", [frozenset[int](), frozenset({3, 4, 11, 20, 21, 22, 23, 24, 25, 26})])
+def test_windows_close_when_what_waits_has_grown(ratio: float, shortest: int, void: frozenset[int]) -> None:
+    run = Run(LONGEST, **ADAPTIVE, auto_ratio=ratio, min_update_interval=shortest)
+    run.device.score[: PLAN.k] = 1.0
+    found = closes_of(run, 60, void=void)
+    assert found == expected_closes(60, ratio, shortest, 6, void)
+    assert min(b - a for a, b in pairwise([-1, *found])) >= shortest
+
+
+def test_before_time_has_been_measured_gradients_alone_decide() -> None:
+    run = Run(LONGEST, **ADAPTIVE, auto_ratio=0.7)
+    assert run.schedule.shortest_window is None
+    run.device.score[: PLAN.k] = 1.0
+    assert closes_of(run, 30) == expected_closes(30, 0.7, 1, 6, frozenset())
+    run.schedule.shortest_window = 6
+    later = closes_of(run, 40, first=30)
+    assert {b - a for a, b in pairwise(later)} == {6}
+
+
+@pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": "auto", "max_update_interval": 1}])
+def test_nothing_is_measured_where_it_decides_nothing(options: dict[str, Any]) -> None:
+    assert Run(**options).schedule.shortest_window == 1
+
+
+# State.
+
+
+@pytest.mark.parametrize("position", range(12, 24))
+def test_a_restored_schedule_decides_alike(position: int) -> None:
+    """At every position: with norms and a drift that were computed and not used yet."""
+
+    def score_at(step: int) -> Tensor:
+        return torch.rand(PLAN.lines, generator=torch.Generator().manual_seed(step // 7))
+
+    def go_on(run: Run, first: int) -> list[tuple[bool, list[int] | None]]:
+        done = []
+        for step in range(first, 60):
+            run.device.norms.copy_(norms_at(step))
+            run.device.score.copy_(score_at(step))
+            closed, wanted = run.step(step)
+            done.append((closed, None if wanted is None else wanted.tolist()))
+        return done
+
+    options = {**ADAPTIVE, "auto_ratio": 0.9, "min_update_interval": 1}
+    whole = go_on(Run(LONGEST, **options), 0)
+    assert sum(wanted is not None for _, wanted in whole[position:]) >= 2
+    first = Run(LONGEST, **options)
+    for step in range(position):
+        first.device.norms.copy_(norms_at(step))
+        first.device.score.copy_(score_at(step))
+        first.step(step)
+    file = io.BytesIO()
+    torch.save(first.schedule.state(PLAN.index), file)
+    second = Run(LONGEST, **options)
+    second.device.norms.fill_(7.0)
+    second.step(0)  # what it gathered for itself is dropped
+    second.schedule.forget()
+    second.schedule.restore(PLAN.index, torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    second.select(first.device.selection.selected, first.device.selected_at or 0)
+    assert go_on(second, position) == whole[position:]
+    assert go_on(first, position) == whole[position:]  # asking for the state changed nothing
