@@ -1,7 +1,5 @@
 """What the runtime's Python costs per step: models of 300 small tensors, where an op's time is nearly all fixed.
 
-    python -m benchmarks.op_overhead [--inner eager inductor] [--rounds 20] [--steps 8] [--profile]
-
 Every row comes from one process with interleaved rounds of: the model compiled without any optimizer, ``resident``
 AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points that graph nodes call and
 inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the device does or launches:
@@ -15,8 +13,9 @@ import argparse
 import cProfile
 import pstats
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from benchmarks.common import machine, write_results
+from benchmarks.common import Spread, Target, write_results
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.device_adam import ResidentAdam
 
@@ -224,7 +223,9 @@ def row_of(model: str, inner: str, arguments: argparse.Namespace, cost: Cost) ->
         "tensors": sum(1 for _ in ops.model.parameters()),
         "offloaded": len(ops.optimizer.engine.offloaded),
         **ours(ops.spent.steps, cost),
-        "step_ms": {name: 1e3 * statistics.median(each.seconds) for name, each in trainings.items()},
+        "step_ms": {
+            name: Spread.of([1e3 * seconds for seconds in each.seconds]).row() for name, each in trainings.items()
+        },
     }
     if arguments.profile:
         show_profile(trainings["zenflow"], arguments.steps)
@@ -296,27 +297,44 @@ def show(row: dict[str, Any]) -> None:
             f"    {name:18} {part['calls']:6.1f} calls  {part['cpu_us_per_call']:8.2f} us each  "
             f"{part['cpu_ms']:7.3f} ms CPU  {part['wall_ms']:7.3f} ms wall"
         )
-    steps = ", ".join(f"{name} {value:.2f} ms" for name, value in row["step_ms"].items())
+    steps = ", ".join(f"{name} {spread['median']:.2f} ms" for name, spread in row["step_ms"].items())
     print(f"    whole step: {steps}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--inner", nargs="+", choices=("eager", "inductor"), default=["eager", "inductor"])
-    parser.add_argument("--width", type=int, default=32, help="features per layer (default 32)")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=8, help="steps per round and variant: whole windows")
+def targets_of(row: dict[str, Any]) -> list[Target]:
+    """What one row decides."""
+    where = f"{row['model']}, {row['inner']}"
+    per_tensor = 1e3 * row["python_cpu_ms"] / row["tensors"]
+    return [
+        Target(f"{where}: Python per tensor, us", per_tensor, TARGET_OP_US, at_least=False),
+        Target(f"{where}: Python per step, ms", row["python_cpu_ms"], TARGET_STEP_MS, at_least=False),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks op_overhead``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks op_overhead", description=__doc__)
+    parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="(both)")
+    parser.add_argument(
+        "--inner", nargs="+", choices=("eager", "inductor"), default=["eager", "inductor"], help="(both)"
+    )
+    parser.add_argument("--width", type=int, default=32, help="features per layer (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="of a round and variant: whole windows (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="print cProfile's table of the same steps, too")
-    arguments = parser.parse_args()
+    given = parser.parse_args(arguments)
     cost = wrapper_cost()
-    rows = []
-    for inner in arguments.inner:
-        for model in arguments.model:
-            rows.append(row_of(model, inner, arguments, cost))
+    rows: list[dict[str, Any]] = []
+    for inner in given.inner:
+        for model in given.model:
+            rows.append(row_of(model, inner, given, cost))
             show(rows[-1])
-    print(f"{machine()['cpu']}; wrote {write_results('op_overhead', rows)}")
+    targets = [target for row in rows for target in targets_of(row)]
+    for target in targets:
+        print(target)
+    print(f"wrote {write_results('op_overhead', rows, seed=0, targets=targets)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gil_gap, profiler_overhead
+from benchmarks import gil_gap, op_overhead, profiler_overhead
 
 
 def test_gil_gap(results: Path) -> None:
@@ -25,3 +25,15 @@ def test_profiler_overhead(results: Path) -> None:
     (row,) = json.loads((results / "profiler_overhead.json").read_text())["rows"]
     assert row["overhead"]["n"] == 2
     assert row["tensors"] == 4
+
+
+def test_op_overhead(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_overhead, "TENSORS", 24)
+    assert op_overhead.main(["--inner", "eager", "--rounds", "1", "--steps", "4"]) == 0
+    written = json.loads((results / "op_overhead.json").read_text())
+    for row, offloaded in zip(written["rows"], (12, 8), strict=True):
+        assert (row["tensors"], row["offloaded"]) == (24, offloaded)
+        assert row["parts"]["offload_gradient"]["calls"] == offloaded
+        assert row["parts"]["update_parameters"]["calls"] == 1
+        assert 0 < row["operators_cpu_ms"] < row["cpu_ms"]
+    assert len(written["targets"]) == 4

@@ -185,7 +185,6 @@ def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = lane.submit(target, torch.arange(4.0), step=0, param="w")
     assert ticket.done()
     assert torch.equal(target, torch.arange(4.0))
-    assert lane.bytes_copied == 16
     failed = lane.submit(torch.zeros(3), torch.zeros(4), step=0, param="w")
     assert not failed.done()
     assert isinstance(failed.error, ValueError)

@@ -90,7 +90,7 @@ def fused_step_graph(plan: Plan, engine_id: int) -> GraphModule:
 
 
 def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:
-    """Check that every pass runs in a phase it knows and behind those that provide what it requires.
+    """Check that every pass runs in a phase it knows, behind those that provide what it requires, before the fusing.
 
     Raises:
         ValueError: it does not; names the pass and what is missing.
@@ -100,6 +100,11 @@ def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:
         if phase not in graph_pass.phases:
             known = ", ".join(sorted(graph_pass.phases))
             raise ValueError(f"pass {graph_pass.name} rewrites {known} graphs, not {phase} graphs")
+        if "fused nodes" in have:
+            raise ValueError(
+                f"pass {graph_pass.name} comes behind the one that fuses the nodes it would look for; "
+                f"put it before that one, which is the last of the {phase} pipeline"
+            )
         if missing := graph_pass.requires - have:
             raise ValueError(
                 f"pass {graph_pass.name} needs {', '.join(sorted(missing))} first and finds {sorted(have)}: "
