@@ -1,8 +1,7 @@
 # make setup     virtual environment with everything in it     make check     lint, types, file lengths
 # make train     train a small GPT; options: see below         make bench     every benchmark, results in benchmarks/results
 # make test      all tests that need no GPU                    make test-gpu  the tests that do
-#
-# make deepspeed  a virtual environment apart with DeepSpeed, for the benchmarks that compare with it
+# make deepspeed a second environment with DeepSpeed, which benchmarks compare with
 #
 # Options of the main job go after `--`, or in ARGS:
 #   make train -- --compare
@@ -58,7 +57,7 @@ format: $(READY)
 	$(PYTHON) -m ruff format $(SOURCES)
 
 bench: $(READY)
-	$(PYTHON) -m benchmarks $(or $(OPTIONS),all)
+	$(PYTHON) -m benchmarks $(or $(strip $(OPTIONS)),all)
 
 deepspeed: $(READY)
 	scripts/setup_deepspeed.sh

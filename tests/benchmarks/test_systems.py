@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+import torch
 
 from benchmarks.systems.case import DEEPSPEED, Case
 from benchmarks.systems.deepspeed_system import configuration
-from benchmarks.systems.process import DEEPSPEED_PYTHON, TrainingWorker
+from benchmarks.systems.process import DEEPSPEED_PYTHON, TrainingWorker, WorkerError
 from benchmarks.systems.worker import Trainer
 
 STEPS = 8
@@ -88,3 +89,32 @@ def test_deepspeed_trains_beside(system: str, adamw: list[float]) -> None:
         assert found == pytest.approx(adamw, rel=1e-4)
     else:  # its late updates at a fourth of the rate move the loss less, but down
         assert found[4] < found[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("system", ["adamw", "zero_offload", "torchao_offload", "fsdp2_offload"])
+def test_exact_systems_train_alike_on_cuda(system: str) -> None:
+    def found(name: str) -> list[float]:
+        case = Case(system=name, model="tiny", inner="eager", device="cuda")
+        with TrainingWorker(case, warm_up=STEPS) as worker:
+            worker.start()
+            assert worker.run(settle=1, steps=4)[0] > 0
+            assert worker.ask("facts")["device_peak_mib"] > 0
+            return worker.losses
+
+    try:
+        assert found(system) == pytest.approx(found("adamw"), rel=1e-3)
+    except WorkerError as error:
+        if error.kind != "missing":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capped_process_runs_out_of_memory() -> None:
+    case = Case(system="adamw", model="optimizer-bound", inner="eager", device="cuda", memory_bytes=64 * 2**20)
+    with TrainingWorker(case, warm_up=2) as worker, pytest.raises(WorkerError) as error:
+        worker.start()
+    assert error.value.kind == "memory"

@@ -42,10 +42,17 @@ def test_makefile_hands_options_on() -> None:
         process = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
         return process.stdout
 
-    assert (
-        dry_run("train", "ARGS=--compare --steps 9").strip()
-        == "python -m examples.train_gpt --compare --steps 9"
-    )
+    assert dry_run("train", "ARGS=--compare --steps 9").strip() == "python -m examples.train_gpt --compare --steps 9"
     handed_on = dry_run("train", "--", "--compare", "--steps=9").splitlines()[0].split()
     assert handed_on[:3] == ["python", "-m", "examples.train_gpt"]
     assert sorted(handed_on[3:]) == ["--compare", "--steps=9"]
+
+
+def test_makefile_runs_all_benchmarks_or_the_one_asked_for() -> None:
+    def dry_run(*arguments: str) -> str:
+        command = ["make", "--no-print-directory", "-n", "PYTHON=python", "bench", *arguments]
+        clean = {"PATH": os.environ["PATH"]}
+        return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert dry_run() == "python -m benchmarks all"
+    assert dry_run("ARGS=peers --model gpt") == "python -m benchmarks peers --model gpt"
