@@ -35,6 +35,7 @@ class SplitParam:
 
     Attributes:
         selected: bool[lines], the lines that are updated at every step.
+        kept: under an adaptive selection, the share of them that would have stayed, found at the close before.
         taken: gradients that the moments of selected lines, and at a close those of the others, have taken.
         window: the gradients that wait, with what their steps were to be taken with.
         landing: (forward from which it is seen, lines, their new values), oldest first.
@@ -52,6 +53,7 @@ class SplitParam:
     window: list[tuple[Tensor, Hyper]] = field(default_factory=list)
     landing: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     selections: int = 0
+    kept: float = 1.0
 
     def __post_init__(self) -> None:
         self.master = self.lines(self.param.detach()).float().clone()
@@ -92,7 +94,14 @@ class SplitParam:
         self.master[mask] = self.master[mask] * decay - rate * mean / (root + last.eps)
 
     def step(
-        self, grad: Tensor | None, hyper: Hyper, at: int, *, warming_up: bool, closes: bool, select_interval: int
+        self,
+        grad: Tensor | None,
+        hyper: Hyper,
+        at: int,
+        *,
+        warming_up: bool,
+        closes: bool,
+        select_interval: int | None,
     ) -> None:
         """Attempted step ``at``; without a gradient it is void. In a warm-up what closes is seen at once."""
         if grad is not None:
@@ -114,21 +123,49 @@ class SplitParam:
             self.window = []
             staleness = 0 if warming_up else self.plan.staleness
             self.landing.append((at + 1 + staleness, rest, self.master[rest]))
-            if (
-                self.plan.rest
-                and self.plan.k
-                and (self.selected_at is None or at - self.selected_at >= select_interval)
-            ):
-                self.reselect(at)
+            if self.plan.rest and self.plan.k:
+                if self.selected_at is None:
+                    self.reselect(at, self.best())
+                elif select_interval is None:
+                    self.follow_drift(at)
+                elif at - self.selected_at >= select_interval:
+                    self.reselect(at, self.best())
 
-    def reselect(self, at: int) -> None:
-        """The highest scores from the next gradient on; what moves must be seen, so staleness has to wait."""
+    def best(self) -> Tensor:
+        """bool[lines], those with the highest scores."""
+        best = torch.zeros_like(self.selected)
+        best[self.score.sort(descending=True).indices[: self.plan.k]] = True
+        return best
+
+    def follow_drift(self, at: int) -> None:
+        """Re-select only if, at the close before, less than 80% of the lines would have stayed, and within a budget."""
+        assert self.selected_at is not None
+        waited, least = at - self.selected_at, max(16, self.plan.interval)
+        drifted, self.kept = self.kept < 0.8, 1.0
+        line_bytes = 2 * 3 * 4 * self.plan.length  # fp32 master and moments, there and back
+        swaps = int(0.01 * waited * self.param.nbytes / line_bytes)
+        if waited >= least and drifted and swaps:
+            self.reselect(at, self.after_swaps(swaps))
+        elif waited + self.plan.interval >= least:
+            self.kept = (self.after_swaps(self.plan.k) & self.selected).sum().item() / self.plan.k
+
+    def after_swaps(self, at_most: int) -> Tensor:
+        """bool[lines]: the worst selected lines give way to the best others, if those are better by a quarter."""
+        wanted = self.selected.clone()
+        inside, outside = torch.nonzero(self.selected).flatten(), torch.nonzero(~self.selected).flatten()
+        leaving = inside[self.score[inside].argsort()]
+        entering = outside[self.score[outside].argsort(descending=True)]
+        for out, into in list(zip(leaving.tolist(), entering.tolist(), strict=False))[:at_most]:
+            if self.score[into] > 1.25 * self.score[out]:
+                wanted[out], wanted[into] = False, True
+        return wanted
+
+    def reselect(self, at: int, wanted: Tensor) -> None:
+        """``wanted`` from the next gradient on; what moves must be seen, so staleness has to wait."""
         self.selected_at = at
         self.selections += 1
         self.land(at + 1 + self.plan.staleness)
-        best = self.score.sort(descending=True).indices[: self.plan.k]
-        self.selected = torch.zeros_like(self.selected)
-        self.selected[best] = True
+        self.selected = wanted
 
     def land(self, now: int) -> None:
         """Show what a forward after ``now`` attempted steps sees."""
@@ -143,7 +180,7 @@ class RuleP:
     Args:
         plans: of the parameters, in their order.
         full_warm_up_rounds: steps at which every window closes.
-        select_interval: steps between re-selections.
+        select_interval: steps between re-selections; None lets them follow the drift of the scores.
     """
 
     def __init__(
@@ -152,7 +189,7 @@ class RuleP:
         plans: Sequence[ParamPlan],
         *,
         full_warm_up_rounds: int = 0,
-        select_interval: int = 16,
+        select_interval: int | None = None,
     ) -> None:
         pairs = list(zip(params, plans, strict=True))
         self.split = {plan.name: SplitParam(param, plan) for param, plan in pairs if plan.offloaded}

@@ -68,7 +68,7 @@ class Runs:
         self.plans: tuple[ParamPlan, ...] = self.optimizer.engine.plan.params
         self.rules = {
             "full_warm_up_rounds": options.get("full_warm_up_rounds", 0),
-            "select_interval": options.get("select_interval", 16),
+            "select_interval": options.get("select_interval"),
         }
 
     def differences(self, oracle: RuleP) -> tuple[float, float]:
