@@ -39,7 +39,7 @@ from zenflow_compile.planning.plan import ParamPlan, Placement
 WIDTH = 128
 BATCH = 8
 INTERVAL = 4
-KEPT = 4  # layers whose state the planned runs keep on the device
+KEPT = 8  # layers whose state the planned runs keep on the device
 LIMIT = 0.03
 WARM_UP = 2 * INTERVAL
 STATE_BYTES = 8 * WIDTH * WIDTH  # of one fp32 layer: two moments
@@ -183,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the emulation; exits with 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks slack", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="measured steps per run (%(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=4.0, help="of each operation (%(default)s)")
-    parser.add_argument("--layers", type=int, default=KEPT + 5 * INTERVAL, help="(%(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=2.5, help="of each operation (%(default)s)")
+    parser.add_argument("--layers", type=int, default=KEPT + 10 * INTERVAL, help="(%(default)s)")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     console = Console()

@@ -204,3 +204,25 @@ def test_a_backward_that_raises_leaves_a_trainable_optimizer() -> None:
     handle.remove()
     training.optimizer.zero_grad()
     assert_same(training.run(3, 6).weights(), expected)
+
+
+def test_every_job_fails_and_the_ring_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More failures than the ring has blocks: still the failure is what one hears of, and loading is the way out."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
+    saved = training.optimizer.state_dict()
+    ring = training.optimizer.engine.roster.transport.up_ring
+    blocks = len(ring._buffers)
+
+    def always(*args: Any, **keywords: Any) -> Any:
+        raise BrokenError("on purpose")
+
+    monkeypatch.setattr(host_adam.AtenHostAdam, "__call__", always)
+    failure = train_until_it_fails(training, 2, 3)
+    assert isinstance(root_of(failure), BrokenError)
+    for _ in range(2 * blocks):
+        with pytest.raises(RuntimeError):
+            training.optimizer.synchronize()
+    monkeypatch.undo()
+    training.optimizer.load_state_dict(saved)
+    assert ring.free == blocks
+    training.run(2, 2)

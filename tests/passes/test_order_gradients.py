@@ -8,8 +8,9 @@ from torch import nn
 
 from tests.passes.capture import READABLE, Capture, reference_gradients
 from tests.recording import RecordingEngine
+from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone
+from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone, written_memory
 from zenflow_compile.runtime import ops
 
 LAYERS, WIDTH, BATCH = 5, 8, 3
@@ -93,6 +94,18 @@ def test_what_others_read_is_not_moved() -> None:
     assert exclusive_cone(root) == [own, root]
     assert exclusive_cone(shared) == []
     assert exclusive_cone(x) == []
+
+
+def test_memory_that_the_graph_writes_is_found() -> None:
+    graph = torch.fx.Graph()
+    buffer, x = graph.placeholder("buffer"), graph.placeholder("x")
+    buffer.meta["val"], x.meta["val"] = torch.empty(3), torch.empty(3)
+    read = graph.call_function(torch.ops.aten.neg.default, (buffer,))
+    read.meta["val"] = torch.empty(3)
+    assert written_memory(graph) == set()
+    graph.call_function(torch.ops.aten.copy_.default, (buffer, x))
+    graph.output((read,))
+    assert written_memory(graph) == {private.storage_of(buffer)}
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.INFERENCE])

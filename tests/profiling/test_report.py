@@ -13,7 +13,13 @@ from zenflow_compile.profiling.report import can_show_blocks, print_report
 from zenflow_compile.profiling.timeline import AdaptiveWindows
 
 TRAFFIC = Traffic(
-    host=60e6, to_host=4e6, to_device=1e6, host_per_window=224_000_000, host_per_gradient=4_000_000, blocking=False
+    host=60e6,
+    to_host=4e6,
+    to_device=1e6,
+    host_per_window=224_000_000,
+    host_per_gradient=4_000_000,
+    upload_per_window=4_000_000,
+    blocking=False,
 )
 
 

@@ -22,9 +22,14 @@ def pool_of(workers: int) -> WorkerPool:
 
 
 def job(
-    *tasks: Callable[[], int], deadline: int = 0, ready: Callable[[], None] = lambda: None, param: str = "w"
+    *tasks: Callable[[], int],
+    deadline: int = 0,
+    ready: Callable[[], None] = lambda: None,
+    arrived: Callable[[], bool] = lambda: True,
+    param: str = "w",
+    step: int = 7,
 ) -> Job:
-    return Job(tasks, deadline=deadline, step=7, param=param, ready=ready)
+    return Job(tasks, deadline=deadline, step=step, param=param, ready=ready, arrived=arrived)
 
 
 def test_earliest_deadline_first() -> None:
@@ -40,6 +45,39 @@ def test_earliest_deadline_first() -> None:
     for each in jobs:
         each.wait()
     assert order == [1, 1, 3, 4, 5]
+    pool.close()
+
+
+def test_an_earlier_step_goes_first_whatever_the_deadlines() -> None:
+    """What a later step's job waits for may itself wait for the earlier job, on a device that runs behind."""
+    pool = pool_of(1)
+    gate = threading.Event()
+    order: list[tuple[int, int]] = []
+    pool.submit(job(lambda: int(gate.wait(20)), step=0))
+    keys = [(2, 0), (1, 5), (2, 1), (1, 9)]
+    jobs = [job(lambda k=key: order.append(k) or 0, step=key[0], deadline=key[1]) for key in keys]
+    for each in jobs:
+        pool.submit(each)
+    gate.set()
+    for each in jobs:
+        each.wait()
+    assert order == sorted(keys)
+    pool.close()
+
+
+def test_nobody_waits_for_gradients_while_others_have_arrived() -> None:
+    pool = pool_of(1)
+    arrived = threading.Event()
+    order: list[str] = []
+    late = job(lambda: order.append("late") or 0, deadline=0, arrived=arrived.is_set)
+    here = job(lambda: order.append("here") or 0, deadline=1)
+    pool.submit(late)
+    pool.submit(here)
+    here.wait()
+    assert not late.done()
+    arrived.set()
+    late.wait()
+    assert order == ["here", "late"]
     pool.close()
 
 

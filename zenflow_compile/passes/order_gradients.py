@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -59,12 +60,16 @@ class OrderGradients:
         kept: dict[int | None, int] = {}
         cones: list[list[Node]] = []
         taken: set[Node] = set()
+        written = written_memory(graph)
         for p in ctx.in_forward_order():
             found = gradient(graph, dict(ctx.params)[p])
             if found is None or not ctx.plan.params[p].offloaded:
                 continue
             cone = [node for node in exclusive_cone(found[0]) if node not in taken]
-            kept |= {private.storage_of(node): bytes_of(node) for node in sources(cone, ctx, graph)}
+            read = sources(cone, ctx, graph)
+            if any(private.storage_of(node) in written for node in read):
+                continue  # moved behind the write, it would read something else
+            kept |= {private.storage_of(node): bytes_of(node) for node in read}
             if sum(kept.values()) > ctx.weight_grad_bytes:
                 break
             if cone:
@@ -85,6 +90,17 @@ def exclusive_cone(root: Node) -> list[Node]:
                 cone.add(node)
                 waiting.append(node)
     return [node for node in root.graph.nodes if node in cone]
+
+
+def written_memory(graph: Graph) -> set[int | None]:
+    """Storages that the graph's own operators write to."""
+    written: set[int | None] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            arguments = zip(node.target._schema.arguments, node.args, strict=False)
+            targets = [value for each, value in arguments if each.alias_info is not None and each.alias_info.is_write]
+            written |= {private.storage_of(value) for value in targets if isinstance(value, Node)}
+    return written
 
 
 def sources(cone: list[Node], ctx: PassContext, graph: Graph) -> list[Node]:

@@ -24,6 +24,7 @@ class Traffic:
         to_host, to_device: gradients down and weights up per step.
         host_per_window, host_per_gradient: ``host`` taken apart, so that other window lengths S can be asked about: it
             is ``host_per_window / S + host_per_gradient``.
+        upload_per_window: weights that a closed window sends up.
         blocking: the step waits for its host updates by design.
     """
 
@@ -32,6 +33,7 @@ class Traffic:
     to_device: float
     host_per_window: int
     host_per_gradient: int
+    upload_per_window: int
     blocking: bool
 
 
@@ -76,7 +78,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
     if not offloaded:
         return None
     host = to_host = to_device = 0.0
-    per_window = per_gradient = 0
+    per_window = per_gradient = uploads = 0
     for param in offloaded:
         elements = param.rest * param.length
         weights = elements * param.dtype.itemsize
@@ -85,6 +87,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
         if param.summed:  # it comes once per window
             window, gradient = window + gradient, 0
         per_window += window
+        uploads += weights
         per_gradient += gradient
         host += window / param.interval + gradient
         to_host += param.slot_bytes / param.interval if param.summed else gradient
@@ -95,6 +98,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
         to_device=to_device,
         host_per_window=per_window,
         host_per_gradient=per_gradient,
+        upload_per_window=uploads,
         blocking=all(param.blocking for param in offloaded),
     )
 
@@ -129,6 +133,5 @@ def _smallest_interval(traffic: Traffic, bandwidths: Bandwidths, device_ms: floa
     host_room = room * bandwidths.host - traffic.host_per_gradient  # bytes left to what comes once a window
     if host_room <= 0.0:
         return None
-    # Uploads carry what a gradient does: the remaining elements in the model's dtype.
-    upload = traffic.host_per_gradient / (room * bandwidths.to_device)
+    upload = traffic.upload_per_window / (room * bandwidths.to_device)
     return max(1, math.ceil(traffic.host_per_window / host_room), math.ceil(upload))

@@ -1,6 +1,6 @@
 """Asynchronous copies between device and host: one lane per direction.
 
-A lane copies in the order of submission and touches engine memory only, which was allocated once: so there is no
+A lane keeps the order of copies to one place, and touches engine memory only, which was allocated once: so there is no
 ``record_stream`` and no race with the allocator. In-flight copies hold references to both ends.
 
 On CUDA a lane is a stream. Where the device is the CPU itself, a lane is a thread that copies with the GIL released,
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 INLINE_BYTES = 1 << 16
 """Copies up to this size are made at once where a lane is a thread: handing one over costs its ticket, its place in the
 queue and two turns of the GIL, some 20 us, in which a core copies as much."""
+
+
+_STREAM_ALIVE_SECONDS = 1.0
 
 
 class CopyError(RuntimeError):
@@ -66,7 +69,7 @@ class Ticket(Protocol):
 
 
 class CopyLane(Protocol):
-    """Copies in one direction, in order of submission."""
+    """Copies in one direction, those to one place in order of submission."""
 
     def submit(
         self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
@@ -252,10 +255,11 @@ class StreamTicket:
         return self._flag.reached() if self._flag else bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        if self._flag:
-            self._flag.wait()
-        else:
+        if self._flag is None:
             self.end.synchronize()
+            return
+        while not self._flag.wait(_STREAM_ALIVE_SECONDS):
+            self.end.query()  # type: ignore[no-untyped-call]  # raises if the device died, and the counter never comes
 
     def settle(self) -> None:
         self.end.synchronize()

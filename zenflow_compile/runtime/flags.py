@@ -12,6 +12,8 @@ does so on a stream of its own and of another priority than the stream whose cop
 from __future__ import annotations
 
 import ctypes
+import math
+import threading
 import time
 from typing import NamedTuple
 
@@ -35,22 +37,33 @@ class HostFlags:
         # cudaHostAlloc memory: the device knows it by the host's address.
         self._memory = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._address = self._memory.data_ptr()
+        self._fence = threading.Lock()
 
     def __len__(self) -> int:
         return self._memory.numel()
 
     def raise_to(self, index: int, value: int) -> None:
         """What the calling thread wrote before is seen by whoever sees this."""
+        with self._fence:  # taking and leaving a lock orders memory; a plain store would do so on x86 alone
+            pass
         self._word(index).value = value & 0xFFFFFFFF
 
     def reached(self, index: int, value: int) -> bool:
         """Whether counter ``index`` is at ``value`` or beyond."""
         return (self._word(index).value - value) & 0xFFFFFFFF < 1 << 31
 
-    def wait(self, index: int, value: int) -> None:
-        """Block the calling thread until the counter is at ``value``; no CUDA call, no GIL while it sleeps."""
+    def wait(self, index: int, value: int, seconds: float = math.inf) -> bool:
+        """Block the calling thread until the counter is at ``value``; no CUDA call, no GIL while it sleeps.
+
+        Returns:
+            Whether it got there within ``seconds``.
+        """
+        end = time.monotonic() + seconds
         while not self.reached(index, value):
+            if time.monotonic() >= end:
+                return False
             time.sleep(_POLL_SECONDS)
+        return True
 
     def write_from(self, stream: torch.cuda.Stream, index: int, value: int) -> None:
         """``stream`` raises the counter when it gets there."""
@@ -79,9 +92,9 @@ class Flag(NamedTuple):
         """See :meth:`HostFlags.reached`."""
         return self.flags.reached(self.counter, self.value)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = math.inf) -> bool:
         """See :meth:`HostFlags.wait`."""
-        self.flags.wait(self.counter, self.value)
+        return self.flags.wait(self.counter, self.value, seconds)
 
     def write_from(self, stream: torch.cuda.Stream) -> None:
         """See :meth:`HostFlags.write_from`."""
@@ -102,7 +115,7 @@ def make_flags(count: int, device: torch.device) -> HostFlags | None:
         flags.wait_on(stream, 0, 0)
         flags.write_from(stream, 0, 1)
         stream.synchronize()
-    except RuntimeError:
+    except (RuntimeError, ImportError, AttributeError):  # no such driver, or bindings of another version
         return None
     if not flags.reached(0, 1):
         return None

@@ -26,8 +26,11 @@ class Landing:
 
     def declare_order(self, order: Sequence[int]) -> None:
         """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
-        known = set(order)
-        self._order = [*order, *(p for p in self._order if p not in known)]
+        new = set(order)
+        # A graph that was compiled again takes the place of its former self, another one comes behind those before it.
+        place = next((i for i, p in enumerate(self._order) if p in new), len(self._order))
+        others = [p for p in self._order if p not in new]
+        self._order = [*others[:place], *order, *others[place:]]
         for position, p in enumerate(self._order):
             if p in self._roster.offloaded:
                 self._roster.offloaded[p].deadline = position
@@ -85,6 +88,11 @@ class Landing:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
                     offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
                 offloaded.land(now + 1 + offloaded.plan.staleness)
+            except Exception as error:
+                errors.append(error)
+        for offloaded in self._roster.offloaded.values():  # where the device waited for a job, nobody has looked at it
+            try:
+                offloaded.host.wait()
             except Exception as error:
                 errors.append(error)
         if errors:

@@ -247,7 +247,7 @@ class OffloadedParam:
     def start_upload(self, now: int) -> bool:
         """Queue the upload of the next visible close, behind its job; whether one is on its way.
 
-        Where the lane cannot wait for the job, nothing is queued before the job is done.
+        Where the lane cannot wait for the job, nothing is queued before it is done; of one that failed, nothing at all.
         """
         if self._upload is not None:
             return True
@@ -255,7 +255,7 @@ class OffloadedParam:
         if not self.due(now):
             return False
         close = self.host.closes[0]
-        if not close.job.done() and not lane.can_wait_for(close.job):
+        if close.job.error is not None or not (close.job.done() or lane.can_wait_for(close.job)):
             return False
         block = self.transport.up_ring.take((self.plan.rest, self.plan.length), self.plan.dtype)
         step = self.transport.recorder.step
@@ -284,6 +284,7 @@ class OffloadedParam:
             try:
                 upload.ticket.wait_on_device()
             except CopyError:
+                self._drop_upload()
                 next_close.job.wait()  # if that failed, it is what there is to know
                 raise
         with recorder.compute("merge", param=self.plan.name):

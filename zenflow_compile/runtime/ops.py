@@ -1,6 +1,6 @@
 """The graph nodes of zenflow: schemas, fake kernels and the registry of live engines.
 
-This is all that the passes know of the runtime. Every op takes ``(engine, p)``: which engine, and which parameter of
+This is all that the passes know of the runtime. Ops name ``(engine, p)``: which engine, and which parameter of
 its plan. Both are small stable integers, so that compiled graphs stay cacheable. Nothing that changes from step to
 step is an argument: the op runs every step and the engine decides what it does.
 

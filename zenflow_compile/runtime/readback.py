@@ -13,7 +13,7 @@ class Readback:
 
     Cells are filled on the device in step t; the table is copied at the end of that step and read in step t + 1. The
     lag is fixed, so that decisions are a function of the data: whoever reads waits if the copy is late, and the copy is
-    late only where the host runs more than a step ahead of the device.
+    late where the device has not finished the step when the host reads.
 
     Table, copy and the next step's cells are on the device's current stream: a cell is filled again only after the copy
     that reads it. The host's side is pinned, or the copy would block, and is written again only after ``take``.

@@ -90,11 +90,11 @@ class Recorder:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
 
-    def moment(self) -> int | torch.cuda.Event | None:
+    def moment(self) -> Moment | None:
         """Now, on the device's own clock; None while nobody records."""
         return None if self.timeline is None else self.now()
 
-    def slack(self, final: int | torch.cuda.Event | None, *, step: int, param: str) -> None:
+    def slack(self, final: Moment | None, *, step: int, param: str) -> None:
         """A weight is about to be read whose update became possible at ``final``, with the gradient of ``step``."""
         if self.timeline is None or final is None:
             return

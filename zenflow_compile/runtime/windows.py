@@ -15,6 +15,7 @@ from zenflow_compile.runtime.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.copies import Ticket
 from zenflow_compile.runtime.flags import Flag, HostFlags
 from zenflow_compile.runtime.host_adam import HostAdam
+from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.workers import Job, preferred_worker
 
 TASK_ELEMENTS = 1 << 20
@@ -68,7 +69,7 @@ class Close:
     upload: Tensor
     closed_at: int
     visible_at: int
-    final: int | torch.cuda.Event | None = None
+    final: Moment | None = None
     """When it closed, for the profiler; None while nobody records."""
     selection: Tensor | None = None
     """i32[k] on the device: the lines selected from here on; None where the selection stays."""
@@ -177,6 +178,7 @@ class HostSide:
             step=at,
             param=self.plan.name,
             ready=_after(inputs, before),
+            arrived=_arrived(inputs, before),
             flag=Flag(*self.flags, self._closed) if self.flags else None,
         )
         for slot in slots:
@@ -275,6 +277,14 @@ class HostSide:
 def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
     """The elements ``part`` of gradient slots that are not compressed."""
     return [gradient.view(-1)[part] for gradient in gradients]
+
+
+def _arrived(copies: list[Ticket], before: Job | None) -> Callable[[], bool]:
+    def arrived() -> bool:
+        copied = all(ticket.done() or ticket.error is not None for ticket in copies)
+        return copied and (before is None or before.done())
+
+    return arrived
 
 
 def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:

@@ -31,6 +31,7 @@ class Job:
         step: int,
         param: str,
         ready: Callable[[], None],
+        arrived: Callable[[], bool] = lambda: True,
         flag: Flag | None = None,
     ) -> None:
         """
@@ -38,7 +39,8 @@ class Job:
             tasks: each does a part of the work and returns the bytes of host memory it touched. In the order of the
                 memory that they touch, since worker i prefers those that ``preferred_worker`` gives it.
             deadline: position of the parameter in the next forward; smaller runs earlier.
-            ready: blocks until the inputs are in host memory.
+            ready: blocks until the inputs are in host memory; raises if one of them failed.
+            arrived: whether ``ready`` would return, or raise, at once.
             flag: raised when the job is done, for streams that wait for it; also when it failed, so that none hangs.
         """
         self.tasks = tasks
@@ -47,6 +49,7 @@ class Job:
         self.step = step
         self.param = param
         self.ready = ready
+        self.arrived = arrived
         self._lock = threading.Lock()
         self._left = len(tasks)
         self._done = threading.Event()
@@ -100,6 +103,10 @@ class Job:
         self._done.set()
 
 
+_ARRIVALS_SECONDS = 1e-3
+"""How often idle workers look whether gradients have arrived, while none of the queued jobs' has."""
+
+
 def preferred_worker(task: int, tasks: int, workers: int) -> int:
     """The worker that task ``task`` of ``tasks`` is meant for: each gets tasks that lie together, and about as many."""
     return task * workers // tasks
@@ -126,8 +133,10 @@ class _Queued:
 class WorkerPool:
     """Threads that serve jobs; started with the first job.
 
-    An idle worker takes a task of the job with the earliest deadline, always: that its memory may be nearer to another
-    worker decides only which task of that job it takes.
+    An idle worker takes a task of the job with the earliest step, and in it the earliest deadline, whose inputs have
+    arrived: that its memory may be nearer to another worker decides only which task of that job it takes. A job of a
+    later step must not hold up an earlier one, whatever its deadline: the gradients that it waits for may come from a
+    device that waits for the earlier job.
     """
 
     def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:
@@ -138,7 +147,7 @@ class WorkerPool:
         self.workers = workers
         self.cores = tuple(cores or ())
         self._recorder = recorder
-        self._heap: list[tuple[int, int, _Queued]] = []
+        self._heap: list[tuple[int, int, int, _Queued]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -160,7 +169,7 @@ class WorkerPool:
             return
         with self._wake:
             queued = _Queued(job, len(self._threads))
-            heapq.heappush(self._heap, (job.deadline, next(self._order), queued))
+            heapq.heappush(self._heap, (job.step, job.deadline, next(self._order), queued))
             self._wake.notify(len(job.tasks))
 
     def close(self) -> None:
@@ -194,14 +203,14 @@ class WorkerPool:
         lane = worker_lane(index)
         while True:
             with self._wake:
-                while not self._heap and not self._closing:
-                    self._wake.wait()
-                if not self._heap:
-                    return
-                queued = self._heap[0][2]
+                while (queued := self._next()) is None:
+                    if not self._heap and self._closing:
+                        return
+                    self._wake.wait(_ARRIVALS_SECONDS if self._heap else None)
                 job, task = queued.job, queued.take(index)
                 if not queued.left:
-                    heapq.heappop(self._heap)
+                    self._heap = [entry for entry in self._heap if entry[-1] is not queued]
+                    heapq.heapify(self._heap)
             if job.error is not None:
                 job.finish_task()
                 continue
@@ -216,3 +225,11 @@ class WorkerPool:
                 end = time.perf_counter_ns()
                 timeline.add(lane, "host_update", begin, end, step=job.step, param=job.param, bytes=touched)
             job.finish_task()
+
+    def _next(self) -> _Queued | None:
+        """What an idle worker serves now, under the lock; None if nothing is queued or no inputs have arrived."""
+        if not self._heap:
+            return None
+        if (first := self._heap[0][-1]).job.arrived():
+            return first
+        return next((entry[-1] for entry in sorted(self._heap) if entry[-1].job.arrived()), None)
