@@ -33,6 +33,11 @@ class WorkerError(RuntimeError):
         self.kind = kind
 
 
+def _hear_the_hangup() -> None:
+    """Under nohup the signal is ignored, by children as well, and nothing would end them with their parent."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Worker:
     """A process in a group of its own that answers JSON lines; a context manager that leaves nothing running.
 
@@ -54,6 +59,7 @@ class Worker:
             stderr=self._log,
             text=True,
             process_group=0,
+            preexec_fn=_hear_the_hangup,
         )
 
     def __enter__(self) -> Self:
