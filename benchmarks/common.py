@@ -129,7 +129,7 @@ def machine() -> dict[str, Any]:
     """The hardware and versions that numbers of this process belong to."""
     return {
         "cpu": _cpu_model(),
-        "cores": physical_cores(),
+        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "hardware_threads": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -140,11 +140,6 @@ def machine() -> dict[str, Any]:
         "load_average_1min": round(os.getloadavg()[0], 2),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def physical_cores() -> int:
-    """Physical cores of the machine."""
-    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.host_adam import HostAdam
 
 
@@ -82,18 +81,7 @@ class SlowHostAdam:
         self.seconds_per_element = seconds_per_element
         self.name = kernel.name
 
-    def __call__(
-        self,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        gradients: Sequence[Tensor],
-        slots: Sequence[SlotCoefficients],
-        *,
-        step: int,
-        eps: float,
-        out: Tensor,
-    ) -> None:
+    def __call__(self, *state: Any, out: Tensor, **keywords: Any) -> None:
         end = time.perf_counter() + self.seconds_per_element * out.numel()
-        self.kernel(master, exp_avg, exp_avg_sq, gradients, slots, step=step, eps=eps, out=out)
+        self.kernel(*state, out=out, **keywords)
         time.sleep(max(0.0, end - time.perf_counter()))

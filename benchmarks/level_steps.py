@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,10 +23,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, interleaved, percentile, physical_cores, write_results
+from benchmarks.common import Spread, Target, interleaved, percentile, write_results
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import WORKLOADS
+from zenflow_compile.runtime.cores import physical_cores
 
 POLICIES = ("resident", "zero_offload", "zenflow")
 P95_OVER_MEDIAN = 1.25  # the target, for zenflow
@@ -122,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    usable = sorted(os.sched_getaffinity(0))
-    cores = tuple(usable[: physical_cores()])
+    cores = tuple(core.logical for core in physical_cores())
     add = parser.add_argument
     add("--model", choices=WORKLOADS, default="compute-bound")
     add("--device", choices=("cpu", "cuda"), default="cpu")

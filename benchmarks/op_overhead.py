@@ -3,8 +3,9 @@
 Every row comes from one process with interleaved rounds of: the model compiled without any optimizer, ``resident``
 AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points that graph nodes call and
 inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the device does or launches:
-norms and split, AdamW, merges; the CPU does it there and then with a handful of PyTorch's operators. The rest is our
-Python, which the targets are for. CPU time leaves out waits for a worker, a lane or the GIL; wall time has them.
+norms and split, AdamW, merges, scores and top-k; the CPU does it there and then with a handful of PyTorch's operators.
+The rest is our Python, which the targets are for. CPU time leaves out waits for a worker, a lane or the GIL; wall time
+has them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, write_results
-from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime import device_ops, updates
+from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.device_adam import ResidentAdam
 
 TENSORS = 300
@@ -35,7 +37,8 @@ NODES = ("fetch_parameters_", "begin_backward", "offload_gradient", "update_para
 NESTED = ("update_parameters",)  # runs inside of step()
 OPERATORS = (
     (device_ops, "norms_and_split"), (device_ops, "adam_columns_"), (device_ops, "merge_columns"),
-    (ResidentAdam, "update"),
+    (ResidentAdam, "update"), (updates, "feed_scores"),
+    (DeviceSide, "count_leaving"), (DeviceSide, "best_lines"), (DeviceSide, "better_lines"),
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, physical_cores, ratios, write_results
-from benchmarks.systems.case import CUDA_ONLY, OURS, SYSTEMS, Case
+from benchmarks.common import Spread, Target, ratios, write_results
+from benchmarks.systems.case import COMPARED_BY_POLICIES, CUDA_ONLY, OURS, SYSTEMS, Case
 from benchmarks.systems.comparison import REFERENCE, Outcome, Schedule, compare
 from benchmarks.systems.memory import copy_gb_per_s
 from benchmarks.systems.process import DEEPSPEED_PYTHON
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
+from zenflow_compile.runtime.cores import physical_cores
 
 CPU_MODELS = ("optimizer-bound", "compute-bound", "gpt")
 CUDA_MODELS = ("qwen2.5-3b", "llama-3b-32k")
@@ -261,7 +261,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", nargs="+", choices=WORKLOADS, default=list(CUDA_MODELS if cuda else CPU_MODELS), metavar="MODEL",
         help=f"of {', '.join(WORKLOADS)} (%(default)s)")  # fmt: skip
-    add("--system", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help="systems to compare (all but `resident`)")
+    add("--system", nargs="+", choices=SYSTEMS, metavar="SYSTEM",
+        help="systems to compare (all but those of `policies`)")  # fmt: skip
     add("--tokens", nargs="+", type=int, default=[None], help="per step, for language models (the model's)")
     add("--clip", nargs="+", type=lambda text: None if text == "off" else float(text), default=[None],
         help="bounds on the gradient norm, or off (off)")  # fmt: skip
@@ -283,10 +284,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", help="name of the file in benchmarks/results (peers on the CPU, peers_cuda on CUDA)")
     given = parser.parse_args(arguments)
 
-    usable = sorted(os.sched_getaffinity(0))
-    count = given.cores or min(physical_cores(), len(usable))
+    usable = [core.logical for core in physical_cores()]
+    count = given.cores or len(usable)
     if not 1 <= count <= len(usable):
-        parser.error(f"--cores {count} must be from 1 to {len(usable)}, the cores this process may use")
+        parser.error(f"--cores {count} must be from 1 to {len(usable)}, the physical cores this process may use")
     if given.device == "cuda" and not cuda:
         parser.error("--device cuda needs a CUDA device, and there is none; leave it out")
     if "capped" in given.memory and given.device != "cuda":
@@ -296,7 +297,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not given.threads:
         given.threads = [count] if given.device == "cuda" else sorted({max(1, count // 2), count})
     if not given.system:
-        given.system = [name for name in SYSTEMS if name != "resident"]
+        given.system = [name for name in SYSTEMS if name not in COMPARED_BY_POLICIES]
     if given.device == "cpu" and (left_out := [name for name in CUDA_ONLY if name in given.system]):
         print(f"not run without a CUDA device: {', '.join(left_out)}", file=sys.stderr)
         given.system = [name for name in given.system if name not in left_out]

@@ -1,9 +1,39 @@
 """Optimizer offloading as a graph rewrite: ``torch.compile(model, backend="zenflow")``."""
 
-from zenflow_compile.clipping import clip_grad_norm_
-from zenflow_compile.explain import explain
-from zenflow_compile.optimizer import ZenFlowAdamW
-from zenflow_compile.ownership import optimizer_of
-from zenflow_compile.profiling.profiler import profile
+from __future__ import annotations
 
-__all__ = ["ZenFlowAdamW", "clip_grad_norm_", "explain", "optimizer_of", "profile"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zenflow_compile.clipping import clip_grad_norm_
+    from zenflow_compile.explanation import explain
+    from zenflow_compile.optimizer import ZenFlowAdamW
+    from zenflow_compile.ownership import optimizer_of
+    from zenflow_compile.predict import plan, simulate
+    from zenflow_compile.profiling.profiler import profile
+
+__all__ = ["ZenFlowAdamW", "clip_grad_norm_", "explain", "optimizer_of", "plan", "profile", "simulate"]
+
+_HOMES = {
+    "ZenFlowAdamW": "optimizer",
+    "clip_grad_norm_": "clipping",
+    "explain": "explanation",
+    "optimizer_of": "ownership",
+    "plan": "predict",
+    "profile": "profiling.profiler",
+    "simulate": "predict",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: most of it needs torch, which takes seconds to import, and planning does not."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

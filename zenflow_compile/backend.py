@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.explain import rewrite_and_record
+from zenflow_compile.explanation import rewrite_and_record
 from zenflow_compile.options import BackendOptions, split_backend_options
 from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.passes.context import PassContext, Phase

@@ -1,61 +1,15 @@
-"""The command line: ``zenflow-compile doctor``, what this machine has and what it reaches."""
+"""The command line: ``zenflow-compile plan``, before a machine is rented, and ``doctor``, once it is there.
+
+Commands are imported when they are called: to plan takes no torch, whose import alone takes seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from zenflow_compile import torch_private
-from zenflow_compile.runtime import probe
-from zenflow_compile.runtime.arena import available_host_memory
-from zenflow_compile.runtime.cores import physical_cores, worker_count
 
 _ROUNDS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a machine has.
-
-    Attributes:
-        nodes: physical cores that this process may use, one logical core each, by NUMA node.
-        workers: how many an optimizer would run unless options say otherwise.
-        cache_bytes: of the last level.
-        memory_bytes: that this process can still use; ``memory_limit`` says what limits it.
-        lockable_bytes: RLIMIT_MEMLOCK; None without a limit.
-        compiler: C++ compiler of the fused host kernel; None where there is none.
-        versions: of what the measurements depend on.
-    """
-
-    nodes: dict[int, list[int]]
-    workers: int
-    cache_bytes: int
-    memory_bytes: int
-    memory_limit: str
-    lockable_bytes: int | None
-    compiler: str | None
-    device: str
-    versions: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """What ``doctor`` measured; all rates per second. ``kernel`` is the host kernel behind ``HostRates.adam``."""
-
-    machine: Machine
-    kernel: str
-    host: list[probe.HostRates]
-    link: list[probe.LinkRates]
-    device: probe.DeviceRate
+_TOKENS = 8192
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="zenflow-compile", description="Tools around optimizer offloading.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    plan = commands.add_parser(
+        "plan",
+        help="predict memory, time and traffic of every policy on given hardware",
+        description="Predicts, by simulation, whether a model fits, how long a step takes and what it waits for, "
+        "under every policy. No GPU is needed.",
+    )
+    _add_plan_arguments(plan)
     doctor = commands.add_parser(
         "doctor",
         help="measure what offloading lives on here",
@@ -74,7 +35,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _add_doctor_arguments(doctor)
     options = parser.parse_args(arguments)
-    return _doctor(options, doctor)
+    if options.command == "plan":
+        from zenflow_compile import cli_plan
+
+        return cli_plan.run(options, plan)
+    from zenflow_compile import cli_doctor
+
+    return cli_doctor.run(options, doctor)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help="a named model, such as llama2-7b, or the path of a config.json")
+    model.add_argument("--params", type=float, metavar="N", help="a Llama-like model of about N parameters, as 7e9")
+    model.add_argument("--config", metavar="PATH", help="a Hugging Face config.json")
+    hardware = parser.add_mutually_exclusive_group(required=True)
+    hardware.add_argument("--hardware", help="a named machine, such as h200, or measured: this one")
+    hardware.add_argument("--doctor-json", metavar="FILE", help="what doctor --json printed on the machine")
+    parser.add_argument("--flops", type=float, metavar="F", help="FLOP/s that training reaches, where it was measured")
+    parser.add_argument("--device-bytes", type=float, metavar="B", help="memory of a device (the hardware's)")
+    parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of the node (the hardware's)")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices in use (all of the hardware's)")
+    parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and step ({_TOKENS})")
+    parser.add_argument("--epoch-tokens", type=float, metavar="N", help="tokens of an epoch, for its hours")
+    parser.add_argument("--recompute", action="store_true", help="activations are checkpointed at every layer")
+    parser.add_argument("--policy", default="auto", help="auto (all, and the fastest that fits) or one policy")
+    parser.add_argument("--topk-ratio", type=float, metavar="R", help="share of the columns selected, in [0, 1]")
+    parser.add_argument("--update-interval", type=int, metavar="S", help="steps per window, at least 1")
+    parser.add_argument("--staleness", type=int, metavar="N", help="0 or 1")
+    parser.add_argument("--ratio", type=float, metavar="R", help="share of the state off the device, in [0, 1]")
+    parser.add_argument(
+        "--update-stride",
+        type=lambda text: text if text == "auto" else int(text),
+        metavar="K",
+        help='every K-th subgroup is updated on the device; "auto": by the model',
+    )
+    parser.add_argument("--sub-group-size", type=int, metavar="N", help="elements of a subgroup")
+    parser.add_argument("--max-grad-norm", type=float, metavar="X", help="clip: updates wait for the whole backward")
+    parser.add_argument("--explain", action="store_true", help="print the equations with their numbers, too")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens per second")
+    parser.add_argument("--trace", metavar="FILE", help="write the recommended plan's timeline for ui.perfetto.dev")
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,166 +85,3 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--megabytes", type=int, metavar="MB", help="memory to measure in (3 times the largest cache)")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"repetitions at most ({_ROUNDS})")
-
-
-def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    cores = len(physical_cores())
-    threads = options.threads or _thread_counts(cores)
-    for count in threads:
-        if not 1 <= count <= cores:
-            parser.error(f"--threads {count} must be in [1, {cores}]: this process may use {cores} physical core(s)")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} must be at least 1")
-    available = available_host_memory()[0] // 2**20
-    if options.megabytes is not None and not 1 <= options.megabytes <= available:
-        parser.error(f"--megabytes {options.megabytes} must be in [1, {available}], the memory that is available")
-    try:
-        device = _device(options.device)
-    except ValueError as error:
-        parser.error(str(error))
-    total_bytes = probe.default_bytes() if options.megabytes is None else options.megabytes << 20
-    link_bytes = min(probe.default_link_bytes(), total_bytes)
-    console = Console(stderr=options.json)  # standard output is for JSON alone
-    with console.status("Measuring; the fused host kernel may have to be compiled first"):
-        findings = Findings(
-            machine=machine(device),
-            kernel=probe.host_kernel().name,
-            host=[probe.host_rates(count, total_bytes, options.rounds) for count in threads],
-            link=probe.link_rates(device, link_bytes, options.rounds),
-            device=probe.device_rate(device, options.rounds),
-        )
-    if options.json:
-        json.dump(asdict(findings), sys.stdout, indent=2)
-        print()
-    else:
-        for table in tables(findings):
-            console.print(table)
-    return 0
-
-
-def machine(device: torch.device) -> Machine:
-    """What this process sees of its machine."""
-    nodes: dict[int, list[int]] = {}
-    cores = physical_cores()
-    for core in cores:
-        nodes.setdefault(core.node, []).append(core.logical)
-    memory_bytes, memory_limit = available_host_memory()
-    return Machine(
-        nodes=nodes,
-        workers=worker_count(len(cores), workers=None, reserved_share=None),
-        cache_bytes=probe.last_level_cache_bytes(),
-        memory_bytes=memory_bytes,
-        memory_limit=memory_limit,
-        lockable_bytes=_lockable_bytes(),
-        compiler=torch_private.cpp_compiler(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        versions={
-            "zenflow-compile": _version("zenflow-compile"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none",
-            "triton": _version("triton"),
-        },
-    )
-
-
-def tables(findings: Findings) -> list[Table]:
-    """The findings for a terminal."""
-    has = findings.machine
-    about = Table(title="This machine", show_header=False, box=None, title_justify="left")
-    for name, value in (
-        ("physical cores", "; ".join(f"NUMA node {node}: {_ranges(cores)}" for node, cores in has.nodes.items())),
-        ("workers", f"{has.workers} unless options say otherwise"),
-        ("last-level cache", _gib(has.cache_bytes)),
-        ("usable memory", f"{_gib(has.memory_bytes)} ({has.memory_limit})"),
-        ("lockable memory", "no limit" if has.lockable_bytes is None else f"{_gib(has.lockable_bytes)} (ulimit -l)"),
-        ("C++ compiler", has.compiler or 'none: host updates fall back to the slower "aten" kernel'),
-        ("device", has.device),
-        ("versions", ", ".join(f"{name} {number}" for name, number in has.versions.items())),
-    ):
-        about.add_row(name, value)
-    memory = _table(f"Host memory, GB/s; kernel {findings.kernel}", "bytes read and written; no write-allocate")
-    for column in ("threads", "copy_", "add_ in place", "Adam, 4 x bf16", "of copy_", "M parameters/s"):
-        memory.add_column(column, justify="right")
-    for rate in findings.host:
-        memory.add_row(
-            str(rate.threads),
-            *(_gb(value) for value in (rate.copy, rate.add, rate.adam)),
-            f"{rate.adam_to_copy:.2f}",
-            f"{rate.parameters / 1e6:.0f}",
-        )
-    on_cpu = any(rates.memory == "memmove" for rates in findings.link)
-    note = "the device is the CPU, so its copy lanes are threads" if on_cpu else ""
-    link = _table("Between device and host, GB/s", note)
-    for column in ("host memory", "D2H", "H2D"):
-        link.add_column(column, justify="left" if column == "host memory" else "right")
-    for rates in findings.link:
-        link.add_row(rates.memory, _gb(rates.to_host), _gb(rates.to_device))
-    update = _table("Device update", "AdamW on a tenth of a matrix's columns")
-    update.add_column("M parameters/s", justify="right")
-    update.add_column("GB/s", justify="right")
-    update.add_row(f"{findings.device.parameters / 1e6:.0f}", _gb(findings.device.bytes))
-    return [about, memory, link, update]
-
-
-def _table(title: str, note: str) -> Table:
-    """An empty table with a line about it under its title."""
-    return Table(title=f"{title}\n{note}" if note else title, title_justify="left", min_width=56)
-
-
-def _device(name: str | None) -> torch.device:
-    """
-    Raises:
-        ValueError: no such device here.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
-        return device
-    valid = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-    raise ValueError(f"--device {name} must be one of {valid}")
-
-
-def _thread_counts(cores: int) -> list[int]:
-    powers = [1 << exponent for exponent in range(cores.bit_length())]
-    return sorted({cores, *(count for count in powers if count <= cores)})
-
-
-def _lockable_bytes() -> int | None:
-    try:
-        import resource  # not on every platform
-    except ImportError:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 8`` for 0, 1, 2, 3, 8."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.1f}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

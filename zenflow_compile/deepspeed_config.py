@@ -28,15 +28,18 @@ _TAKES_AUTO = ("select_strategy", "select_interval", "update_interval")
 _ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
 _ADAM_SWITCHES = ("adam_w_mode", "bias_correction", "amsgrad", "torch_adam")
 _READ_FROM_CONFIG = ("zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps")
-_READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload")
+_READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload", "sub_group_size")
 _READ_FROM_OFFLOAD = ("device", "pin_memory")
+_BLANK = ("auto", None)
+_SAYS_NOTHING = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
 
 
 def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Reads a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
 
     Read are ``zero_optimization.zenflow`` (without it, ``offload_optimizer`` on ``"cpu"`` means policy
-    zero_offload, and neither means resident), ``optimizer``, ``gradient_clipping`` and
+    zero_offload, or twinflow where its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and neither means resident;
+    with it, ``"nvme"`` means files), ``sub_group_size``, ``optimizer``, ``gradient_clipping`` and
     ``gradient_accumulation_steps``. One warning names everything else. ``"auto"`` is left out where it is a
     blank that another program fills in, that is everywhere but in the three knobs that have an automatic
     mode. Ranges are checked where the keywords are used, so that the caller's own can complete or replace
@@ -49,14 +52,13 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) ->
         FileNotFoundError: there is no such file.
         TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is
             no JSON object.
-        ValueError: not JSON, an optimizer that is not Adam, or optimizer state on a device other than the
-            CPU.
+        ValueError: not JSON, an optimizer that is not Adam, or optimizer state on a device that there is not.
     """
     config, where = _load_json(source)
     zero = _block(config, "zero_optimization", where)
     zenflow = _block(zero, "zenflow", where)
     offload = _block(zero, "offload_optimizer", where)
-    found: dict[str, Any] = {"policy": _policy(zero, offload, where)}
+    found = _read_offload(zero, offload, where)
     for name, value in zenflow.items():
         if name not in ZENFLOW_KNOBS:
             raise unknown_option(name, ZENFLOW_KNOBS, where=f" in the zenflow block of {where}")
@@ -64,14 +66,16 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) ->
             found[name] = value
     ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
     ignored += [
-        f"zero_optimization.offload_optimizer.{name}" for name in offload if name not in _READ_FROM_OFFLOAD
+        f"zero_optimization.offload_optimizer.{name}"
+        for name, value in offload.items()
+        if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _SAYS_NOTHING.get(name, ())
     ]
     if config.get("optimizer") is not None:
         found.update(_read_adam(_block(config, "optimizer", where), where, ignored))
     # DeepSpeed writes "no clipping" as 0.
-    if (clipping := config.get("gradient_clipping")) not in ("auto", None, 0):
+    if (clipping := config.get("gradient_clipping")) not in (*_BLANK, 0):
         found["max_grad_norm"] = clipping
-    if (backwards := config.get("gradient_accumulation_steps")) not in ("auto", None):
+    if (backwards := config.get("gradient_accumulation_steps")) not in _BLANK:
         found["gradient_accumulation_steps"] = backwards
     for name, value in config.items():
         switched_off = isinstance(value, Mapping) and value.get("enabled") is False
@@ -82,16 +86,29 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) ->
     return found
 
 
-def _policy(zero: Mapping[str, Any], offload: Mapping[str, Any], where: str) -> str:
+def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Policy, and what says where its state is, under the block's names where they are ours, too."""
     device = offload.get("device", "cpu" if zero.get("cpu_offload") is True else "none")
-    if device not in ("cpu", "none", None):
+    if device not in ("cpu", "nvme", "none", None):
         raise ValueError(
             f"offload_optimizer.device={device!r} in {where} is not supported in this version; "
-            'use "cpu" (host memory) or "none" (state stays on the device)'
+            'use "cpu" (host memory), "nvme" (files) or "none" (state stays on the device)'
         )
+    found: dict[str, Any] = {}
     if zero.get("zenflow") is not None:
-        return "zenflow"
-    return "zero_offload" if device == "cpu" else "resident"
+        found["policy"] = "zenflow"
+        if device == "nvme":
+            found["offload_device"] = "nvme"
+    elif device == "cpu" and offload.get("ratio") not in _SAYS_NOTHING["ratio"]:
+        found |= {"policy": "twinflow", "ratio": offload["ratio"]}
+    else:
+        found["policy"] = {"cpu": "zero_offload", "nvme": "zero_infinity"}.get(str(device), "resident")
+    if device == "nvme" and offload.get("nvme_path") not in _BLANK:
+        found["nvme_path"] = offload["nvme_path"]
+    if (elements := zero.get("sub_group_size")) not in _BLANK:
+        whole = isinstance(elements, float) and elements.is_integer()  # "1e9" is a float in JSON
+        found["sub_group_size"] = int(elements) if whole else elements
+    return found
 
 
 def _read_adam(optimizer: Mapping[str, Any], where: str, ignored: list[str]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from zenflow_compile.passes.pipeline import fused_step_graph
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.roster import specs_of
+from zenflow_compile.runtime.update_rates import measured_hardware
 from zenflow_compile.validate import check_number
 
 
@@ -38,9 +40,15 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
+    Attributes:
+        options: with what was left to the performance model decided: under ``policy="auto"`` the policy and its
+            ``ratio``, ``update_stride``, ``spare_device_bytes`` and ``offload_device``. Groups that are added later are
+            planned under the same choice.
+
     Raises:
         ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
-            this kind owns, or more host memory needed than there is. Nothing has been changed then.
+            this kind owns, more host memory needed than there is, or ``policy="auto"`` where nothing fits. Nothing has
+            been changed then.
         TypeError: an unknown option, or a complex, integer or sparse parameter.
     """
 
@@ -65,6 +73,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         _check_device_and_owner(params, None)
+        self.options = _resolved(self.options, _named(self.param_groups, 0))
         engine = Engine(self.param_groups, self.options, params[0].device, implicit=implicit)
         try:
             engine.add_params(_named(self.param_groups, 0))
@@ -287,6 +296,20 @@ def _offloaded_norm(engine: weakref.ref[Engine]) -> Tensor:
     if (me := engine()) is None:
         return torch.zeros(())
     return me.gradient_norm(set(me.offloaded))
+
+
+def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]]) -> Options:
+    """``options`` with what is left to the performance model decided, on this machine as it is now."""
+    if options.policy != "auto" and not options.measures_stride:
+        return options
+    from zenflow_compile.planning import auto  # its equations bring sympy, a third of a second to import
+
+    pairs = [pair for group in named for pair in group]
+    machine = measured_hardware(options, [param for _, param in pairs])
+    if options.policy != "auto":
+        return auto.resolve_stride(options, machine)
+    assert options.tokens_per_step is not None
+    return auto.choose(specs_of(pairs), options, machine, tokens=options.tokens_per_step)
 
 
 def _named(groups: Sequence[dict[str, Any]], first: int) -> list[list[tuple[str, Parameter]]]:

@@ -7,6 +7,7 @@ imports the runtime. Numbers that steer convergence name the study they come fro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -32,7 +33,8 @@ __all__ = [
     "split_backend_options",
 ]
 
-POLICIES = ("resident", "zero_offload", "zenflow")
+POLICIES = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity", "auto")
+OFFLOAD_DEVICES = ("cpu", "nvme")
 SELECT_STRATEGIES = ("auto", "step", "epoch")
 HostKernel = Literal["auto", "inductor", "aten"]
 HOST_KERNELS = ("auto", "inductor", "aten")
@@ -57,8 +59,13 @@ class Options:
 
     Attributes:
         policy: Where optimizer state lives. ``"resident"``: on the device, as in plain AdamW.
-            ``"zero_offload"``: on the host, every update blocking. ``"zenflow"``: that of the selected
-            columns on the device, the rest on the host.
+            ``"zero_offload"``: on the host, every update blocking. ``"twinflow"``: so, but a fixed share of it on the
+            device. ``"deep_optimizer_states"``: on the host, some of it streamed to the device and updated there
+            meanwhile. ``"zero_infinity"``: in files behind a window of host memory. ``"zenflow"``: that of the selected
+            columns on the device, the rest on the host. ``"auto"``: the one of these, or mixture of them, that is
+            predicted to be the fastest of those that fit this machine when the optimizer is made.
+        tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step: with the parameters
+            they say how long a step takes and what activations need. ``policy="auto"`` needs it; the others ignore it.
         topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
             at every step. 0 defers everything, 1 nothing.
         select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (``steps_per_epoch`` is needed
@@ -106,6 +113,18 @@ class Options:
             there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
         gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per line, and
             keeps what was rounded away for the next step; None sends them in the model's dtype.
+        ratio: Share, in [0, 1], of the optimizer state that policies ``"twinflow"`` and ``"deep_optimizer_states"``
+            keep off the device (DeepSpeed's ``offload_optimizer.ratio``); the others ignore it.
+        sub_group_size: Elements, >= 1, of the groups of whole parameters that updates are interleaved by.
+        update_stride: Every so many subgroups, >= 1, one is updated on the device, with state that is streamed there
+            from host memory and back: 1 updates all of them there, 2 every other one. ``"auto"`` takes it from the
+            performance model and rates that are measured once, before the first step. None: no streaming, and
+            ``"auto"`` under policy ``"deep_optimizer_states"``.
+        offload_device: ``"nvme"`` keeps the host's state in files under ``nvme_path``, ``"cpu"`` in memory. Policy
+            ``"zero_infinity"`` always has it in files.
+        nvme_path: Directory for the files; they are scratch, as large as the fp32 state, and removed by ``close()``.
+        host_window_bytes: Host memory, in bytes, that state in files passes through; at least the state of the largest
+            parameter's deferred part. None: twice that, and 64 MiB at least.
         staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's
             remaining lines. None: three times that.
         weight_grad_order: Order of the backward: ``"asap"`` computes every weight gradient as soon as it can be;
@@ -118,6 +137,7 @@ class Options:
     """
 
     policy: str = "zenflow"
+    tokens_per_step: int | None = None
     topk_ratio: float = 0.1
     select_strategy: str = "auto"
     select_interval: int | Literal["auto"] = "auto"
@@ -140,6 +160,12 @@ class Options:
     min_offload_size: int = 4096
     accumulate_on_device: bool = False
     gradient_compression: str | None = None
+    ratio: float = 1.0
+    sub_group_size: int = 100_000_000
+    update_stride: int | Literal["auto"] | None = None
+    offload_device: str = "cpu"
+    nvme_path: str | None = None
+    host_window_bytes: int | None = None
     staging_bytes: int | None = None
     weight_grad_order: str = "asap"
     weight_grad_bytes: int | None = None
@@ -150,6 +176,8 @@ class Options:
             "policy": check_choice("policy", self.policy, POLICIES),
             "select_strategy": check_choice("select_strategy", self.select_strategy, SELECT_STRATEGIES),
             "host_kernel": check_choice("host_kernel", self.host_kernel, HOST_KERNELS),
+            "offload_device": check_choice("offload_device", self.offload_device, OFFLOAD_DEVICES),
+            "sub_group_size": check_integer("sub_group_size", self.sub_group_size, 1),
             "weight_grad_order": check_choice("weight_grad_order", self.weight_grad_order, WEIGHT_GRAD_ORDERS),
             "max_update_interval": check_integer("max_update_interval", self.max_update_interval, 1),
             "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
@@ -157,14 +185,17 @@ class Options:
             "spare_device_bytes": check_integer("spare_device_bytes", self.spare_device_bytes, 0),
             "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
         }
-        for name in ("topk_ratio", "auto_ratio", "device_share"):
+        for name in ("topk_ratio", "auto_ratio", "device_share", "ratio"):
             checked[name] = check_ratio(name, getattr(self, name))
         if self.pt_reserved_cores_perc is not None:
             checked["pt_reserved_cores_perc"] = check_ratio("pt_reserved_cores_perc", self.pt_reserved_cores_perc)
         for name in ("select_interval", "update_interval"):
             if (value := getattr(self, name)) != "auto":
                 checked[name] = check_integer(name, value, 1, remedy=' or "auto"')
-        for name in ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes"):
+        if self.update_stride not in ("auto", None):
+            checked["update_stride"] = check_integer("update_stride", self.update_stride, 1, remedy=' or "auto"')
+        integers = ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes", "host_window_bytes")
+        for name in ("tokens_per_step", *integers):
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_integer(name, value, 1, remedy=" or None")
         if self.min_update_interval is not None:
@@ -195,8 +226,33 @@ class Options:
             check_flag(name, getattr(self, name))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.policy == "zenflow":
+        self._check_files()
+        if self.policy == "auto" and self.tokens_per_step is None:
+            raise ValueError(
+                'tokens_per_step=None under policy="auto" must be an integer >= 1: how long a step takes decides what '
+                "is fastest; pass the tokens (or rows) that the device trains on per step, as in "
+                "tokens_per_step=batch_size * sequence_length"
+            )
+        if self.policy in ("zenflow", "auto"):  # what is chosen may be zenflow
             self._check_zenflow()
+
+    def _check_files(self) -> None:
+        """Where state may be in files, and that they have a place."""
+        if self.offload_device == "nvme" and self.policy not in ("zenflow", "zero_infinity"):
+            raise ValueError(
+                f'offload_device="nvme" under policy={self.policy!r} is not supported: state in files goes with '
+                '"zero_infinity" and "zenflow"; choose one of these, or offload_device="cpu" ("auto" may choose files '
+                "wherever nvme_path is given)"
+            )
+        if self.in_files and self.nvme_path is None:
+            raise ValueError(
+                "nvme_path=None must be a directory on a local disk: the optimizer's state is to live in files; pass "
+                "its path, or choose a policy that keeps state in memory"
+            )
+        if self.nvme_path is not None and not isinstance(self.nvme_path, (str, os.PathLike)):
+            raise TypeError(f"nvme_path={self.nvme_path!r} must be a path, or None")
+        if self.nvme_path is not None and not os.fspath(self.nvme_path):
+            raise ValueError("nvme_path='' must be the path of a directory on a local disk, or None")
 
     def _check_zenflow(self) -> None:
         """Rules between knobs that the other policies ignore."""
@@ -256,6 +312,32 @@ class Options:
         if self.policy != "zenflow":
             return 1
         return self.max_update_interval if self.update_interval == "auto" else self.update_interval
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the host's state lives in files."""
+        return self.policy == "zero_infinity" or self.offload_device == "nvme"
+
+    @property
+    def stride(self) -> int | None:
+        """Every so many subgroups, one is updated on the device; None: no streaming.
+
+        Raises:
+            ValueError: it is to be measured, and has not been; see ``planning.auto``.
+        """
+        if self.policy not in ("zenflow", "deep_optimizer_states"):
+            return None
+        if self.measures_stride:
+            raise ValueError('update_stride="auto" has not been resolved')
+        assert self.update_stride != "auto"
+        return self.update_stride
+
+    @property
+    def measures_stride(self) -> bool:
+        """Whether ``update_stride`` is still to come from the performance model."""
+        if self.policy == "deep_optimizer_states":
+            return self.update_stride in ("auto", None)
+        return self.policy == "zenflow" and self.update_stride == "auto"
 
     def resolved_select_interval(self, update_interval: int | None = None) -> int:
         """Steps between re-selections of a parameter whose windows are ``update_interval`` steps long.

@@ -233,6 +233,11 @@ def readers_of_memory(
     }
 
 
+def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
+    """The schema of the operator that the node calls; None for a node that calls none. Seen in torch 2.11 and 2.13."""
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
 def storage_of(node: torch.fx.Node) -> int | None:
     """What all nodes with the same memory have in common; None for those that are no tensor."""
     value = node.meta.get("val")

@@ -13,13 +13,18 @@ SYSTEMS = {
     "adamw": "torch.compile and torch.optim.AdamW(fused=True), everything on the device",
     "resident": 'ZenFlowAdamW, policy="resident"',
     "zero_offload": 'ZenFlowAdamW, policy="zero_offload"',
+    "twinflow": 'ZenFlowAdamW, policy="twinflow"',
+    "deep_optimizer_states": 'ZenFlowAdamW, policy="deep_optimizer_states"',
+    "zero_infinity": 'ZenFlowAdamW, policy="zero_infinity"',
     "zenflow": 'ZenFlowAdamW, policy="zenflow"',
     "deepspeed_zero_offload": "DeepSpeed ZeRO stage 2 with offload_optimizer",
     "deepspeed_zenflow": "the same with the zenflow block, overlap_step",
     "torchao_offload": "torchao CPUOffloadOptimizer, gradients offloaded",
     "fsdp2_offload": "FSDP2 of one rank with CPUOffloadPolicy",
 }
-OURS = ("resident", "zero_offload", "zenflow")
+OURS = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity")
+COMPARED_BY_POLICIES = ("resident", "twinflow", "deep_optimizer_states", "zero_infinity")
+"""Of ours, those that ``peers`` leaves out unless asked for: ``policies`` is about them."""
 DEEPSPEED = ("deepspeed_zero_offload", "deepspeed_zenflow")
 CUDA_ONLY = ("torchao_offload", "fsdp2_offload")
 

@@ -117,16 +117,24 @@ class Ours:
     def facts(self) -> dict[str, Any]:
         """Where the state is, and how many workers update it."""
         params = self.optimizer.engine.plan.params
-        on_device = sum(param.k * param.length if param.offloaded else param.numel for param in params)
+        on_device = sum(_elements_on_device(param) for param in params)
         return {
             "resident_share": on_device / sum(param.numel for param in params),
             "optimizer_device_bytes": self.optimizer.device_bytes,
             "optimizer_host_bytes": self.optimizer.host_bytes,
+            "optimizer_file_bytes": self.optimizer.engine.plan.file_bytes,
+            "update_stride": self.optimizer.options.update_stride,
         }
 
     def close(self) -> None:
         """Apply what waits, end the workers."""
         self.optimizer.close()
+
+
+def _elements_on_device(param: Any) -> int:
+    if param.interleaved:
+        return 0
+    return int(param.k * param.length if param.offloaded else param.numel)
 
 
 class TorchAO:

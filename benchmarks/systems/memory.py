@@ -13,6 +13,7 @@ from typing import Self
 import torch
 
 from zenflow_compile import torch_private
+from zenflow_compile.runtime.cores import physical_cores
 
 COPY_BYTES_PER_ELEMENT = 8
 """Of an fp32 copy: read and written once. What a cache fetches only to overwrite it (write-allocate) is not counted,
@@ -25,11 +26,11 @@ class PinnedThreads:
     def __init__(self, count: int) -> None:
         """
         Args:
-            count: of threads, at most the cores that this process may use.
+            count: of threads, at most the physical cores that this process may use.
         """
-        cores = sorted(os.sched_getaffinity(0))[:count]
+        cores = [core.logical for core in physical_cores()][:count]
         if len(cores) < count:
-            raise ValueError(f"threads={count} must be at most {len(cores)}, the cores that this process may use")
+            raise ValueError(f"threads={count} must be at most {len(cores)}, the physical cores of this process")
         self._pools = [ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, {core})) for core in cores]
 
     def __enter__(self) -> Self:

@@ -142,12 +142,12 @@ def test_what_was_seen_and_not_used_yet_is_in_the_state() -> None:
     options = DRIFTING["windows"]
     position = 4  # closes at 3 and 4 have looked, those at 5 and 6 decide
     saved = torch.load(io.BytesIO(Training(None, options).run(0, position).saved()), weights_only=True)
-    waiting = [entry["schedule"]["kept"] for entry in saved["optimizer"]["state"].values() if "schedule" in entry]
-    assert any(kept is not None and kept < 1.0 for kept in waiting)
+    waiting = [entry["schedule"]["leaving"] for entry in saved["optimizer"]["state"].values() if "schedule" in entry]
+    assert any(leaving for leaving in waiting)
     expected = Training(None, options).run(0, 12).weights()
     for entry in saved["optimizer"]["state"].values():
         if "schedule" in entry:
-            entry["schedule"]["kept"] = None
+            entry["schedule"]["leaving"] = None
     file = io.BytesIO()
     torch.save(saved, file)
     forgetful = Training(None, options).load(file.getvalue()).run(position, 12).weights()

@@ -22,6 +22,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compressed": {"gradient_compression": "int8", "update_interval": 2, "staleness": 1},
     "summed_stale": {"accumulate_on_device": True, "update_interval": 2, "staleness": 1, "full_warm_up_rounds": 3},
 }
+STREAMED: dict[str, dict[str, Any]] = {
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1},
+    "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1, "ratio": 0.8},
+    "windows_and_streamed": {"update_stride": 2, "sub_group_size": 1, "update_interval": 2},
+}
 THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 
 
@@ -35,7 +40,7 @@ def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("options", [*SETTINGS.values(), *STREAMED.values()], ids=[*SETTINGS, *STREAMED])
 def test_delays_change_nothing(
     entry: dict[str, Any] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

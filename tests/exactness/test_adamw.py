@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from zenflow_compile.runtime.device_ops import Selection
 
 # The shortest windows and re-selections that there are.
 RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
+
+STATE_BYTES = 12  # of an element: fp32 master and moments
 
 # Whole entry points differ for these; what differs in between is the runtime's, and the same for all models.
 FEW = ["mlp", "gpt_tied", "unused_parameters", "experts_without_tokens"]
@@ -35,6 +38,31 @@ def test_zero_offload_is_adamw(member: Member) -> None:
     check_in_graph(run)
     assert run.windows_closed >= 20
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+
+
+@each_member()
+def test_zero_infinity_is_adamw(member: Member, tmp_path: Path) -> None:
+    """Through the smallest window that there is, to the bits of state in memory."""
+    sizes = [param.numel() for param in member.build().parameters() if param.dim() > 1 and param.requires_grad]
+    run = train(
+        member, "eager", 20, policy="zero_infinity", nvme_path=tmp_path, host_window_bytes=STATE_BYTES * max(sizes)
+    )
+    check_in_graph(run)
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+    in_memory = train(member, "eager", 20, policy="zero_offload")
+    assert all(torch.equal(weights, in_memory.weights[name]) for name, weights in run.weights.items())
+
+
+@each_member(FEW)
+@pytest.mark.parametrize("topk_ratio", [0.0, 0.2])
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_zenflow_in_files_is_adamw_across_reselections(
+    member: Member, topk_ratio: float, inner: str | None, tmp_path: Path
+) -> None:
+    files = {"offload_device": "nvme", "nvme_path": tmp_path}
+    run = train(member, inner, 40, topk_ratio=topk_ratio, **RESELECTING, **files)
+    assert (run.moved_lines > 0) == (topk_ratio > 0.0)
+    assert largest_difference(run, plain_adamw(member, inner, 40), member) < member.tolerance
 
 
 @each_member(FEW)

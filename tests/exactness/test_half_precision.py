@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,15 @@ EXACT: dict[str, dict[str, Any]] = {
     "windows_of_one": {"update_interval": 1, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 2},
     "summed_windows_of_one": {"accumulate_on_device": True, "full_warm_up_rounds": STEPS},
     "zero_offload": {"policy": "zero_offload"},
+    "zero_infinity": {"policy": "zero_infinity", "host_window_bytes": 12 * 24 * 40},
+    "files": {"offload_device": "nvme", "update_interval": 1, "topk_ratio": 0.2},
     "resident": {"policy": "resident"},
+    "twinflow": {"policy": "twinflow", "ratio": 0.6},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 1},
+    "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1},
+    "windows_of_one_and_streamed": {"update_interval": 1, "update_stride": 2, "sub_group_size": 1},
 }
+NOTHING_FOR_THE_HOST = ("resident", "streamed")
 
 
 class Given(nn.Module):
@@ -112,14 +120,20 @@ def unequal_share(weights: list[Tensor], others: list[Tensor]) -> float:
 @HALF
 @pytest.mark.parametrize("case", EXACT)
 @pytest.mark.parametrize("inner", ["eager", None])
-def test_weights_are_roundings_of_exact_masters(dtype: torch.dtype, case: str, inner: str | None) -> None:
+def test_weights_are_roundings_of_exact_masters(
+    dtype: torch.dtype, case: str, inner: str | None, tmp_path: Path
+) -> None:
     """Masters agree to the last bits of fp32, so that hardly a weight rounds to another value."""
-    weights, _, optimizer = trained(Given, partial(given, dtype), dtype, zenflow_adamw(EXACT[case]), inner)
+    make = zenflow_adamw({"nvme_path": tmp_path, **EXACT[case]})
+    weights, _, optimizer = trained(Given, partial(given, dtype), dtype, make, inner)
     with optimizer:
-        assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_closed > 0) == (case != "resident")
-        assert (optimizer.engine.selections > 0) == case.endswith("windows_of_one")
+        on_host = case not in NOTHING_FOR_THE_HOST
+        assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_closed > 0) == on_host
+        assert bool(optimizer.engine.roster.interleaved.params) == ("streamed" in case)
+        assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")
         for each in optimizer.engine.offloaded.values():
-            assert {side.dtype for side in (*each.device.state(), *each.host.state())} == {torch.float32}
+            with each.host.borrowed() as state:
+                assert {side.dtype for side in (*each.device.state(), *state)} == {torch.float32}
     expected, _, _ = trained(Given, partial(given, dtype), dtype, master_adamw, inner)
     assert all(weight.dtype == dtype for weight in weights)
     assert unequal_share(weights, expected) < 2e-3

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.exactness.test_adamw import RESELECTING, check_in_graph, with_moments_reset
+from tests.exactness.test_policies import MIXTURES, STRIDES, TWINFLOW
 from tests.exactness.test_rule_p import CASES, Runs, check
 from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train, train_implicitly
 from tests.exactness.zoo import BY_NAME, Member
@@ -27,6 +28,15 @@ def test_exact_policies_are_adamw(member: Member) -> None:
     check_in_graph(zenflow)
     assert zenflow.moved_lines > 10
     assert largest_difference(zenflow, expected[40], member) < member.tolerance
+
+
+@each_member(["mlp", "gpt"])
+@pytest.mark.parametrize("case", ["twinflow_0.5", "with_residents", "windows_and_streamed"])
+def test_shares_and_streamed_state_are_adamw(member: Member, case: str) -> None:
+    run = train(member, "inductor", 20, **{**TWINFLOW, **STRIDES, **MIXTURES}[case])
+    check_in_graph(run)
+    assert (run.flushes >= 20) == bool(run.streamed) == (case != "twinflow_0.5")
+    assert largest_difference(run, plain_adamw(member, "inductor", 20), member) < member.tolerance
 
 
 @each_member(COMPILED)

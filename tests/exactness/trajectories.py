@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zenflow_compile
 from tests.exactness.zoo import BY_NAME, MEMBERS, Member
 from zenflow_compile.optimizer import ZenFlowAdamW
+from zenflow_compile.profiling.timeline import D2H, Timeline
 
 ADAM = {"lr": 1e-3, "weight_decay": 0.01}
 
@@ -32,6 +34,8 @@ class Trajectory:
         weights: parameters and buffers at the end.
         offloaded: names of the parameters whose state was (also) on the host.
         through_grad: those of them whose gradients came through ``.grad``, not out of a graph.
+        streamed: names of those whose state passed through the device.
+        flushes: how often a subgroup's state came back from there.
         moved_lines: lines that changed sides in all re-selections.
         inserted: graphs that the passes rewrote.
     """
@@ -41,6 +45,8 @@ class Trajectory:
     weights: dict[str, Tensor] = field(default_factory=dict)
     offloaded: tuple[str, ...] = ()
     through_grad: tuple[str, ...] = ()
+    streamed: tuple[str, ...] = ()
+    flushes: int = 0
     windows_closed: int = 0
     selections: int = 0
     moved_lines: int = 0
@@ -71,6 +77,7 @@ def train(member: Member, inner: str | None, steps: int, *, evaluate: bool = Fal
     model = seeded(member.build)
     optimizer = ZenFlowAdamW(model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **options})
     run = compiled(model, inner)
+    optimizer.engine.timeline = Timeline()
     try:
         result = Trajectory()
         before = _selected(optimizer)
@@ -132,6 +139,10 @@ def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> T
     result.weights = snapshot(model)
     result.offloaded = tuple(_offloaded(optimizer))
     result.through_grad = tuple(each.plan.name for each in engine.offloaded.values() if each.eager)
+    result.streamed = tuple(each.plan.name for each in engine.roster.interleaved.params.values())
+    if engine.timeline is not None:
+        moved = [event for event in engine.timeline.events() if event.lane == D2H and event.kind == "state"]
+        result.flushes = sum(event.param.startswith("subgroup") for event in moved)
     result.windows_closed, result.selections = engine.windows_closed, engine.selections
     result.inserted = len(engine.graphs)
     return result
@@ -172,7 +183,7 @@ def largest_difference(one: Trajectory, other: Trajectory, member: Member) -> fl
     assert one.weights.keys() == other.weights.keys()
     largest = 0.0
     for name, weights in one.weights.items():
-        difference = (weights - other.weights[name]).abs()
+        difference = (weights - other.weights[name]).abs().nan_to_num(nan=math.inf)  # max() would drop a NaN
         for ending, entries in member.zero_gradient:
             if name.endswith(ending):
                 difference[entries] = 0.0

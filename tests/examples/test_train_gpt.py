@@ -146,7 +146,7 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
 )
 def test_help(module: str) -> None:
     if module == "examples.finetune_llama":
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", reason="needs the hf extra")
     process = subprocess.run(
         [sys.executable, "-m", module, "--help"],
         cwd=Path(__file__).parents[2],

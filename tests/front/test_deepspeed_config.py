@@ -91,10 +91,71 @@ def test_file_and_dict_read_the_same(tmp_path: Path) -> None:
         ({"cpu_offload": False}, "resident"),
         ({"offload_optimizer": {"device": "cpu"}, "zenflow": None}, "zero_offload"),
         ({"offload_optimizer": {"device": "cpu"}, "zenflow": {}}, "zenflow"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "zero_offload"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": "auto"}}, "zero_offload"),
+        ({"offload_optimizer": {"device": "nvme"}}, "zero_infinity"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": None}}, "zero_infinity"),
     ],
 )
 def test_policy_follows_the_offload_blocks(zero: dict[str, Any], policy: str) -> None:
     assert read_quietly({"zero_optimization": zero}) == {"policy": policy}
+
+
+@pytest.mark.parametrize(
+    ("zero", "keywords"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, {"policy": "twinflow", "ratio": 0.3}),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0}}, {"policy": "twinflow", "ratio": 0}),
+        (
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}},
+            {"policy": "zero_infinity", "nvme_path": "/scratch"},
+        ),
+        (
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}, "zenflow": {"topk_ratio": 0.05}},
+            {"policy": "zenflow", "offload_device": "nvme", "nvme_path": "/scratch", "topk_ratio": 0.05},
+        ),
+        ({"sub_group_size": 1e9}, {"policy": "resident", "sub_group_size": 1_000_000_000}),
+        ({"sub_group_size": 5, "zenflow": {}}, {"policy": "zenflow", "sub_group_size": 5}),
+        ({"sub_group_size": "auto"}, {"policy": "resident"}),
+    ],
+)
+def test_where_state_lives_carries_over(zero: dict[str, Any], keywords: dict[str, Any]) -> None:
+    found = read_quietly({"zero_optimization": zero})
+    assert found == keywords
+    options = Options.from_keywords(**found)
+    assert {name: getattr(options, name) for name in keywords} == keywords
+    assert type(options.sub_group_size) is int
+
+
+@pytest.mark.parametrize(
+    ("zero", "ignored"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}, "zenflow": {}}, "ratio"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "ratio": 0.3}}, "ratio"),
+        ({"offload_optimizer": {"device": "cpu", "nvme_path": "/scratch"}}, "nvme_path"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "buffer_count": 4}}, "buffer_count"),
+    ],
+)
+def test_what_the_device_has_no_use_for_is_listed(zero: dict[str, Any], ignored: str) -> None:
+    with pytest.warns(UserWarning, match=rf"no effect here: zero_optimization\.offload_optimizer\.{ignored}$"):
+        assert ignored not in read_deepspeed_config({"zero_optimization": zero})
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, r"ratio=1\.5 must be"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": "half"}}, "ratio='half' must be"),
+        ({"offload_optimizer": {"device": "nvme"}}, "nvme_path=None must be a directory"),
+        ({"offload_optimizer": {"device": "nvme"}, "zenflow": {}}, "nvme_path=None must be a directory"),
+        ({"sub_group_size": 0.5}, r"sub_group_size=0\.5 must be"),
+        ({"sub_group_size": 0}, "sub_group_size=0 must be"),
+    ],
+)
+def test_what_is_out_of_range_is_named_where_it_is_used(zero: dict[str, Any], message: str) -> None:
+    keywords = read_quietly({"zero_optimization": zero})
+    with pytest.raises((ValueError, TypeError), match=message):
+        Options.from_keywords(**keywords)
 
 
 def test_blanks_for_another_program_are_left_out() -> None:
@@ -131,7 +192,7 @@ def test_values_are_checked_where_the_keywords_are_used() -> None:
         ({"zero_optimization": {"zenflow": {"policy": "resident"}}}, TypeError, "unknown option 'policy'"),
         ({"zero_optimization": {"zenflow": True}}, TypeError, "zenflow=True .*JSON object"),
         ({"zero_optimization": 2}, TypeError, "zero_optimization=2 .*JSON object"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ValueError, "'nvme'.*use \"cpu\""),
+        ({"zero_optimization": {"offload_optimizer": {"device": "gds"}}}, ValueError, "'gds'.*use \"cpu\""),
         ({"optimizer": {"type": "Lamb"}}, ValueError, "optimizer.type='Lamb'.*\"AdamW\""),
         ({"optimizer": {"params": {}}}, ValueError, "optimizer.type=None"),
         (adam(params={"amsgrad": True}), ValueError, "amsgrad=True .*must be False"),

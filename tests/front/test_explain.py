@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.recording import RecordingEngine
 from zenflow_compile.backend import zenflow
-from zenflow_compile.explain import explain
+from zenflow_compile.explanation import explain
 from zenflow_compile.passes.context import Phase
 
 

@@ -111,6 +111,7 @@ def test_value_of_the_wrong_type_is_named(name: str, value: Any) -> None:
         {"select_strategy": "step", "select_interval": 1, "update_interval": "auto"},
         {"select_strategy": "epoch", "select_interval": 1, "steps_per_epoch": 4},
         {"staleness": 1},
+        {"policy": "auto", "tokens_per_step": 1},
         {"max_grad_norm": 1},
         {"gradient_accumulation_steps": 1, "min_offload_size": 0, "device_share": 0},
         {"pt_reserved_cores_perc": 1.0},
@@ -121,7 +122,7 @@ def test_ends_of_the_ranges_are_valid(keywords: dict[str, Any]) -> None:
 
 
 def test_numbers_of_other_kinds_become_plain_ones() -> None:
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason="checks NumPy's numbers")
     options = Options(
         topk_ratio=numpy.float32(0.25),
         auto_ratio=Fraction(1, 2),  # type: ignore[arg-type]
@@ -180,7 +181,7 @@ def test_unknown_option_is_answered_with_the_nearest(keywords: dict[str, Any], n
 
 
 def test_unknown_option_without_a_near_one_is_answered_with_a_list() -> None:
-    with pytest.raises(TypeError, match="valid options are policy, topk_ratio") as error:
+    with pytest.raises(TypeError, match="valid options are policy, tokens_per_step") as error:
         Options.from_keywords(zzz=1)
     assert all(name in str(error.value) for name in OPTION_NAMES)
 

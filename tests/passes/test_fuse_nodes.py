@@ -146,17 +146,24 @@ class Written:
 
 
 @pytest.mark.parametrize(
-    ("steps", "small_bytes", "together_bytes", "fused"),
+    ("phase", "steps", "small_bytes", "together_bytes", "fused"),
     [
-        ("fvfvfcc", 0, 0, "(012)vvcc"),  # only views between them
-        ("fcfvfc", 0, 0, "(0)c(12)vc"),  # computation between them hides what follows
-        ("fcfcfc", 64, 1000, "(012)ccc"),  # small
-        ("fcfcfc", 63, 1000, "(0)c(1)c(2)c"),
-        ("fcfcfc", 64, 64, "(01)cc(2)c"),  # small, but not together
-        ("cfcfvf", 64, 128, "c(012)cv"),
+        (Phase.FORWARD, "fvfvfcc", 0, 0, "(012)vvcc"),  # only views between them
+        (Phase.FORWARD, "fcfvfc", 0, 0, "(0)c(12)vc"),  # computation between them hides what follows
+        (Phase.FORWARD, "fcfcfc", 64, 1000, "(012)ccc"),  # small
+        (Phase.FORWARD, "fcfcfc", 63, 1000, "(0)c(1)c(2)c"),
+        (Phase.FORWARD, "fcfcfc", 64, 64, "(01)cc(2)c"),  # small, but not together
+        (Phase.FORWARD, "cfcfvf", 64, 128, "c(012)cv"),
+        # Only later than where an update stands is behind the parameter's last read.
+        (Phase.BACKWARD, "cuuguc", 0, 0, "cg(012)c"),  # nothing of the model's between them
+        (Phase.BACKWARD, "ucuuc", 0, 0, "(0)c(12)c"),
+        (Phase.BACKWARD, "ucucuc", 64, 1000, "cc(012)c"),  # small
+        (Phase.BACKWARD, "ucucuc", 63, 1000, "(0)c(1)c(2)c"),
+        (Phase.BACKWARD, "ucucuc", 64, 64, "c(01)c(2)c"),  # small, but not together
     ],
 )
-def test_what_is_fetched_together(
+def test_what_is_done_together(
+    phase: Phase,
     steps: str,
     small_bytes: int,
     together_bytes: int,
@@ -168,39 +175,12 @@ def test_what_is_fetched_together(
     monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", small_bytes)
     monkeypatch.setattr(fuse_nodes, "TOGETHER_BYTES", together_bytes)
     engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
-    forward = Written(engine, Phase.FORWARD, steps)
-    before = fetch_order(forward.gm, engine.id)
-    assert FuseNodes()(forward.gm, forward.ctx) == fused.count("(")
-    assert forward.fused() == fused
-    assert fetch_order(forward.gm, engine.id) == before == [0, 1, 2]
-    assert FuseNodes()(forward.gm, forward.ctx) == 0
-
-
-@pytest.mark.parametrize(
-    ("steps", "small_bytes", "together_bytes", "fused"),
-    [
-        ("cuuguc", 0, 0, "cg(012)c"),  # nothing of the model's between them
-        ("ucuuc", 0, 0, "(0)c(12)c"),
-        ("ucucuc", 64, 1000, "cc(012)c"),  # small
-        ("ucucuc", 63, 1000, "(0)c(1)c(2)c"),
-        ("ucucuc", 64, 64, "c(01)c(2)c"),  # small, but not together
-    ],
-)
-def test_what_is_updated_together(
-    steps: str,
-    small_bytes: int,
-    together_bytes: int,
-    fused: str,
-    recording: Callable[..., RecordingEngine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Matrices of 64 bytes; only later than where an update stands is behind the parameter's last read."""
-    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(fuse_nodes, "TOGETHER_BYTES", together_bytes)
-    engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
-    backward = Written(engine, Phase.BACKWARD, steps)
-    assert FuseNodes()(backward.gm, backward.ctx) == fused.count("(")
-    assert backward.fused() == fused
+    written = Written(engine, phase, steps)
+    before = fetch_order(written.gm, engine.id)
+    assert FuseNodes()(written.gm, written.ctx) == fused.count("(")
+    assert written.fused() == fused
+    assert fetch_order(written.gm, engine.id) == before == ([0, 1, 2] if phase is Phase.FORWARD else [])
+    assert FuseNodes()(written.gm, written.ctx) == 0
 
 
 def test_small_parameters_are_fetched_together_at_the_first_use(recording: Callable[..., RecordingEngine]) -> None:

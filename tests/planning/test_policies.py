@@ -100,7 +100,7 @@ def test_an_unknown_policy() -> None:
     class Other:
         policy = "fifo"
 
-    with pytest.raises(ValueError, match="policy='fifo' must be one of resident, zero_offload, zenflow"):
+    with pytest.raises(ValueError, match="policy='fifo' must be one of resident, zero_offload, twinflow"):
         make_plan([], Other())  # type: ignore[arg-type]
 
 
@@ -157,6 +157,104 @@ def test_options_reach_the_plan() -> None:
     assert (param.interval, param.staleness, param.blocking) == (3, 1, True)
     param = plan_of([(8, 8)], **common, update_interval="auto").params[0]
     assert (param.interval, param.staleness, param.blocking) == (4, 0, False)
+
+
+# TwinFlow and Deep Optimizer States.
+
+
+def resident_elements(plan: Plan) -> int:
+    """Elements whose state stays on the device for good."""
+    whole = sum(param.numel for param in plan.params if param.placement is Placement.DEVICE)
+    return whole + sum(param.k * param.length for param in plan.params)
+
+
+@pytest.mark.parametrize("policy", ["twinflow", "deep_optimizer_states"])
+def test_twinflows_share_is_exact_to_a_line(policy: str) -> None:
+    """Whatever the ratio; and it comes last in the order of updates, with one parameter cut at most."""
+    rng = random.Random(3)
+    cut = 0
+    for _ in range(60):
+        shapes: Shapes = [(rng.randint(1, 40), rng.randint(1, 40)) for _ in range(rng.randint(1, 12))]
+        shapes.insert(0, (rng.randint(1, 50),))  # stays on the device, and counts
+        sizes = [spec.numel for spec in specs(shapes)]
+        ratio = rng.random()
+        stride = {"update_stride": 2} if policy != "twinflow" else {}
+        plan = plan_of(shapes, policy=policy, ratio=ratio, min_offload_size=1, **stride)
+        missing = max(round((1 - ratio) * sum(sizes)), sizes[0]) - resident_elements(plan)
+        places = list(plan.params[1:])
+        first = next((i for i, param in enumerate(places) if param.placement is Placement.DEVICE), len(places))
+        assert all(param.placement is Placement.DEVICE for param in places[first:])
+        split = [param for param in places if param.fixed]
+        assert all(param is places[first - 1] and 0 < param.k < param.lines and param.blocking for param in split)
+        assert 0 <= missing < (places[first - 1].length if first else 1)
+        cut += len(split)
+    assert cut > 20
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.0, [0, 0, 0, 0]), (0.5, [0, 0, 64, 64]), (0.0, [64] * 4)])
+def test_twinflows_ends_are_zero_offload_and_resident(ratio: float, expected: list[int]) -> None:
+    plan = plan_of([(64, 64)] * 4, policy="twinflow", ratio=ratio)
+    assert [64 if param.placement is Placement.DEVICE else param.k for param in plan.params] == expected
+    assert plan.host_bytes == plan_of([(64, 64)] * 4, policy="zero_offload").host_bytes * ratio
+
+
+def test_a_fixed_share_selects_nothing() -> None:
+    cut = plan_of([(64, 64)] * 2, policy="twinflow", ratio=0.75).params[1]
+    assert (cut.k, cut.rest, cut.selects, cut.interval) == (32, 32, False, 1)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 5000, 9000, 10**8])
+def test_every_kth_subgroup_is_streamed(stride: int, size: int) -> None:
+    plan = plan_of(gpt(3), policy="deep_optimizer_states", update_stride=stride, sub_group_size=size)
+    host = [param for param in plan.params if param.placement is not Placement.DEVICE]
+    numbers = [param.subgroup for param in host]
+    assert all(number is not None for number in numbers)
+    assert numbers == sorted(numbers, key=lambda number: number or 0)
+    assert set(numbers) == set(range(len(set(numbers))))
+    elements = {number: [param.numel for param in host if param.subgroup == number] for number in numbers}
+    for number, sizes in elements.items():
+        assert sum(sizes) <= size or len(sizes) == 1  # only a parameter that is larger by itself exceeds it
+        following = elements.get((number or 0) + 1)
+        assert following is None or sum(sizes) + following[0] > size  # and none is smaller than it need be
+    for param in host:
+        assert param.subgroup is not None
+        streamed = param.subgroup % stride == stride - 1
+        assert param.placement is (Placement.HOST_INTERLEAVED if streamed else Placement.HOST)
+        assert (param.interleaved, param.offloaded, param.blocking) == (streamed, not streamed, not streamed)
+
+
+def test_subgroups_go_on_counting_when_parameters_are_added() -> None:
+    options = Options(policy="deep_optimizer_states", update_stride=2, sub_group_size=1)
+    both = extend_plan(make_plan(specs([(64, 64)] * 3), options), specs([(64, 64)] * 3), options)
+    assert [param.subgroup for param in both.params] == list(range(6))
+    assert [param.interleaved for param in both.params] == [False, True] * 3
+
+
+def test_zenflows_host_side_may_be_streamed_or_in_files() -> None:
+    common: dict[str, Any] = {"update_stride": 2, "sub_group_size": 1, "device_share": 0.0}
+    plan = plan_of([(64, 64)] * 6, **common)
+    assert [param.interleaved for param in plan.params] == [False, True] * 3
+    assert [param.k > 0 for param in plan.params] == [True, False] * 3
+    assert {param.interval for param in plan.params if param.offloaded} == {4}
+    filed = plan_of([(64, 64)] * 6, **common, offload_device="nvme", nvme_path="/tmp")
+    assert [param.in_file for param in filed.params] == [True, False] * 3
+    kept = plan_of([(64, 64)] * 6, **common, spare_device_bytes=2 * 2 * 4 * 64 * 64)
+    assert [param.placement is Placement.DEVICE for param in kept.params] == [True] * 2 + [False] * 4
+    assert [param.subgroup for param in kept.params] == [None, None, 0, 1, 2, 3]
+
+
+def test_streamed_state_is_the_hosts() -> None:
+    for dtype, per_element in ((torch.float32, 8), (torch.bfloat16, 12)):
+        options = Options(policy="deep_optimizer_states", update_stride=1)
+        param = make_plan(specs([(64, 64)], dtype), options).params[0]
+        assert (param.host_bytes, param.device_bytes) == (per_element * 64 * 64, 0)
+
+
+def test_a_stride_that_is_to_be_measured_must_be_resolved() -> None:
+    for options in ({"policy": "deep_optimizer_states"}, {"update_stride": "auto"}):
+        with pytest.raises(ValueError, match="has not been resolved"):
+            plan_of([(64, 64)], **options)
 
 
 # What has no slack.

@@ -54,6 +54,57 @@ def test_windows_of_different_lengths_add_up() -> None:
     assert both.host_per_window == REST * (24 + 2) + REST * (24 + 4)
 
 
+def test_streamed_state_crosses_both_ways_at_every_step() -> None:
+    """fp32 master and moments of a bf16 weight, apart from its gradient, which stays; fp32 weights are their master."""
+    streamed = replace(WEIGHT, index=2, placement=Placement.HOST_INTERLEAVED, lines=0, length=0, k=0, interval=1)
+    alone, both = traffic(replace(PLAN, params=(streamed,))), traffic(replace(PLAN, params=(WEIGHT, BIAS, streamed)))
+    assert (alone.state, alone.to_host, alone.to_device, alone.host, alone.disk) == (12_000_000, 0, 0, 0, 0)
+    assert both == replace(traffic(), state=12_000_000)
+    assert traffic(replace(PLAN, params=(replace(streamed, dtype=torch.float32),))).state == 8_000_000
+    limit = limit_of(both, Bandwidths(host=1e12, to_host=2e9, to_device=3e9), device_ms=1.0)
+    assert limit.to_host_ms == pytest.approx((REST * 2 + 12e6) / 2e6)
+    assert limit.to_device_ms == pytest.approx((REST * 2 / 4 + 12e6) / 3e6)
+    assert limit.stall_ms == pytest.approx(limit.to_host_ms - 1.0)
+
+
+def test_files_are_read_and_written_once_in_a_window() -> None:
+    filed = replace(PLAN, params=(replace(WEIGHT, in_file=True), BIAS))
+    found = traffic(filed)
+    assert (found.disk, found.disk_per_window) == (2 * REST * 12 / 4, 2 * REST * 12)
+    assert replace(found, disk=0.0, disk_per_window=0) == traffic()
+    limit = limit_of(found, replace(FAST, disk=1e9), device_ms=1.0)
+    assert limit.disk_ms == pytest.approx(2 * REST * 12 / 4 / 1e6)
+    assert limit.stall_ms == pytest.approx(limit.disk_ms - 1.0)
+    assert limit_of(found, FAST, device_ms=1.0).disk_ms is None, "its bandwidth is not known"
+    assert limit_of(traffic(), FAST, device_ms=1.0).disk_ms == 0.0
+
+
+def test_a_window_has_room_beside_what_comes_at_every_step() -> None:
+    """21.6 MB through the disk per window; of 20 ms on a link of 1 GB/s, 12 ms are taken by state."""
+    found = replace(traffic(), state=12_000_000, disk_per_window=2 * REST * 12)
+    link = replace(FAST, to_host=1e9, to_device=1e9)
+    for bandwidths, device_ms, smallest in (
+        (replace(FAST, disk=1e9), 22.0, 1),
+        (replace(FAST, disk=1e9), 10.0, 3),
+        (link, 20.0, 1),
+        (link, 12.5, 4),  # 1.8 MB of weights into half a millisecond
+        (link, 12.0, None),
+        (replace(FAST, to_host=1e9), 11.9, None),
+    ):
+        assert limit_of(found, bandwidths, device_ms=device_ms).smallest_interval == smallest
+
+
+def test_a_blocking_plan_may_hide_streamed_state_and_files() -> None:
+    whole = replace(WEIGHT, k=0, interval=1, blocking=True, placement=Placement.FILE, in_file=True)
+    found = replace(traffic(replace(PLAN, params=(whole,))), state=5_000_000)
+    bandwidths = Bandwidths(host=1e12, to_host=1e9, to_device=1e9, disk=1e9)
+    upload = 1_000_000 * 2 / 1e6
+    hidden = limit_of(found, bandwidths, device_ms=30.0)
+    assert hidden.disk_ms == pytest.approx(24.0)
+    assert hidden.stall_ms == pytest.approx(upload)
+    assert limit_of(found, bandwidths, device_ms=20.0).stall_ms == pytest.approx(4.0)
+
+
 def test_nothing_offloaded_moves_nothing() -> None:
     assert traffic_of(Plan(policy="resident", params=(BIAS,))) is None
     assert traffic_of(replace(PLAN, params=(replace(WEIGHT, k=1000),))) is None
@@ -79,10 +130,12 @@ def test_what_takes_longest_is_the_stall_that_cannot_be_avoided(slow: str) -> No
 
 def test_a_blocking_plan_hides_neither_update_nor_upload() -> None:
     plan = replace(PLAN, params=(replace(WEIGHT, k=0, interval=1, blocking=True, placement=Placement.HOST),))
-    limit = limit_of(traffic(plan), Bandwidths(host=1e9, to_host=1e6, to_device=1e12), device_ms=50.0)
+    limit = limit_of(traffic(plan), Bandwidths(host=1e9, to_host=1e9, to_device=1e12), device_ms=50.0)
     assert limit.stall_ms == limit.host_ms == pytest.approx(1_000_000 * 28 / 1e6)
     assert limit.step_ms == 50.0 + limit.stall_ms
     assert limit.smallest_interval is None
+    slow_link = limit_of(traffic(plan), Bandwidths(host=1e9, to_host=1e6, to_device=1e12), device_ms=50.0)
+    assert slow_link.step_ms == slow_link.to_host_ms, "gradients of a step cannot take longer than a step"
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,13 @@ def test_a_limit_takes_what_the_run_reached_for_possible():
     assert "host 3.90 ms at 15.4 GB/s, D2H 2.50 ms at 1.6 GB/s, H2D 1.20 ms at 0.8 GB/s" in text
 
 
+def test_limits_name_the_disk_where_its_bandwidth_is_known():
+    filed = dataclasses.replace(TRAFFIC, disk=50e6)
+    bandwidths = Bandwidths(host=20e9, to_host=10e9, to_device=5e9)
+    assert "disk 50.0 ms at 1.0 GB/s" in limits(dataclasses.replace(bandwidths, disk=1e9), filed)
+    assert "disk" not in limits(bandwidths, filed)
+
+
 def test_limits_name_the_stall_that_cannot_be_avoided():
     heavy = dataclasses.replace(TRAFFIC, host=2e9, host_per_gradient=1_000_000_000)
     assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9), heavy).endswith(

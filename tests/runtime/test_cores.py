@@ -16,6 +16,12 @@ from zenflow_compile.runtime.cores import Core, choose_cores, nodes_of, physical
 affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
 
 
+@pytest.fixture(autouse=True)
+def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the container of these tests may use."""
+    monkeypatch.setattr(cores_module, "cpu_quota", lambda: None)
+
+
 def machine(folder: Path, *, cores: int, threads: int, nodes: int = 1, name: str = "core_cpus_list") -> Path:
     """What Linux tells of a machine that numbers the second threads of its cores after all first ones."""
     for logical in range(cores * threads):
@@ -70,6 +76,15 @@ def test_a_share_of_the_cores_is_reserved(cores: int, reserved: float, workers: 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 14)])
 def test_unset_leaves_two_cores(cores: int, workers: int) -> None:
     assert worker_count(cores, workers=None, reserved_share=None) == workers
+
+
+@pytest.mark.parametrize(("quota", "workers"), [(None, 14), (64.0, 14), (8.0, 6), (3.9, 1), (0.5, 1)])
+def test_unset_counts_what_a_container_may_use(
+    quota: float | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores_module, "cpu_quota", lambda: quota)
+    assert worker_count(16, workers=None, reserved_share=None) == workers
+    assert worker_count(16, workers=12, reserved_share=None) == 12
 
 
 def test_unset_leaves_data_loader_processes_their_cores() -> None:

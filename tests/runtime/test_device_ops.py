@@ -24,6 +24,11 @@ def selection_of(lines: int, fraction: float) -> Selection:
     return Selection.of(torch.randperm(lines)[: round(fraction * lines)], lines, CPU)
 
 
+def norms_of(matrix: Tensor, dim: int) -> Tensor:
+    selection = selection_of(matrix.shape[dim], 0.5)
+    return device_ops.norms_and_split(matrix, dim, selection, *blocks_like(matrix, dim, selection))
+
+
 def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor, Tensor]:
     length = matrix.shape[1 - dim]
     return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.rest), length), 9)
@@ -60,7 +65,7 @@ def test_split_norms_and_unsplit(
     assert torch.equal(rest, lines[selection.rest.long()])
     assert norms.dtype == torch.float32
     torch.testing.assert_close(norms, matrix.double().square().sum(1 - dim).float())
-    assert torch.equal(norms, device_ops.column_norms(matrix, dim))
+    assert torch.equal(norms, norms_of(matrix, dim))
     rebuilt = torch.empty_like(matrix)
     device_ops.unsplit_columns(rebuilt, dim, selection, selected, rest)
     assert torch.equal(rebuilt, matrix)
@@ -138,16 +143,16 @@ def test_many_parameters_at_once_are_updated_as_one_by_one(dtype: torch.dtype) -
 @pytest.mark.parametrize("dim", [0, 1])
 def test_norms_are_the_same_bits_every_time(dim: int) -> None:
     matrix = torch.randn(700, 900).bfloat16()
-    first = device_ops.column_norms(matrix, dim)
-    assert all(torch.equal(first, device_ops.column_norms(matrix.clone(), dim)) for _ in range(5))
+    first = norms_of(matrix, dim)
+    assert all(torch.equal(first, norms_of(matrix.clone(), dim)) for _ in range(5))
 
 
 def test_low_precision_gradients_are_summed_in_fp32() -> None:
     matrix = torch.full((4096, 8), 1e-3, dtype=torch.float16)
     exact = matrix.double().square().sum(0).float()
-    torch.testing.assert_close(device_ops.column_norms(matrix, 1), exact)
+    torch.testing.assert_close(norms_of(matrix, 1), exact)
     torch.testing.assert_close(
-        device_ops.column_norms(torch.full((4, 8), 3e4, dtype=torch.float16), 1)[0].item(), 3.6e9
+        norms_of(torch.full((4, 8), 3e4, dtype=torch.float16), 1)[0].item(), 3.6e9
     )
 
 
@@ -177,13 +182,13 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     good = torch.zeros(2, 6)
     for bad in (torch.zeros(2, 5), torch.zeros(3, 6), good.bfloat16(), torch.zeros(6, 2).t()):
         with pytest.raises(ValueError, match="must be contiguous"):
-            device_ops.split_columns(matrix, 1, selection, bad, good)
+            device_ops.norms_and_split(matrix, 1, selection, bad, good)
         with pytest.raises(ValueError, match="must be contiguous"):
             device_ops.unsplit_columns(matrix, 1, selection, good, bad)
         with pytest.raises(ValueError, match="must be contiguous"):
             device_ops.merge_columns(matrix, 1, selection.rest, bad)
     with pytest.raises(ValueError, match="4 lines"):
-        device_ops.split_columns(matrix, 0, selection, good, good)
+        device_ops.norms_and_split(matrix, 0, selection, good, good)
 
 
 def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,9 @@ def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, f
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     torch.testing.assert_close(norms, device_ops.reference_column_norms(matrix, dim))
-    assert torch.equal(norms, kernels.column_norms(matrix, dim))
 
     got = blocks_like(matrix, dim, selection)
-    kernels.split_columns(matrix, dim, selection, *got)
+    assert torch.equal(norms, kernels.norms_and_split(matrix, dim, selection, *got))
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
 
@@ -212,16 +211,15 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     from zenflow_compile.runtime import kernels
 
     ran: list[str] = []
-    for name in ("column_norms", "split_columns", "merge_columns", "adam_columns_"):
+    for name in ("norms_and_split", "merge_columns", "adam_columns_"):
         monkeypatch.setattr(kernels, name, lambda *args, name=name, **keywords: ran.append(name))
     matrix = torch.randn(8, 8, device="cuda")
     selection = selection_of(8, 0.5, "cuda")
     blocks = blocks_like(matrix, dim, selection)
-    device_ops.column_norms(matrix, dim)
-    device_ops.split_columns(matrix, dim, selection, *blocks)
+    device_ops.norms_and_split(matrix, dim, selection, *blocks)
     device_ops.merge_columns(matrix, dim, selection.rest, blocks[1])
     device_ops.adam_columns_([LineState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], SLOT, eps=1e-8)
-    assert ran == ["column_norms", "split_columns", "merge_columns", "adam_columns_"]
+    assert ran == ["norms_and_split", "merge_columns", "adam_columns_"]
 
 
 @pytest.mark.slow
@@ -276,7 +274,7 @@ tile = dict(BLOCK_LINES=64, BLOCK_LENGTH=64)
 for dim in (0, 1):
     matrix = dict(matrix="*bf16", stride_row="i32", stride_column=1)
     split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", rest_out="*bf16",
-                partials="*fp32", lines="i32", length="i32", k="i32", DIM=dim, NORMS=True, SPLIT=True, TILES=8, **tile)
+                partials="*fp32", lines="i32", length="i32", k="i32", DIM=dim, TILES=8, **tile)
     place = ptx(kernels._place_lines_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
                 lines="i32", length="i32", k="i32", DIM=dim, BOTH=False, **tile)
     for name, code in (("split", split), ("place", place)):

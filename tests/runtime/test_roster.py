@@ -62,7 +62,7 @@ def test_pages_are_touched_first_on_the_workers_cores_where_there_are_several_no
     seen: list[tuple[int, set[int]]] = []
 
     def touch(host: HostSide, worker: int) -> None:
-        assert not host.master.any()  # the weights are not in it yet
+        assert not host.state().master.any()  # the weights are not in it yet
         seen.append((worker, os.sched_getaffinity(0)))
 
     monkeypatch.setattr(HostSide, "touch", touch)
@@ -124,7 +124,7 @@ def test_on_cuda_every_arena_is_touched_by_the_workers_and_pinned(monkeypatch: p
     seen: list[set[int]] = []
 
     def watched(host: HostSide, worker: int) -> None:
-        assert not host.master.is_pinned()
+        assert not host.state().master.is_pinned()
         seen.append(os.sched_getaffinity(0))
         touch(host, worker)
 
@@ -132,5 +132,5 @@ def test_on_cuda_every_arena_is_touched_by_the_workers_and_pinned(monkeypatch: p
     optimizer = optimizer_on(mlp().cuda())
     engine = optimizer.engine
     assert {core for mask in seen for core in mask} == set(engine.worker_cores)
-    assert all(offloaded.host.master.is_pinned() for offloaded in engine.offloaded.values())
+    assert all(offloaded.host.state().master.is_pinned() for offloaded in engine.offloaded.values())
     optimizer.close()

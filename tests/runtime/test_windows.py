@@ -71,7 +71,7 @@ def run(close: Close) -> None:
 def test_a_window_closes_as_rule_p() -> None:
     host = host_of()
     torch.manual_seed(0)
-    host.master.normal_()
+    host.state().master.normal_()
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
     gradients = [torch.randn(24, 8) for _ in range(6)]
     taken = 0
@@ -85,7 +85,7 @@ def test_a_window_closes_as_rule_p() -> None:
         rule_p_(master, exp_avg, exp_avg_sq, window, slots, step=taken, eps=1e-8)
         for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(close.upload, host.master, atol=0, rtol=0)
+        torch.testing.assert_close(close.upload, host.state().master, atol=0, rtol=0)
         assert host.taken == taken
         assert host.open == []
         host.closes.pop(0)
@@ -108,7 +108,7 @@ def test_slots_go_round_and_wait_for_the_job_that_reads_them() -> None:
     threading.Timer(0.05, lambda: run(close)).start()
     assert put(host, 2.0) == 0
     assert close.job.done()
-    assert host.exp_avg.abs().max() < 0.5  # of the ones, not of the twos
+    assert host.state().exp_avg.abs().max() < 0.5  # of the ones, not of the twos
 
 
 def test_staleness_has_a_slot_and_an_upload_more() -> None:
@@ -135,7 +135,7 @@ def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> 
     whole, cut = host_of(), host_of()
     monkeypatch.setattr(windows, "TASK_ELEMENTS", 64)
     for host in (whole, cut):
-        host.master.fill_(1.0)
+        host.state().master.fill_(1.0)
         for step in range(3):
             put(host, torch.full((24, 8), 0.5 + step))
     close = cut.close_window(at=0, eps=1e-8, deadline=0)
@@ -160,7 +160,7 @@ def test_compressed_gradients_are_expanded_by_whole_lines(monkeypatch: pytest.Mo
         make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.slots),
     )
     torch.manual_seed(0)
-    host.master.normal_()
+    host.state().master.normal_()
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
     gradients = []
     for number in range(3):
@@ -231,10 +231,10 @@ def test_a_job_waits_for_its_copies() -> None:
     worker.start()
     worker.join(0.05)
     assert worker.is_alive()
-    assert not host.exp_avg.any()
+    assert not host.state().exp_avg.any()
     ticket.finish()
     worker.join(20)
-    assert host.exp_avg.all()
+    assert host.state().exp_avg.all()
 
 
 def test_waiting_for_copies_of_the_open_window() -> None:

@@ -6,9 +6,9 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, insert
 from zenflow_compile.runtime import ops
 
@@ -180,10 +180,10 @@ def computes_nothing(node: Node) -> bool:
     """Whether the node is none of the model's computation: a view, a part of a tuple, one of ours."""
     if node.op != "call_function" or node.target is operator.getitem or str(node.target).startswith("zenflow."):
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    schema = private.schema_of(node)
+    if schema is None or schema.is_mutable:
         return False
-    schema = node.target._schema
-    return not schema.is_mutable and bool(schema.returns) and all(each.alias_info for each in schema.returns)
+    return bool(schema.returns) and all(each.alias_info for each in schema.returns)
 
 
 def erase(nodes: list[Node] | tuple[Node, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -61,12 +60,14 @@ class OrderGradients:
         cones: list[list[Node]] = []
         taken: set[Node] = set()
         written = written_memory(graph)
+        inputs = private.aot_inputs(graph)
+        weights = {inputs.get(index) for _, index in ctx.params}  # the graph keeps them anyway
         for p in ctx.in_forward_order():
             found = gradient(graph, dict(ctx.params)[p])
             if found is None or not ctx.plan.params[p].offloaded:
                 continue
             cone = [node for node in exclusive_cone(found[0]) if node not in taken]
-            read = sources(cone, ctx, graph)
+            read = [node for node in sources(cone) if node not in weights]
             if any(private.storage_of(node) in written for node in read):
                 continue  # moved behind the write, it would read something else
             kept |= {private.storage_of(node): bytes_of(node) for node in read}
@@ -96,19 +97,19 @@ def written_memory(graph: Graph) -> set[int | None]:
     """Storages that the graph's own operators write to."""
     written: set[int | None] = set()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            arguments = zip(node.target._schema.arguments, node.args, strict=False)
+        schema = private.schema_of(node)
+        if schema is not None and schema.is_mutable:
+            arguments = zip(schema.arguments, node.args, strict=False)
             targets = [value for each, value in arguments if each.alias_info is not None and each.alias_info.is_write]
             written |= {private.storage_of(value) for value in targets if isinstance(value, Node)}
     return written
 
 
-def sources(cone: list[Node], ctx: PassContext, graph: Graph) -> list[Node]:
-    """What the operators of ``cone`` read from outside and the graph would not keep anyway: all but parameters."""
-    weights = {private.aot_inputs(graph).get(index) for _, index in ctx.params}
+def sources(cone: list[Node]) -> list[Node]:
+    """What the operators of ``cone`` read from outside of it."""
     inside = set(cone)
     read = {node for member in cone for node in member.all_input_nodes}
-    return [node for node in read if node not in inside and node not in weights]
+    return [node for node in read if node not in inside]
 
 
 def bytes_of(node: Node) -> int:

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
+from zenflow_compile.planning.dtypes import FLOAT32
+
+if TYPE_CHECKING:
+    import torch
 
 FP32_BYTES = 4
 STATE_TENSORS = 3  # fp32 master, exp_avg, exp_avg_sq
+FILE_WINDOW_BYTES = 64 << 20
+"""Host memory that state in files passes through at least, unless options say otherwise: two blocks of a model of many
+small matrices hold so little that every block is waited for."""
 
 
 class Placement(StrEnum):
@@ -19,6 +26,8 @@ class Placement(StrEnum):
 
     DEVICE = "device"  # state and update on the device, every step
     HOST = "host"  # state and update on the host, blocking at the step
+    HOST_INTERLEAVED = "host_interleaved"  # state on the host, streamed through the device around an update there
+    FILE = "file"  # state in a file behind a window of host memory, update on the host, blocking at the step
     SPLIT_COLUMNS = "split_columns"  # selected lines on the device, the rest on the host, asynchronously
 
 
@@ -38,6 +47,9 @@ class ParamPlan:
         phase: the window closes at the attempted steps t with t % interval == phase.
         staleness: whole steps after which a closed window becomes visible, beyond the next forward.
         blocking: the step waits for the host update instead of the parameter's next use.
+        fixed: the device's lines are the first ``k`` for good.
+        in_file: the host's state lives in a file, and in host memory only around its update.
+        subgroup: which subgroup its update belongs to, in update order; None where there are none.
         summed: the window's remaining gradients are summed on the device, and their mean is copied once.
         compressed: remaining gradients are copied as int8, with a scale per line.
     """
@@ -55,6 +67,9 @@ class ParamPlan:
     phase: int = 0
     staleness: int = 0
     blocking: bool = False
+    fixed: bool = False
+    in_file: bool = False
+    subgroup: int | None = None
     summed: bool = False
     compressed: bool = False
 
@@ -65,8 +80,18 @@ class ParamPlan:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any of the state lives on the host."""
-        return self.placement is not Placement.DEVICE
+        """Whether the host updates any of it, so that its gradient goes there."""
+        return self.placement not in (Placement.DEVICE, Placement.HOST_INTERLEAVED)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the device updates it, with state that is the host's between updates."""
+        return self.placement is Placement.HOST_INTERLEAVED
+
+    @property
+    def selects(self) -> bool:
+        """Whether there are lines to choose from, and the choice may move."""
+        return self.k > 0 and self.rest > 0 and not self.fixed
 
     @property
     def numel(self) -> int:
@@ -94,12 +119,16 @@ class ParamPlan:
     @property
     def slot_dtype(self) -> torch.dtype:
         """Of a gradient slot: the model's, or int8 with room for a scale per line."""
-        return torch.int8 if self.compressed else self.dtype
+        if not self.compressed:
+            return self.dtype
+        import torch  # see ``planning.dtypes``
+
+        return torch.int8
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a gradient slot."""
-        return self.slot_shape[0] * self.slot_shape[1] * self.slot_dtype.itemsize
+        return self.slot_shape[0] * self.slot_shape[1] * (1 if self.compressed else self.dtype.itemsize)
 
     @property
     def uploads(self) -> int:
@@ -107,11 +136,27 @@ class ParamPlan:
         return 1 + self.staleness
 
     @property
+    def whole_state_bytes(self) -> int:
+        """State of all elements: fp32 moments, and an fp32 master where the weights are not the master."""
+        tensors = STATE_TENSORS - (self.dtype == FLOAT32)
+        return self.numel * tensors * FP32_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes in a file: the fp32 state of the ``rest`` lines."""
+        return self.rest * self.length * STATE_TENSORS * FP32_BYTES if self.in_file else 0
+
+    @property
     def host_bytes(self) -> int:
-        """Host memory: fp32 state, the window's gradient slots and the upload buffers of the ``rest`` lines."""
+        """Host memory: fp32 state, the window's gradient slots and the upload buffers of the ``rest`` lines.
+
+        State in a file is not counted: the window that it passes through is shared by all.
+        """
+        if self.interleaved:
+            return self.whole_state_bytes
         if not self.offloaded:
             return 0
-        per_element = STATE_TENSORS * FP32_BYTES + self.uploads * self.dtype.itemsize
+        per_element = (0 if self.in_file else STATE_TENSORS * FP32_BYTES) + self.uploads * self.dtype.itemsize
         return self.rest * self.length * per_element + self.slots * self.slot_bytes
 
     @property
@@ -119,12 +164,14 @@ class ParamPlan:
         """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master.
 
         Where a window's gradients are summed, their sum in fp32, too; where they are compressed, what that lost.
+        What state passes through on its way is shared by all, and not counted.
         """
+        if self.interleaved:
+            return 0
         if self.offloaded:
             per_rest = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
             return self.k * self.length * STATE_TENSORS * FP32_BYTES + self.rest * self.length * per_rest
-        tensors = STATE_TENSORS - (self.dtype == torch.float32)
-        return self.numel * tensors * FP32_BYTES
+        return self.whole_state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,3 +190,8 @@ class Plan:
     def device_bytes(self) -> int:
         """Device memory of all optimizer state."""
         return sum(param.device_bytes for param in self.params)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all state in files."""
+        return sum(param.file_bytes for param in self.params)

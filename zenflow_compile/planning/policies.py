@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
-OFFLOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    import torch
+
+OFFLOADABLE_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 class PlanningOptions(Protocol):
@@ -36,6 +39,14 @@ class PlanningOptions(Protocol):
     def spare_device_bytes(self) -> int: ...
     @property
     def min_offload_size(self) -> int: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def sub_group_size(self) -> int: ...
+    @property
+    def stride(self) -> int | None: ...
+    @property
+    def offload_device(self) -> str: ...
     @property
     def accumulate_on_device(self) -> bool: ...
     @property
@@ -68,11 +79,13 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions
     """Plan further parameters; those that are planned already keep their placement and phase.
 
     Raises:
-        ValueError: the policy is not one of ``resident``, ``zero_offload``, ``zenflow``.
+        ValueError: the policy is none of those that have a planner.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
     new = _PLANNERS[options.policy](specs, len(plan.params), options)
+    subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
+    new = _interleaved(new, subgroups, options)
     return Plan(policy=plan.policy, params=(*plan.params, *_with_phases(plan.params, new)))
 
 
@@ -81,12 +94,65 @@ def _plan_resident(specs: Sequence[ParamSpec], first: int, options: PlanningOpti
 
 
 def _plan_zero_offload(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
-    return [
-        _split(spec, first + offset, Placement.HOST, k=0, interval=1, staleness=0, blocking=True)
-        if _offloadable(spec, options)
-        else _on_device(spec, first + offset)
-        for offset, spec in enumerate(specs)
-    ]
+    return [_on_host(spec, first + offset, options) for offset, spec in enumerate(specs)]
+
+
+def _plan_zero_infinity(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+    plans = _plan_zero_offload(specs, first, options)
+    return [replace(p, placement=Placement.FILE, in_file=True) if p.offloaded else p for p in plans]
+
+
+def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+    """The last ``1 - ratio`` of all elements stay on the device for good; the parameter at the cut is split by lines.
+
+    The device's share comes last in the order of updates, so that it runs while the host's is under way (Deep Optimizer
+    States, section 4.1).
+    """
+    plans = _plan_zero_offload(specs, first, options)
+    total = sum(plan.numel for plan in plans)
+    left = round((1.0 - options.ratio) * total) - sum(plan.numel for plan in plans if not plan.offloaded)
+    for offset in reversed(range(len(plans))):
+        plan = plans[offset]
+        if not plan.offloaded or left <= 0:
+            continue
+        if plan.numel <= left:
+            plans[offset] = _on_device(specs[offset], first + offset)
+        elif k := left // plan.length:
+            plans[offset] = replace(plan, placement=Placement.SPLIT_COLUMNS, k=k, fixed=True)
+        left -= plan.numel
+    return plans
+
+
+def _interleaved(plans: list[ParamPlan], subgroup: int, options: PlanningOptions) -> list[ParamPlan]:
+    """Group what the host updates into subgroups, and let the device update every ``stride``-th of them.
+
+    Args:
+        subgroup: the first one's number.
+    """
+    if options.stride is None:
+        return plans
+    elements = 0
+    grouped = []
+    for plan in plans:
+        if not plan.offloaded or plan.fixed:
+            grouped.append(plan)
+            continue
+        if elements and elements + plan.numel > options.sub_group_size:
+            subgroup, elements = subgroup + 1, 0
+        elements += plan.numel
+        on_device = subgroup % options.stride == options.stride - 1
+        grouped.append(replace(_streamed(plan) if on_device else plan, subgroup=subgroup))
+    return grouped
+
+
+def _streamed(plan: ParamPlan) -> ParamPlan:
+    return ParamPlan(
+        index=plan.index,
+        name=plan.name,
+        shape=plan.shape,
+        dtype=plan.dtype,
+        placement=Placement.HOST_INTERLEAVED,
+    )
 
 
 def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
@@ -110,10 +176,25 @@ def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptio
                 compressed=options.gradient_compression is not None,
             )
         )
+    if options.offload_device == "nvme":
+        return [replace(plan, in_file=plan.offloaded and plan.rest > 0) for plan in plans]
     return plans
 
 
-_PLANNERS = {"resident": _plan_resident, "zero_offload": _plan_zero_offload, "zenflow": _plan_zenflow}
+_PLANNERS = {
+    "resident": _plan_resident,
+    "zero_offload": _plan_zero_offload,
+    "twinflow": _plan_twinflow,
+    "deep_optimizer_states": _plan_twinflow,  # whose host share is then interleaved
+    "zenflow": _plan_zenflow,
+    "zero_infinity": _plan_zero_infinity,
+}
+
+
+def _on_host(spec: ParamSpec, index: int, options: PlanningOptions) -> ParamPlan:
+    if not _offloadable(spec, options):
+        return _on_device(spec, index)
+    return _split(spec, index, Placement.HOST, k=0, interval=1, staleness=0, blocking=True)
 
 
 def _on_device(spec: ParamSpec, index: int) -> ParamPlan:
@@ -216,6 +297,11 @@ def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] |
         (start, period, stop): the blocks are ``shapes[start:stop]``, each ``period`` parameters long; the shortest
         period of the longest repetition. None if nothing of at least two parameters repeats.
     """
+    return _repeated_blocks(tuple(shapes))
+
+
+@lru_cache(maxsize=8)  # quadratic, and the same model is planned many times over when policies are compared
+def _repeated_blocks(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int, int] | None:
     best: tuple[int, int, int] | None = None
     for period in range(2, len(shapes) // 2 + 1):
         run = 0

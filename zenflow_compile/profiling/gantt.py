@@ -9,7 +9,7 @@ from itertools import pairwise
 from zenflow_compile.profiling.diagnose import milliseconds
 from zenflow_compile.profiling.intervals import Interval, exclusive, union
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, Event
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, DISK, H2D, STEP, Event
 
 _MIN_CELLS = 16
 
@@ -85,7 +85,8 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     if not shown or shown[-1].end_ns <= shown[0].start_ns:
         return None
     start, end = shown[0].start_ns, shown[-1].end_ns
-    lanes = [COMPUTE, D2H, H2D, *recording.worker_lanes]
+    disk = [DISK] if any(event.lane == DISK for event in recording.events) else []
+    lanes = [COMPUTE, D2H, H2D, *recording.worker_lanes, *disk]
     label_width = max(len(lane) for lane in lanes) + 2
     cells = max(_MIN_CELLS, width - label_width)
     rows = [

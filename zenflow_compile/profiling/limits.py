@@ -25,6 +25,9 @@ class Traffic:
         host_per_window, host_per_gradient: ``host`` taken apart, so that other window lengths S can be asked about: it
             is ``host_per_window / S + host_per_gradient``.
         upload_per_window: weights that a closed window sends up.
+        state: optimizer state per step that is streamed to the device, and as much back; not in ``to_host`` and
+            ``to_device``, though it takes the same ways.
+        disk: read from files and written to them per step, together; disk_per_window: by a closed window.
         blocking: the step waits for its host updates by design.
     """
 
@@ -34,6 +37,9 @@ class Traffic:
     host_per_window: int
     host_per_gradient: int
     upload_per_window: int
+    state: int = 0
+    disk: float = 0.0
+    disk_per_window: int = 0
     blocking: bool
 
 
@@ -44,11 +50,13 @@ class Bandwidths:
     Attributes:
         host: of memory, bytes read and bytes written, with as many threads as there are workers.
         to_host, to_device: of the link between device and host.
+        disk: of the disk, as many bytes read as written; None where it was not measured.
     """
 
     host: float
     to_host: float
     to_device: float
+    disk: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,29 +64,33 @@ class Limit:
     """What bandwidths make of traffic, in ms per step.
 
     Attributes:
-        host_ms, to_host_ms, to_device_ms: what each needs at least.
+        host_ms, to_host_ms, to_device_ms: what each needs at least, streamed state included.
+        disk_ms: likewise; None where its bandwidth is not known and there is something to move.
         stall_ms: waiting that no schedule avoids: what the longest of them exceeds the device's own work by. Under a
-            blocking plan host update and upload are not hidden at all.
+            blocking plan host update and upload are not hidden at all; streamed state and files may be, since they are
+            fetched ahead and go back later.
         step_ms: device work and that stall.
-        smallest_interval: the shortest window, in steps, whose host update and upload are no longer than the device's
-            own work; None if none is, or if the plan blocks.
+        smallest_interval: the shortest window, in steps, whose host update, upload and files take no longer than the
+            device's own work; None if none is, or if the plan blocks.
     """
 
     host_ms: float
     to_host_ms: float
     to_device_ms: float
+    disk_ms: float | None
     stall_ms: float
     step_ms: float
     smallest_interval: int | None
 
 
 def traffic_of(plan: Plan) -> Traffic | None:
-    """What ``plan`` moves between its windows' first and last step; None if it offloads nothing."""
+    """What ``plan`` moves between its windows' first and last step; None if all state stays on the device."""
     offloaded = [param for param in plan.params if param.offloaded and param.rest]
-    if not offloaded:
+    state = sum(param.whole_state_bytes for param in plan.params if param.interleaved)
+    if not offloaded and not state:
         return None
-    host = to_host = to_device = 0.0
-    per_window = per_gradient = uploads = 0
+    host = to_host = to_device = disk = 0.0
+    per_window = per_gradient = uploads = files = 0
     for param in offloaded:
         elements = param.rest * param.length
         weights = elements * param.dtype.itemsize
@@ -92,6 +104,8 @@ def traffic_of(plan: Plan) -> Traffic | None:
         host += window / param.interval + gradient
         to_host += param.slot_bytes / param.interval if param.summed else gradient
         to_device += weights / param.interval
+        files += 2 * param.file_bytes
+        disk += 2 * param.file_bytes / param.interval
     return Traffic(
         host=host,
         to_host=to_host,
@@ -99,6 +113,9 @@ def traffic_of(plan: Plan) -> Traffic | None:
         host_per_window=per_window,
         host_per_gradient=per_gradient,
         upload_per_window=uploads,
+        state=state,
+        disk=disk,
+        disk_per_window=files,
         blocking=all(param.blocking for param in offloaded),
     )
 
@@ -111,27 +128,37 @@ def limit_of(traffic: Traffic, bandwidths: Bandwidths, *, device_ms: float) -> L
             its stall.
     """
     host_ms = _MS * traffic.host / bandwidths.host
-    to_host_ms = _MS * traffic.to_host / bandwidths.to_host
-    to_device_ms = _MS * traffic.to_device / bandwidths.to_device
+    to_host_ms = _MS * (traffic.to_host + traffic.state) / bandwidths.to_host
+    to_device_ms = _MS * (traffic.to_device + traffic.state) / bandwidths.to_device
+    disk_ms = _disk_ms(traffic, bandwidths)
+    stall_ms = max(0.0, max(host_ms, to_host_ms, to_device_ms, disk_ms or 0.0) - device_ms)
     if traffic.blocking:
-        stall_ms = max(host_ms, to_device_ms)
-    else:
-        stall_ms = max(0.0, max(host_ms, to_host_ms, to_device_ms) - device_ms)
+        stall_ms = max(stall_ms, host_ms, _MS * traffic.to_device / bandwidths.to_device)
     return Limit(
         host_ms=host_ms,
         to_host_ms=to_host_ms,
         to_device_ms=to_device_ms,
+        disk_ms=disk_ms,
         stall_ms=stall_ms,
         step_ms=device_ms + stall_ms,
         smallest_interval=None if traffic.blocking else _smallest_interval(traffic, bandwidths, device_ms),
     )
 
 
+def _disk_ms(traffic: Traffic, bandwidths: Bandwidths) -> float | None:
+    if not traffic.disk:
+        return 0.0
+    return None if bandwidths.disk is None else _MS * traffic.disk / bandwidths.disk
+
+
 def _smallest_interval(traffic: Traffic, bandwidths: Bandwidths, device_ms: float) -> int | None:
-    """The smallest S >= 1 that leaves both ``per_window / S + per_gradient`` and ``upload / S`` time enough."""
+    """The smallest S >= 1 that leaves what comes once a window, and so is divided by S, room beside the rest."""
     room = device_ms / _MS
     host_room = room * bandwidths.host - traffic.host_per_gradient  # bytes left to what comes once a window
-    if host_room <= 0.0:
+    upload_room = room * bandwidths.to_device - traffic.state
+    if host_room <= 0.0 or upload_room <= 0.0 or traffic.state > room * bandwidths.to_host:
         return None
-    upload = traffic.upload_per_window / (room * bandwidths.to_device)
-    return max(1, math.ceil(traffic.host_per_window / host_room), math.ceil(upload))
+    needed = [traffic.host_per_window / host_room, traffic.upload_per_window / upload_room]
+    if bandwidths.disk is not None:
+        needed.append(traffic.disk_per_window / (room * bandwidths.disk))
+    return max(1, *(math.ceil(steps) for steps in needed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -206,6 +207,8 @@ def _limit_rows(recording: Recording, summary: Summary) -> list[tuple[str, str]]
     limit = limit_of(recording.traffic, seen, device_ms=max(0.0, step_ms - stall_ms))
     needs = [("host", limit.host_ms, seen.host), ("D2H", limit.to_host_ms, seen.to_host)]
     needs.append(("H2D", limit.to_device_ms, seen.to_device))
+    if limit.disk_ms and seen.disk is not None:
+        needs.append(("disk", limit.disk_ms, seen.disk))
     rates = _join(*(f"{name} {milliseconds(ms)} at {_rate(rate / 1e9)}" for name, ms, rate in needs))
     return [("limit: at least", f"{rates} per step"), ("limit: at best", _at_best(limit, recording.traffic.blocking))]
 
@@ -226,7 +229,8 @@ def _at_least_what_was_seen(measured: Bandwidths, summary: Summary) -> Bandwidth
     def best(measured: float, gb_per_s: float | None) -> float:
         return max(measured, 1e9 * (gb_per_s or 0.0))
 
-    return Bandwidths(
+    return replace(
+        measured,
         host=best(measured.host, summary["host_update_gb_per_s"]),
         to_host=best(measured.to_host, summary["d2h_gb_per_s"]),
         to_device=best(measured.to_device, summary["h2d_gb_per_s"]),

@@ -6,8 +6,11 @@ Lanes and the kinds on them:
 
 ===============  =======================================================================================
 ``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall)
-``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection); with bytes
+``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection, or streamed through the
+                 device around its update); with bytes
 ``worker N``     ``host_update`` (bytes: host memory read and written)
+``disk``         ``read``, ``write`` (state in files, in and out of the host's window); with bytes
+``peers``        ``copy`` (collectives among devices; bytes), in simulations
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
 ``windows``      ``close`` (a window closed), ``select`` (a re-selection took effect); instantaneous
 ``slack``        ``slack``: from the moment a closing window's gradient was final to the weight's next use
@@ -24,14 +27,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # what is simulated is read without torch, whose import takes seconds
+    import torch
+    from torch import Tensor
 
 COMPUTE = "compute"
 D2H = "D2H"
 H2D = "H2D"
+DISK = "disk"
 STEP = "step"
 WINDOWS = "windows"
 SLACK = "slack"
@@ -96,7 +101,7 @@ class NormSums:
 
 _T = TypeVar("_T")
 _Row = tuple[str, str, int, int, int, str, int]
-_DeviceRow = tuple[str, str, torch.cuda.Event, torch.cuda.Event, int, str, int]
+_DeviceRow = tuple[str, str, "torch.cuda.Event", "torch.cuda.Event", int, str, int]
 
 
 class Timeline:
@@ -182,6 +187,8 @@ class Timeline:
         if not self._reading.acquire(blocking=wait):
             return  # another thread is reading: the recording one must not wait for it
         try:
+            import torch
+
             references: dict[torch.device, tuple[torch.cuda.Event, int]] = {}
             for _ in range(len(self._device_rows) if at_most is None else at_most):
                 lane, kind, start, end, step, param, size = self._device_rows[0]
@@ -223,6 +230,8 @@ def _reference(device: torch.device) -> tuple[torch.cuda.Event, int]:
     Recorded on a stream of its own: on a busy one it would happen only after all queued work, and waiting for
     it would stall the run.
     """
+    import torch
+
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -242,6 +251,8 @@ def _snapshot(rows: deque[_T]) -> list[_T]:
 
 def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
     """Values of one-element tensors that may live on several devices, in order."""
+    import torch
+
     values = [0.0] * len(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for position, tensor in enumerate(tensors):

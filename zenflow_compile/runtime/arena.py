@@ -28,12 +28,18 @@ import torch
 from torch import Tensor
 
 from zenflow_compile import torch_private
+from zenflow_compile.runtime.control_groups import CGROUPS, MEMBERSHIP, groups_of
 
 ALIGNMENT_BYTES = 64
 """A cache line, and the widest vector load of current CPUs: no two tensors share a line."""
 
 _TOUCH_BYTES = 64 << 20
 """Bytes per operator in ``touch_pages``: so few pages that PyTorch does not spread them over threads."""
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 MEMORY_KNOBS = (
     "a larger topk_ratio, a smaller update_interval or a larger device_share, which move state to the device "
@@ -58,9 +64,7 @@ def require_host_memory(needed_bytes: int, knobs_hint: str = MEMORY_KNOBS) -> No
         )
 
 
-def available_host_memory(
-    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> tuple[int, str]:
+def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, str]:
     """Bytes that this process can still use without swapping, and what limits them.
 
     The limit of a container is that of the tightest of its control groups, version 1 or 2, where readable.
@@ -68,21 +72,9 @@ def available_host_memory(
     """
     machine = psutil.virtual_memory()
     bounds = [(int(machine.available), f"the machine has {_gib(machine.total)}")]
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, files = cgroups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = cgroups / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = root / path.lstrip("/")
-        while group.is_relative_to(root):
-            if (bound := _cgroup_bound(group, *files)) is not None:
-                bounds.append(bound)
-            group = group.parent
+    for group, version in groups_of("memory", cgroups, membership):
+        if (bound := _cgroup_bound(group, *_MEMORY_FILES[version])) is not None:
+            bounds.append(bound)
     return min(bounds)
 
 

@@ -7,11 +7,13 @@ bitwise (selection, score, open window, schedule) is stored beside them in the o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
@@ -24,18 +26,19 @@ from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
 
-FORMAT = 2
+FORMAT = 3
 _STATE = ("master", "exp_avg", "exp_avg_sq")
+_CHOSEN = ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device")  # may be by a measurement
 _PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of a synchronized engine: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
     state: dict[int, dict[str, Any]] = {}
-    for index, param in enumerate(engine.params):
+    for index in range(len(engine.params)):
         if index in engine.offloaded:
             state[index] = _offloaded_state(engine, engine.offloaded[index])
-        elif (resident := engine.roster.resident.states.get(param)) is not None:
+        elif (resident := engine.roster.whole_state(index)) is not None:
             state[index] = {
                 "step": float(resident.step),
                 "exp_avg": resident.exp_avg.cpu().clone(),
@@ -54,7 +57,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
         ],
         "zenflow": {
             "format": FORMAT,
-            "policy": engine.plan.policy,
+            **{name: getattr(engine.options, name) for name in _CHOSEN},
             "step": engine.step,
             "shortest_window": engine.schedule.shortest_window if engine.adaptive_windows else None,
             "params": [_described(param) for param in engine.plan.params],
@@ -75,23 +78,17 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
     engine.step = int(state["zenflow"]["step"])
     engine.recorder.step = engine.step
     engine.schedule.continue_with(state["zenflow"]["shortest_window"])
-    for index, param in enumerate(engine.params):
+    for index in range(len(engine.params)):
         saved = state["state"].get(index)
         if index in engine.offloaded:
             _load_offloaded(engine, engine.offloaded[index], saved)
-        elif saved is None:
-            engine.roster.resident.states.pop(param, None)
         else:
-            master = saved["master"]
-            engine.roster.resident.load(
-                param,
-                ResidentState(
-                    exp_avg=saved["exp_avg"].to(param.device, copy=True),
-                    exp_avg_sq=saved["exp_avg_sq"].to(param.device, copy=True),
-                    step=torch.tensor(saved["step"], dtype=torch.float32, device=param.device),
-                    master=None if master is None else master.to(param.device, copy=True),
-                ),
-            )
+            engine.roster.load_whole(index, None if saved is None else _whole_state(saved))
+
+
+def _whole_state(saved: Mapping[str, Any]) -> ResidentState:
+    step = torch.tensor(saved["step"], dtype=torch.float32)
+    return ResidentState(saved["exp_avg"], saved["exp_avg_sq"], step, saved["master"])
 
 
 def _own(value: Any) -> Any:
@@ -120,7 +117,7 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
     if meta["policy"] != engine.plan.policy:
         raise ValueError(
             f"the state dict was saved with policy={meta['policy']!r}, this optimizer has {engine.plan.policy!r}; "
-            "create it with the saved policy"
+            f"create it with the saved policy{_remedy(engine, meta)}"
         )
     if len(meta["params"]) != len(engine.plan.params):
         raise ValueError(
@@ -134,6 +131,7 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
                 raise ValueError(
                     f"the state dict has {key}={saved[key]!r} for {saved['name']}, this optimizer {own[key]!r} for "
                     f"{own['name']}; it belongs to another model, or was saved with other options"
+                    f"{_remedy(engine, meta)}"
                 )
         entry = state["state"].get(plan.index)
         if entry is None and plan.offloaded:
@@ -145,11 +143,29 @@ def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[s
             )
 
 
+def _remedy(engine: Engine, meta: Mapping[str, Any]) -> str:
+    """What to pass instead of what was chosen by a measurement, if some of that is what differs."""
+    saved = {name: meta[name] for name in _CHOSEN if name in meta}
+    own = {name: getattr(engine.options, name) for name in saved}
+    if saved == own:
+        return ""
+    default = {each.name: each.default for each in fields(Options)}
+    given = [
+        f"{name}={value!r}"
+        for name, value in saved.items()
+        if name == "policy" or value != own[name] or value != default[name]
+    ]
+    if "nvme" in saved.values() or saved["policy"] == "zero_infinity":
+        given.append("nvme_path=(a directory)")
+    return f": pass {', '.join(given)}"
+
+
 def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any]:
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
     selection = device.selection
-    sides = zip(_STATE, device.state(), host.state(), strict=True)
-    dense = {name: _dense(plan, selection, on_device, on_host) for name, on_device, on_host in sides}
+    with host.borrowed() as on_host_side:
+        sides = zip(_STATE, device.state(), on_host_side, strict=True)
+        dense = {name: _dense(plan, selection, on_device, on_host) for name, on_device, on_host in sides}
     return {
         "step": device.steps if plan.k else host.taken,
         **dense,
@@ -215,20 +231,22 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
     selected, rest = saved["selected"].clone(), saved["rest"].clone()
     selection = device_ops.Selection.of(selected, plan.lines, engine.device, rest=rest)
     device.selection = selection
-    for name, on_device, on_host in zip(_STATE, device.state(), host.state(), strict=True):
-        matrix = saved[name].reshape(plan.shape[0], -1)
-        lines = matrix if plan.dim == 0 else matrix.t()
-        on_device.copy_(lines[saved["selected"].long()])
-        on_host.copy_(lines[saved["rest"].long()])
+    uploads = [host.next_upload() for _ in saved["visible_at"]]
+    with host.borrowed(write=True, fresh=True) as on_host_side:
+        for name, on_device, on_host in zip(_STATE, device.state(), on_host_side, strict=True):
+            matrix = saved[name].reshape(plan.shape[0], -1)
+            lines = matrix if plan.dim == 0 else matrix.t()
+            on_device.copy_(lines[saved["selected"].long()])
+            on_host.copy_(lines[saved["rest"].long()])
+        for upload in uploads:
+            upload.copy_(on_host_side.master)
     device.score.copy_(saved["score"])
     device.steps, device.selected_at = int(saved["step"]) if plan.k else 0, saved["selected_at"]
     host.taken = int(saved["taken"])
     _load_window(offloaded, saved)
     if (residual := _residual(offloaded)) is not None:
         residual.lost.copy_(saved["residual"])
-    for visible_at in saved["visible_at"]:
-        upload = host.next_upload()
-        upload.copy_(host.master)
+    for visible_at, upload in zip(saved["visible_at"], uploads, strict=True):
         job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
         host.closes.append(Close(job=job, upload=upload, closed_at=engine.step - 1, visible_at=visible_at))
     offloaded.accumulates, offloaded.eager, offloaded.single = saved["accumulates"], saved["eager"], saved["single"]

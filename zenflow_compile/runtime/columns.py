@@ -70,13 +70,13 @@ class DeviceSide:
         """i32[k], sorted: the selection after the ``at_most`` best swaps; see ``_swaps``."""
         enters, places, entering = self._swaps(margin, at_most)
         lines = self.selection.selected.clone()
-        lines[places] = torch.where(enters, entering, lines[places])
+        lines[places] = torch.where(enters, self.selection.rest[entering], lines[places])
         return lines.sort().values
 
-    def kept_share(self, margin: float) -> Tensor:
-        """f32[] on the device: the share of the selected lines that would stay, however many swaps it took."""
+    def count_leaving(self, margin: float, out: Tensor) -> None:
+        """Write into ``out``, f32[] on the device, how many selected lines would go, however many swaps it took."""
         enters, _, _ = self._swaps(margin, self.plan.k)
-        return 1.0 - enters.sum() / self.plan.k
+        torch.sum(enters, 0, dtype=torch.float32, out=out)
 
     def _swaps(self, margin: float, at_most: int) -> tuple[Tensor, Tensor, Tensor]:
         """The best line outside for the worst inside, the second best for the second worst, and so on.
@@ -85,14 +85,15 @@ class DeviceSide:
         near-ties do not swap back and forth.
 
         Returns:
-            Whether each swap is worth it, where in the selection its leaving line is, and its entering line.
+            Whether each swap is worth it, and where its lines are: the leaving one in ``selected``, the entering one in
+            ``rest``.
         """
         count = min(at_most, self.plan.k, self.plan.rest)
         inside = self.score.index_select(0, self.selection.selected)
         outside = self.score.index_select(0, self.selection.rest)
         worst, best = torch.topk(inside, count, largest=False), torch.topk(outside, count)
         enters = best.values > (1.0 + margin) * worst.values
-        return enters, worst.indices, self.selection.rest[best.indices]
+        return enters, worst.indices, best.indices
 
     def next_step(self, matrix: Tensor) -> device_ops.LineState:
         """One more gradient counts: the waiting one, for an AdamW step on the selected lines of the 2-D view."""

@@ -72,12 +72,22 @@ class CopyLane(Protocol):
     """Copies in one direction, those to one place in order of submission."""
 
     def submit(
-        self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        step: int,
+        param: str,
+        kind: str = "copy",
+        after: Job | None = None,
+        behind: Ticket | None = None,
     ) -> Ticket:
         """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work queued on the device.
 
         Args:
             after: what writes ``source``. If it is not done the lane waits for it, which it must be able to.
+            behind: a copy of the other lane, submitted before, that writes ``source`` or reads ``target``: the lane
+                waits for it, and what made it fail makes this one fail. Not beside ``after``.
         """
         ...
 
@@ -155,7 +165,7 @@ class DoneTicket:
 
 
 _DONE = DoneTicket()
-_ThreadCopy = tuple[Tensor, Tensor, ThreadTicket, int, str, str, "Job | None"]
+_ThreadCopy = tuple[Tensor, Tensor, ThreadTicket, int, str, str, "Job | Ticket | None"]
 
 
 class ThreadLane:
@@ -168,16 +178,26 @@ class ThreadLane:
         self._thread: threading.Thread | None = None
 
     def submit(
-        self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        step: int,
+        param: str,
+        kind: str = "copy",
+        after: Job | None = None,
+        behind: Ticket | None = None,
     ) -> Ticket:
-        if source.nbytes <= INLINE_BYTES and (after is None or after.done()):
-            return self._copy(target, source, step, param, kind, after)
+        assert after is None or behind is None
+        first = after if behind is None else behind
+        if source.nbytes <= INLINE_BYTES and (first is None or first.done()):
+            return self._copy(target, source, step, param, kind, first)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
             thread.start()
             self._thread = thread
         ticket = ThreadTicket()
-        self._queue.put((target, source, ticket, step, param, kind, after))
+        self._queue.put((target, source, ticket, step, param, kind, first))
         return ticket
 
     def can_wait_for(self, job: Job) -> bool:
@@ -196,15 +216,15 @@ class ThreadLane:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            target, source, ticket, step, param, kind, after = item
-            ticket.finish(self._copy(target, source, step, param, kind, after).error)
+            target, source, ticket, step, param, kind, first = item
+            ticket.finish(self._copy(target, source, step, param, kind, first).error)
 
     def _copy(
-        self, target: Tensor, source: Tensor, step: int, param: str, kind: str, after: Job | None
+        self, target: Tensor, source: Tensor, step: int, param: str, kind: str, first: Job | Ticket | None
     ) -> DoneTicket:
         try:
-            if after is not None:
-                after.wait()
+            if first is not None:
+                first.wait()
             timeline = self._recorder.timeline
             begin = 0 if timeline is None else time.perf_counter_ns()
             copy_without_gil(target, source)
@@ -284,7 +304,15 @@ class StreamLane:
         self._copies = 0
 
     def submit(
-        self, target: Tensor, source: Tensor, *, step: int, param: str, kind: str = "copy", after: Job | None = None
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        step: int,
+        param: str,
+        kind: str = "copy",
+        after: Job | None = None,
+        behind: Ticket | None = None,
     ) -> StreamTicket:
         timeline = self._recorder.timeline
         timed = timeline is not None
@@ -296,6 +324,8 @@ class StreamLane:
             assert after.flag is not None, "ask can_wait_for first"
             after.flag.wait_on(self._stream)
         with torch.cuda.stream(self._stream):
+            if behind is not None:
+                behind.wait_on_device()  # the current stream, which waits, is the lane's own here
             if start is not None:
                 start.record(self._stream)
             target.copy_(source, non_blocking=True)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from zenflow_compile.runtime.control_groups import cpu_quota
+
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes its processors and NUMA nodes."""
 
@@ -61,7 +63,8 @@ def worker_count(cores: int, *, workers: int | None, reserved_share: float | Non
     Args:
         workers: the option; at most one worker per core.
         reserved_share: the option ``pt_reserved_cores_perc``: share of the cores left to PyTorch. None leaves two to
-            it, and one to each worker process of a DataLoader that is alive now.
+            it, and one to each worker process of a DataLoader that is alive now; no more cores count then than a
+            container may use at a time.
 
     Raises:
         ValueError: more workers than cores.
@@ -74,6 +77,7 @@ def worker_count(cores: int, *, workers: int | None, reserved_share: float | Non
             )
         return workers
     if reserved_share is None:
+        cores = min(cores, math.floor(cpu_quota() or cores))
         return max(1, cores - LEFT_FREE - _data_loader_workers())
     # Rounded before it is rounded up: 0.9 * 10 must reserve nine cores, whatever the last bit of the product.
     return max(1, cores - math.ceil(round(reserved_share * cores, 6)))

@@ -1,4 +1,4 @@
-"""AdamW for the parameters that live on the device whole."""
+"""AdamW for parameters that the device updates whole, wherever their state lives between updates."""
 
 from __future__ import annotations
 
@@ -55,6 +55,32 @@ class ResidentState:
             same = self.master.to(param.dtype) == param.detach()
             self.master.copy_(torch.where(same, self.master, param.detach().to(self.master.dtype)))
 
+    def load(self, state: ResidentState, param: Tensor) -> None:
+        """Take over a checkpoint's state of ``param``. Weights are compared with the master at the next update, so that
+        they may be loaded before or after it.
+
+        Raises:
+            ValueError: a tensor of the state has another shape than the parameter, or the master is missing.
+        """
+        if (self.master is None) != (state.master is None):
+            raise ValueError(
+                f"the state of a {param.dtype} parameter must {'not ' if self.master is None else ''}have a master; "
+                "load the state of an optimizer over weights of this dtype"
+            )
+        for target, source in zip(self.tensors(), state.tensors(), strict=True):
+            if target.shape != source.shape:
+                raise ValueError(
+                    f"state of shape {list(source.shape)} for a parameter of shape {list(param.shape)}; "
+                    "load the state of an optimizer over the same model"
+                )
+        for target, source in zip(self.tensors(), state.tensors(), strict=True):
+            target.copy_(source)  # into the parameter's memory layout, which the fused kernel counts on
+        self.version = None
+
+
+Update = tuple[Parameter, Tensor, ResidentState]
+"""A parameter, its gradient, of the same shape, and its state."""
+
 
 class ResidentAdam:
     """Fused multi-tensor AdamW over parameters and their gradients.
@@ -75,87 +101,69 @@ class ResidentAdam:
     def update(
         self, params: Sequence[Parameter], grads: Sequence[Tensor], slot: SlotCoefficients, *, eps: float
     ) -> None:
-        """One AdamW step for parameters that share coefficients. ``grads`` are not written.
-
-        For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
-        ``slot.grad_scale`` before. Low-precision gradients are cast first and scaled then, in fp32.
-
-        Args:
-            params: all on one device; those without a gradient in this step are left out.
-            grads: one each, of the parameter's shape.
-        """
-        for batch in _batches(list(zip(params, grads, strict=True)), slot):
-            self._update(batch, slot, eps)
+        """One AdamW step; see :func:`update_on_device`, of which these are the arguments."""
+        for param in params:
+            if param not in self.states:
+                self.states[param] = ResidentState.zeros_like(param)
+        states = [self.states[param] for param in params]
+        update_on_device(list(zip(params, grads, states, strict=True)), slot, eps=eps)
 
     def load(self, param: Parameter, state: ResidentState) -> None:
-        """Put back a checkpoint's state. Weights are compared with the master at the next update, so that they may be
-        loaded before or after it.
-
-        Raises:
-            ValueError: a tensor of the state has another shape than the parameter, or the master is missing.
-        """
+        """Put back a checkpoint's state; see :meth:`ResidentState.load`."""
         like = ResidentState.zeros_like(param)
-        if (like.master is None) != (state.master is None):
-            raise ValueError(
-                f"the state of a {param.dtype} parameter must {'not ' if like.master is None else ''}have a master; "
-                "load the state of an optimizer over weights of this dtype"
-            )
-        for target, source in zip(like.tensors(), state.tensors(), strict=True):
-            if target.shape != source.shape:
-                raise ValueError(
-                    f"state of shape {list(source.shape)} for a parameter of shape {list(param.shape)}; "
-                    "load the state of an optimizer over the same model"
-                )
-        for target, source in zip(like.tensors(), state.tensors(), strict=True):
-            target.copy_(source)  # into the parameter's memory layout, which the fused kernel counts on
-        like.version = None
+        like.load(state, param)
         self.states[param] = like
 
-    def _update(self, batch: list[tuple[Parameter, Tensor]], slot: SlotCoefficients, eps: float) -> None:
-        params = [param for param, _ in batch]
-        states = [self._state(param) for param in params]
-        weights = [
-            param.detach() if state.master is None else state.master
-            for param, state in zip(params, states, strict=True)
-        ]
-        grads = [_as_kernel_reads(grad, weight) for (_, grad), weight in zip(batch, weights, strict=True)]
-        if slot.grad_scale != 1.0:
-            grads = list(torch._foreach_mul(grads, slot.grad_scale))
-        torch._foreach_add_([state.step for state in states], 1.0)
-        fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
-        if fused:
-            torch_private.fused_adamw_multi_(
-                [weights[i] for i in fused],
-                [grads[i] for i in fused],
-                [states[i].exp_avg for i in fused],
-                [states[i].exp_avg_sq for i in fused],
-                [states[i].step for i in fused],
-                lr=slot.lr,
-                beta1=slot.beta1,
-                beta2=slot.beta2,
-                weight_decay=slot.weight_decay,
-                eps=eps,
-            )
-        for i in sorted(set(range(len(batch))) - set(fused)):
-            # A view with holes, or that overlaps itself: the fused kernel runs over memory, not over elements.
-            state, plain = states[i], slot._replace(grad_scale=1.0)
-            step = int(state.step)
-            rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
-        masters = [(param.detach(), state.master) for param, state in zip(params, states, strict=True)]
-        cast = [(param, master) for param, master in masters if master is not None]
-        if cast:
-            torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
-        for param, state in zip(params, states, strict=True):
-            torch.autograd.graph.increment_version(param)
-            state.version = param._version
 
-    def _state(self, param: Parameter) -> ResidentState:
-        state = self.states.get(param)
-        if state is None:
-            state = self.states[param] = ResidentState.zeros_like(param)
-        elif state.version != param._version:
+@torch.no_grad()
+def update_on_device(updates: Sequence[Update], slot: SlotCoefficients, *, eps: float) -> None:
+    """One AdamW step for parameters that share coefficients, with state on the device. Gradients are not written.
+
+    For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
+    ``slot.grad_scale`` before. Low-precision gradients are cast first and scaled then, in fp32.
+
+    Args:
+        updates: all on one device; those without a gradient in this step are left out.
+    """
+    for batch in _batches(updates, slot):
+        _update(batch, slot, eps)
+
+
+def _update(batch: Sequence[Update], slot: SlotCoefficients, eps: float) -> None:
+    for param, _, state in batch:
+        if state.version != param._version:
             state.reseed_master(param)
-        return state
+    states = [state for _, _, state in batch]
+    weights = [param.detach() if state.master is None else state.master for param, _, state in batch]
+    grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
+    if slot.grad_scale != 1.0:
+        grads = list(torch._foreach_mul(grads, slot.grad_scale))
+    torch._foreach_add_([state.step for state in states], 1.0)
+    fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
+    if fused:
+        torch_private.fused_adamw_multi_(
+            [weights[i] for i in fused],
+            [grads[i] for i in fused],
+            [states[i].exp_avg for i in fused],
+            [states[i].exp_avg_sq for i in fused],
+            [states[i].step for i in fused],
+            lr=slot.lr,
+            beta1=slot.beta1,
+            beta2=slot.beta2,
+            weight_decay=slot.weight_decay,
+            eps=eps,
+        )
+    for i in sorted(set(range(len(batch))) - set(fused)):
+        # A view with holes, or that overlaps itself: the fused kernel runs over memory, not over elements.
+        state, plain = states[i], slot._replace(grad_scale=1.0)
+        step = int(state.step)
+        rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
+    cast = [(param.detach(), state.master) for param, _, state in batch if state.master is not None]
+    if cast:
+        torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
+    for param, _, state in batch:
+        torch.autograd.graph.increment_version(param)
+        state.version = param._version
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:
@@ -169,19 +177,20 @@ def _as_kernel_reads(grad: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.preserve_format).copy_(grad.detach())
 
 
-def _batches(pairs: list[tuple[Parameter, Tensor]], slot: SlotCoefficients) -> Iterator[list[tuple[Parameter, Tensor]]]:
+def _batches(updates: Sequence[Update], slot: SlotCoefficients) -> Iterator[list[Update]]:
     """Parameters for one fused call: of one dtype, and few enough to bound the gradients that are made for the call."""
-    for dtype in dict.fromkeys(param.dtype for param, _ in pairs):
-        batch: list[tuple[Parameter, Tensor]] = []
+    for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
+        batch: list[Update] = []
         scratch = 0
-        for param, grad in pairs:
+        for update in updates:
+            param, grad, _ = update
             if param.dtype != dtype:
                 continue
             made = slot.grad_scale != 1.0 or grad.dtype != _state_dtype(param)
             if batch and made and scratch + param.numel() > _SCRATCH_ELEMENTS:
                 yield batch
                 batch, scratch = [], 0
-            batch.append((param, grad))
+            batch.append(update)
             scratch += param.numel() if made else 0
         if batch:
             yield batch

@@ -84,37 +84,15 @@ class Selection:
         return self.selected.nbytes + self.rest.nbytes + self.position.nbytes
 
 
-def column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """Squared L2 norm of every line, f32[lines], accumulated in fp32 in an order that depends on the shape alone.
-
-    Args:
-        matrix: [rows, columns], any floating dtype and strides.
-    """
-    if kernels := _kernels_for(matrix):
-        norms: Tensor = kernels.column_norms(matrix, dim)
-        return norms
-    return reference_column_norms(matrix, dim)
-
-
-def split_columns(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> None:
+def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> Tensor:
     """Copy the selected lines into ``selected_out`` [k, length] and the others into ``rest_out`` [rest, length].
 
     Args:
-        matrix: [rows, columns], any strides; read once.
+        matrix: [rows, columns], any floating dtype and strides; read once.
         selected_out, rest_out: contiguous, of the matrix's dtype.
 
-    Raises:
-        ValueError: a block's shape or dtype does not fit.
-    """
-    _check_blocks(matrix, dim, selection, selected_out, rest_out)
-    if kernels := _kernels_for(matrix):
-        kernels.split_columns(matrix, dim, selection, selected_out, rest_out)
-    else:
-        reference_split_columns(matrix, dim, selection, selected_out, rest_out)
-
-
-def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> Tensor:
-    """:func:`column_norms` and :func:`split_columns` in one read of the matrix.
+    Returns:
+        Squared L2 norm of every line, f32[lines], accumulated in fp32 in an order that depends on the shape alone.
 
     Raises:
         ValueError: a block's shape or dtype does not fit.
@@ -128,7 +106,7 @@ def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out
 
 
 def unsplit_columns(matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, rest_in: Tensor) -> None:
-    """Inverse of :func:`split_columns`: put the lines of both blocks back into ``matrix_out`` [rows, columns].
+    """Inverse of :func:`norms_and_split`: put the lines of both blocks back into ``matrix_out`` [rows, columns].
 
     Raises:
         ValueError: a block's shape or dtype does not fit.
@@ -262,7 +240,7 @@ def _batches(params: Sequence[LineState]) -> Iterator[list[LineState]]:
 
 
 def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """:func:`column_norms` in PyTorch."""
+    """The norms of :func:`norms_and_split` in PyTorch."""
     matrix, dim = row_major(matrix, dim)
     if matrix.numel() <= _SQUARES_ELEMENTS:
         small = matrix if matrix.dtype == torch.float32 else matrix.to(torch.float32)
@@ -282,7 +260,7 @@ def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
 def reference_split_columns(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor
 ) -> None:
-    """:func:`split_columns` in PyTorch."""
+    """The blocks of :func:`norms_and_split` in PyTorch."""
     matrix, dim = row_major(matrix, dim)
     blocks = [(selection.selected, selected_out), (selection.rest, rest_out)]
     blocks = [(lines, out) for lines, out in blocks if lines.numel()]

@@ -14,7 +14,7 @@ import atexit
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,16 +27,16 @@ from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
-from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.readable import ReadableNodes
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.roster import Roster
+from zenflow_compile.runtime.roster import Roster, free_device_bytes
 from zenflow_compile.runtime.schedule import Schedule
 from zenflow_compile.runtime.time_bound import TimeBound
-from zenflow_compile.runtime.updates import Coefficients, update_columns
+from zenflow_compile.runtime.updates import Coefficients, end_on_host, update_columns
+from zenflow_compile.runtime.windows import Close
 
 _ids = itertools.count()
 
@@ -176,6 +176,7 @@ class Engine(ReadableNodes):
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
             self.recorder.begin_phase("backward")
+            self.roster.interleaved.prefetch()  # behind the forward, whose weights come the same way
 
     def _drop_failed_backward(self) -> None:
         """The backward before this one raised, and in the implicit form nobody else discards what it left.
@@ -187,9 +188,7 @@ class Engine(ReadableNodes):
         self.roster.drop_resident_grads()
         if updated:
             self.begin_update(void=True)
-            in_force = self._in_force()
-            for offloaded in self.offloaded.values():
-                self._update_on_host(offloaded, in_force)
+            self._update_on_host(self.offloaded.values(), self._in_force())
             self.end_update()
 
     def end_backward(self, *, nested: bool) -> None:
@@ -226,6 +225,7 @@ class Engine(ReadableNodes):
         Raises:
             TypeError: it is sparse.
         """
+        self.roster.interleaved.prefetch()
         name, param = self.plan.params[p].name, self.params[p]
         if p not in self.offloaded:
             entry.refuse_sparse_grad(param, name)
@@ -266,6 +266,7 @@ class Engine(ReadableNodes):
         """
         self._check()
         self.roster.check_written_grads()
+        self.roster.interleaved.raise_failures()
         self.recorder.begin_phase("update")
         for p, offloaded in self.offloaded.items():
             offloaded.raise_failures()
@@ -298,8 +299,7 @@ class Engine(ReadableNodes):
         final = [self.offloaded[p] for p in ps]
         in_force = self._in_force()
         self._update_columns([each for each in final if each.plan.k], params, in_force)
-        for offloaded in final:
-            self._update_on_host(offloaded, in_force)
+        self._update_on_host(final, in_force)
 
     def _in_force(self) -> Coefficients:
         return Coefficients(self.roster, self._unscale)
@@ -312,22 +312,16 @@ class Engine(ReadableNodes):
         if not self._void:
             update_columns([each for each in columns if each.contributions and self._may_update(each)], in_force)
 
-    def _update_on_host(self, offloaded: OffloadedParam, in_force: Coefficients) -> None:
-        if not self._may_update(offloaded):
-            return
-        present = offloaded.contributions > 0 and not self._void
-        slot, eps = in_force.of(offloaded)
-        plan, side = offloaded.plan, offloaded.device
-        closing = self.schedule.closes(plan, side, self.step, present=present, unscale=self._unscale)
-        offloaded.update_on_host(slot if present else None)
-        offloaded.updated = True
-        if not closing:
-            return
-        selection = self.schedule.selection(plan, side, self.step)
-        promptly = self.schedule.warming_up(self.step)
-        if offloaded.close_window(at=self.step, eps=eps, selection=selection, promptly=promptly):
-            self.windows_closed += 1
-            self.recorder.mark("close", param=plan.name)
+    def _update_on_host(self, params: Iterable[OffloadedParam], in_force: Coefficients) -> None:
+        closes: list[Close] = []
+        try:
+            for offloaded in filter(self._may_update, params):
+                if (close := end_on_host(offloaded, in_force, self.schedule, self.step, void=self._void)) is not None:
+                    closes.append(close)
+                    self.recorder.mark("close", param=offloaded.plan.name)
+        finally:  # a window that has closed is waited for, whatever happened to the others
+            self.roster.transport.workers.submit(*(close.job for close in closes))
+        self.windows_closed += len(closes)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         if offloaded.updated or self._updating:
@@ -347,6 +341,8 @@ class Engine(ReadableNodes):
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
         self.landing.end_step(self.step)
+        if not self.offloaded:  # nothing comes up in the next forward, and no node will tell of its end
+            self.roster.interleaved.prefetch()
         self.schedule.end_step()
         if self.schedule.shortest_window is None:
             self._time_bound.end_step(len(self.graphs))
@@ -403,6 +399,7 @@ class Engine(ReadableNodes):
             self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
+        self.roster.interleaved.wait()
 
     # Life and death.
 
@@ -428,17 +425,11 @@ class Engine(ReadableNodes):
             return
         try:
             self.landing.finish(self.step, flush=flush and self.failure is None)
+            self.roster.interleaved.wait()
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
             self.roster.close()
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """Memory that a device has left; of the CPU, which plays the device in tests, that of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_host_memory()[0]
 
 
 @atexit.register

@@ -59,8 +59,6 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     length,
     k,
     DIM: tl.constexpr,
-    NORMS: tl.constexpr,
-    SPLIT: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_LINES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
@@ -73,12 +71,11 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     strip = tl.program_id(0) // line_blocks
     line = (tl.program_id(0) % line_blocks) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
     is_line = line < lines
-    if SPLIT:
-        place = tl.load(position + line, mask=is_line, other=0)
-        selected_row = place.to(tl.int64) * length
-        rest_row = (place - k).to(tl.int64) * length
-        is_selected = is_line & (place < k)
-        is_rest = is_line & (place >= k)
+    place = tl.load(position + line, mask=is_line, other=0)
+    selected_row = place.to(tl.int64) * length
+    rest_row = (place - k).to(tl.int64) * length
+    is_selected = is_line & (place < k)
+    is_rest = is_line & (place >= k)
     sums = tl.zeros([BLOCK_LINES], dtype=tl.float32)
     for tile in range(TILES):
         element = (strip * TILES + tile) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
@@ -94,20 +91,15 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
             values = tl.trans(
                 tl.load(row + line[None, :] * stride_column, mask=is_element[:, None] & is_line[None, :], other=0.0)
             )
-        if SPLIT:
-            tl.store(
-                selected_out + selected_row[:, None] + element[None, :],
-                values,
-                mask=is_selected[:, None] & is_element[None, :],
-            )
-            tl.store(
-                rest_out + rest_row[:, None] + element[None, :], values, mask=is_rest[:, None] & is_element[None, :]
-            )
-        if NORMS:
-            wide = values.to(tl.float32)
-            sums += tl.sum(wide * wide, axis=1)
-    if NORMS:
-        tl.store(partials + strip.to(tl.int64) * lines + line, sums, mask=is_line)
+        tl.store(
+            selected_out + selected_row[:, None] + element[None, :],
+            values,
+            mask=is_selected[:, None] & is_element[None, :],
+        )
+        tl.store(rest_out + rest_row[:, None] + element[None, :], values, mask=is_rest[:, None] & is_element[None, :])
+        wide = values.to(tl.float32)
+        sums += tl.sum(wide * wide, axis=1)
+    tl.store(partials + strip.to(tl.int64) * lines + line, sums, mask=is_line)
 
 
 @_jit
@@ -232,58 +224,33 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
         tl.store(row + line[None, :] * stride_column, tl.trans(cast), mask=is_element[:, None] & is_line[None, :])
 
 
-def column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """See ``device_ops.column_norms``."""
-    return _norms_and_split(matrix, dim, None, None, None, norms=True)
-
-
-def split_columns(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> None:
-    """See ``device_ops.split_columns``."""
-    _norms_and_split(matrix, dim, selection, selected_out, rest_out, norms=False)
-
-
 def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> Tensor:
     """See ``device_ops.norms_and_split``."""
-    return _norms_and_split(matrix, dim, selection, selected_out, rest_out, norms=True)
-
-
-def _norms_and_split(
-    matrix: Tensor,
-    dim: int,
-    selection: Selection | None,
-    selected_out: Tensor | None,
-    rest_out: Tensor | None,
-    *,
-    norms: bool,
-) -> Tensor:
     matrix, dim = row_major(matrix, dim)
     lines, length = matrix.shape[dim], matrix.shape[1 - dim]
     strips = triton.cdiv(length, _TILES_PER_PARTIAL * _BLOCK_LENGTH)
-    sums = torch.empty(lines if norms else 0, dtype=torch.float32, device=matrix.device)
-    partials = sums if strips <= 1 else sums.new_empty(strips, sums.numel())
+    sums = torch.empty(lines, dtype=torch.float32, device=matrix.device)
+    partials = sums if strips <= 1 else sums.new_empty(strips, lines)
     if not matrix.numel():
         return sums.zero_()
-    position = selection.position if selection is not None else None
     with _on(matrix):
         _norms_and_split_kernel[(strips * triton.cdiv(lines, _BLOCK_LINES),)](
             matrix,
             *matrix.stride(),
-            position,
+            selection.position,
             selected_out,
             rest_out,
             partials,
             lines,
             length,
-            selection.selected.numel() if selection is not None else 0,
+            selection.selected.numel(),
             DIM=dim,
-            NORMS=norms,
-            SPLIT=selection is not None,
             TILES=min(_TILES_PER_PARTIAL, triton.next_power_of_2(triton.cdiv(length, _BLOCK_LENGTH))),
             BLOCK_LINES=_BLOCK_LINES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
             enable_fp_fusion=False,
         )
-        if norms and strips > 1:
+        if strips > 1:
             _sum_partials_kernel[(triton.cdiv(lines, _BLOCK_SUMS),)](partials, sums, strips, lines, BLOCK=_BLOCK_SUMS)
     return sums
 

@@ -86,7 +86,9 @@ class Landing:
                 # Weights that somebody wrote since the last step stay: what waits was meant for weights that are gone.
                 if not offloaded.notice_foreign_write(now) and flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
-                    offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
+                    close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
+                    if close is not None:
+                        self._roster.transport.workers.submit(close.job)
                 offloaded.land(now + 1 + offloaded.plan.staleness)
             except Exception as error:
                 errors.append(error)

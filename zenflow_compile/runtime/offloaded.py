@@ -216,7 +216,7 @@ class OffloadedParam:
         self.uses = 0
 
     def close_window(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> Close | None:
-        """Hand the open window to the workers; a window of void slots closes as a no-op.
+        """Close the open window, whose job is to be submitted then; a window of void slots closes as a no-op.
 
         Args:
             selection: i32[k] on the device, the lines to select from here on; None where the selection stays.
@@ -234,7 +234,6 @@ class OffloadedParam:
             promptly = True  # state that changes sides must be the newest on both
         if promptly:
             close.visible_at = at + 1
-        self.transport.workers.submit(close.job)
         return close
 
     # The way back.
@@ -303,7 +302,10 @@ class OffloadedParam:
         self.host.wait()
         begin = time.perf_counter_ns()
         before = self.device.selection
-        self.device.selection, moved = exchange_lines(self.device.state(), self.host.state(), before, wanted)
+        # Before the state is borrowed: the device may be waiting for jobs that wait for the space which that takes.
+        wanted = wanted.cpu()
+        with self.host.borrowed(write=True) as state:
+            self.device.selection, moved = exchange_lines(self.device.state(), state, before, wanted)
         if self.held is not None:
             self.held.lines_changed(before.rest != self.device.selection.rest)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
@@ -317,11 +319,12 @@ class OffloadedParam:
         optimizer state loses no precision.
         """
         selection = self.device.selection
-        for master, lines in ((self.device.master, selection.selected), (self.host.master, selection.rest)):
-            if lines.numel():
-                weights = self._weights(lines).to(master.device)
-                same = master.to(self.plan.dtype) == weights
-                master.copy_(torch.where(same, master, weights.float()))
+        if selection.selected.numel():
+            _follow(self.device.master, self._weights(selection.selected))
+        if selection.rest.numel():
+            weights = self._weights(selection.rest).cpu()  # see _reselect
+            with self.host.borrowed(write=True) as state:
+                _follow(state.master, weights)
         self._shown = None
         self._version = self.param._version
 
@@ -432,3 +435,9 @@ class OffloadedParam:
         """Device memory of this parameter's optimizer state."""
         accumulator = 0 if self._accumulator is None else self._accumulator.nbytes
         return self.device.nbytes + accumulator + (0 if self.held is None else self.held.nbytes)
+
+
+def _follow(master: Tensor, weights: Tensor) -> None:
+    """Take ``weights`` into ``master`` where it is not what casts to them."""
+    same = master.to(weights.dtype) == weights
+    master.copy_(torch.where(same, master, weights.float()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class ReadableNodes(ABC):
 
     def update_on_host(self, p: int) -> None:
         """Put the gradient into its window, if it is final now; close the window if it is due."""
-        self._update_on_host(self.offloaded[p], self._in_force())
+        self._update_on_host([self.offloaded[p]], self._in_force())
 
     def copy_to_device_(self, p: int, param: Tensor) -> None:
         """``fetch_parameters_`` of one."""
@@ -56,6 +56,6 @@ class ReadableNodes(ABC):
         self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], in_force: Coefficients
     ) -> None: ...
     @abstractmethod
-    def _update_on_host(self, offloaded: OffloadedParam, in_force: Coefficients) -> None: ...
+    def _update_on_host(self, params: Iterable[OffloadedParam], in_force: Coefficients) -> None: ...
     @abstractmethod
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections import Counter
@@ -19,13 +20,16 @@ from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.planning.policies import ParamSpec, extend_plan
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.arena import HostArena, require_host_memory
+from zenflow_compile.runtime.arena import HostArena, available_host_memory, require_host_memory
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.copies import StagingRing, make_lane
 from zenflow_compile.runtime.cores import choose_cores, nodes_of, physical_cores, run_pinned, worker_count
-from zenflow_compile.runtime.device_adam import ResidentAdam
+from zenflow_compile.runtime.device_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.file_home import FileHome
+from zenflow_compile.runtime.file_window import FileWindow, window_bytes
 from zenflow_compile.runtime.flags import make_flags
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.interleaved import InterleavedAdam, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transport import Transport
@@ -53,14 +57,15 @@ class Roster:
     Attributes:
         plan: of all parameters, in their order.
         groups: the optimizer's ``param_groups``.
-        offloaded: runtime state of the parameters that have state on the host, by index.
+        offloaded: runtime state of the parameters that the host updates, by index.
+        interleaved: state of those that the device updates, whose state is the host's in between.
         resident: state of the others.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], options: Options, device: torch.device, recorder: Recorder
     ) -> None:
-        cores = _worker_cores(options)
+        cores = worker_cores(options)
         self.groups = groups
         self.plan = Plan(policy=options.policy, params=())
         self.params: list[Parameter] = []
@@ -74,11 +79,13 @@ class Roster:
             workers=WorkerPool(len(cores), recorder, cores),
             recorder=recorder,
         )
+        self.interleaved = InterleavedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self._options = options
         self._device = device
         self._group_of: list[int] = []
         self._index_of: dict[int, int] = {}
         self._arenas: list[HostArena] = []
+        self._files: FileWindow | None = None
         self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
         self._hooks: list[RemovableHandle] = []
 
@@ -93,30 +100,38 @@ class Roster:
             listener: is told of gradients that reach ``.grad``.
 
         Raises:
-            ValueError: more host memory is needed than the machine has, or a block is larger than ``staging_bytes``;
-                nothing has been changed then.
+            ValueError: more host memory is needed than the machine has, a block is larger than ``staging_bytes`` or
+                ``host_window_bytes``, or ``nvme_path`` cannot hold the state; nothing has been changed then.
         """
         named = [pair for group in groups for pair in group]
-        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
-        plan = extend_plan(self.plan, specs, self._options)
+        plan = extend_plan(self.plan, specs_of(named), self._options)
         new = plan.params[len(self.plan.params) :]
         needed = sum(param.host_bytes for param in new)
-        require_host_memory(needed)
+        file_window = self._file_window_bytes(plan)
+        require_host_memory(needed + file_window)
         up_slots = self._up_slots(plan)
-        arena = HostArena(sum(HostSide.arena_bytes(param) for param in new if param.offloaded))
+        homes = self._file_homes(plan, [param for param in new if param.in_file], file_window)
+        on_host = sum(HostSide.arena_bytes(param) for param in new if param.offloaded)
+        arena = HostArena(on_host + arena_bytes(new))
         hosts = {
-            param.index: HostSide.allocate(param, arena, self._kernel(param), self.transport.workers.workers)
+            param.index: HostSide.allocate(
+                param, arena, self._kernel(param), self.transport.workers.workers, homes.get(param.index)
+            )
             for param in new
             if param.offloaded
         }
         if (flags := make_flags(len(hosts), self._device)) is not None:
             for number, host in enumerate(hosts.values()):
                 host.flags = flags, number
+        subgroups = self.interleaved.make(
+            [(plan, param) for plan, (_, param) in zip(new, named, strict=True) if plan.interleaved], arena
+        )
         self._touch_first(list(hosts.values()))
         if needed and self._device.type == "cuda":
             arena.pin(warn=not any(each.total_bytes and not each.pinned for each in self._arenas))
         self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
         self.transport.up_ring.fit(up_slots, largest_block(plan))
+        self.interleaved.fit(subgroups)
         made = {
             param_plan.index: self._make(param_plan, param, hosts[param_plan.index])
             for param_plan, (_, param) in zip(new, named, strict=True)
@@ -126,6 +141,7 @@ class Roster:
         self._arenas.append(arena)
         self.plan = plan
         self.offloaded.update(made)
+        self.interleaved.add(subgroups)
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for param_plan, (_, param) in zip(new, named, strict=True):
             self.params.append(param)
@@ -133,6 +149,25 @@ class Roster:
             if param.requires_grad:
                 self._hooks.append(entry.listen_to_grad(param, param_plan.index, listener))
             param._zenflow_owner = Owner()  # type: ignore[attr-defined]
+
+    def _file_window_bytes(self, plan: Plan) -> int:
+        """Host memory that state in files passes through."""
+        in_file = [param for param in plan.params if param.in_file]
+        return window_bytes(in_file, self._options.host_window_bytes) if in_file else 0
+
+    def _file_homes(self, plan: Plan, new: Sequence[ParamPlan], size: int) -> dict[int, FileHome]:
+        """Places in files for the state of ``new``, by index.
+
+        Args:
+            size: of the window from now on.
+        """
+        if not new:
+            return {}
+        assert self._options.nvme_path is not None
+        if self._files is None:
+            self._files = FileWindow(self._options.nvme_path, self.transport.recorder)
+        fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
+        return self._files.add(new, fingerprint, size)
 
     def _touch_first(self, hosts: Sequence[HostSide]) -> None:
         """Let the workers' cores touch the pages that each will serve, all at once, before anything else does.
@@ -191,7 +226,9 @@ class Roster:
         return _slot_of(group, grad_scale), float(group["eps"])
 
     def residents(self, only: set[int] | None = None) -> list[tuple[Parameter, Tensor, dict[str, Any]]]:
-        """Parameters on the device whole (of those in ``only``) that have a gradient: with it and their group."""
+        """Parameters that the device updates whole (of those in ``only``) and that have a gradient: with it and their
+        group.
+        """
         return [
             (param, param.grad, self.group_of(index))
             for index, param in enumerate(self.params)
@@ -218,18 +255,39 @@ class Roster:
                 )
 
     def drop_resident_grads(self) -> None:
-        """Discard the gradients of the parameters on the device whole."""
+        """Discard the gradients of the parameters that the device updates whole."""
         for param, _, _ in self.residents():
             param.grad = None
 
     def update_residents(self, grad_scale: float) -> None:
-        """One AdamW step on the parameters on the device whole that have a gradient."""
-        residents = self.residents()
+        """One AdamW step on the parameters that the device updates whole and that have a gradient.
+
+        Those that stay on the device come last: their update overlaps what is on its way (Deep Optimizer States,
+        section 4.1).
+        """
+        self.interleaved.update(lambda index: self.coefficients(index, grad_scale))
+        streamed = self.interleaved.params
+        residents = self.residents({index for index in range(len(self.params)) if index not in streamed})
         for group in self.groups:
             members = [(param, grad) for param, grad, own in residents if own is group]
             if members:
                 params, grads = zip(*members, strict=True)
                 self.resident.update(params, grads, _slot_of(group, grad_scale), eps=float(group["eps"]))
+
+    def whole_state(self, index: int) -> ResidentState | None:
+        """State of a parameter that the device updates whole, wherever it is; None before its first gradient."""
+        if (streamed := self.interleaved.params.get(index)) is not None:
+            return streamed.state if streamed.ever_updated else None
+        return self.resident.states.get(self.params[index])
+
+    def load_whole(self, index: int, state: ResidentState | None) -> None:
+        """Put a checkpoint's state of such a parameter back. Raises: see :meth:`ResidentState.load`."""
+        if index in self.interleaved.params:
+            self.interleaved.load(index, state)
+        elif state is None:
+            self.resident.states.pop(self.params[index], None)
+        else:
+            self.resident.load(self.params[index], state)
 
     @property
     def model_bytes(self) -> int:
@@ -238,14 +296,20 @@ class Roster:
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes of optimizer state, selection and staging rings."""
+        """Device bytes of optimizer state, selection, staging rings and the buffers that state is streamed through."""
         rings = self.transport.down_ring.nbytes + self.transport.up_ring.nbytes
-        return self.resident.nbytes + rings + sum(offloaded.nbytes for offloaded in self.offloaded.values())
+        whole = self.resident.nbytes + self.interleaved.device_bytes
+        return whole + rings + sum(offloaded.nbytes for offloaded in self.offloaded.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes of optimizer state, gradient windows and upload buffers."""
-        return sum(arena.total_bytes for arena in self._arenas)
+        """Host bytes of optimizer state, gradient windows and upload buffers, and of the window that files have."""
+        return sum(arena.total_bytes for arena in self._arenas) + (self._files.nbytes if self._files else 0)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of optimizer state in files."""
+        return self._files.file_bytes if self._files else 0
 
     def check_storage(self, index: int, param: Tensor) -> None:
         """A graph that reads a copy of the weight would never see an update.
@@ -263,16 +327,18 @@ class Roster:
         """Drop everything in flight, failed work too."""
         for offloaded in self.offloaded.values():
             offloaded.abandon()
+        self.interleaved.abandon()
         for ring in (self.transport.down_ring, self.transport.up_ring):
             ring.settle()
 
     def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is a worker's or a lane's."""
+        """Whether ``thread`` is a worker's or a lane's, or moves blocks of files."""
         lanes = (self.transport.to_host, self.transport.to_device)
-        return self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
+        in_files = self._files is not None and self._files.runs(thread)
+        return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
     def close(self) -> None:
-        """Let go of the parameters, stop workers and lanes, free host memory. What was to land has landed."""
+        """Let go of the parameters, stop workers and lanes, free host memory, remove files. What was to land has."""
         for hook in self._hooks:
             hook.remove()
         for param in self.params:
@@ -282,6 +348,8 @@ class Roster:
         self.transport.to_host.close()
         self.transport.to_device.close()
         self.offloaded.clear()
+        if self._files is not None:
+            self._files.close()
         for arena in self._arenas:
             arena.close()
 
@@ -296,7 +364,19 @@ def largest_block(plan: Plan, *, held: bool = True) -> int:
     return max((block_bytes(each) for each in plan.params if each.offloaded and (held or not each.held)), default=0)
 
 
-def _worker_cores(options: Options) -> tuple[int, ...]:
+def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
+    """What planning may know of parameters."""
+    return [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Memory that a device has left; of the CPU, which plays the device in tests, that of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_memory()[0]
+
+
+def worker_cores(options: Options) -> tuple[int, ...]:
     """The logical core of each worker; those that workers of the fewest other engines have, unless they were named.
 
     Raises:

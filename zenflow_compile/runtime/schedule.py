@@ -30,7 +30,7 @@ of the gradient's norm."""
 STATE_BUDGET = 0.01
 """Bytes of state that re-selections may move per step, both ways, as a share of the parameter's own."""
 
-_SELECTED, _TOTAL, _KEPT = range(3)
+_SELECTED, _TOTAL, _LEAVING = range(3)
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Schedule:
         self._measured = self._adaptive and options.min_update_interval is None and options.longest_window > 1
         self.shortest_window = None if self._measured else options.min_update_interval or 1
         self._windows: dict[int, AdaptiveWindow] = {}
-        self._kept: dict[int, float] = {}
+        self._leaving: dict[int, float] = {}
         self._units: dict[int, tuple[ParamPlan, float]] = {}
         self._readback = Readback(3, device, recorder)
 
@@ -115,7 +115,7 @@ class Schedule:
         if grown or window.attempted >= plan.interval:
             self._windows[plan.index] = AdaptiveWindow()
             return True
-        if present and plan.k and plan.rest:
+        if present and plan.selects:
             self._units[plan.index] = plan, unscale
             norms = device.norms
             selected = norms.index_select(0, device.selection.selected)
@@ -130,7 +130,7 @@ class Schedule:
         enough steps have passed and, at the close before, too small a share of the selected lines would have stayed.
         Then no more lines change sides than the steps since the last time have paid for.
         """
-        if not (plan.k and plan.rest):
+        if not plan.selects:
             return None
         if device.selected_at is None:
             return device.best_lines()
@@ -138,11 +138,11 @@ class Schedule:
         least = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
             return device.best_lines() if waited >= least else None
-        kept = self._kept.pop(plan.index, 1.0)
+        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
         if waited >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, waited)):
             return device.better_lines(ENTRY_MARGIN, swaps)
         if waited + plan.interval >= least:  # the next close may re-select
-            self._readback.cell(plan.index, _KEPT).copy_(device.kept_share(ENTRY_MARGIN))
+            device.count_leaving(ENTRY_MARGIN, self._readback.cell(plan.index, _LEAVING))
         return None
 
     def continue_with(self, shortest_window: int | None) -> None:
@@ -169,25 +169,25 @@ class Schedule:
             "selected": window.selected,
             "seen": window.seen,
             "latest": window.latest,
-            "kept": self._kept.get(index),
+            "leaving": self._leaving.get(index),
         }
 
     def forget(self) -> None:
         """Drop all that was gathered: a state is about to be loaded."""
         self._readback.forget()
         self._windows.clear()
-        self._kept.clear()
+        self._leaving.clear()
         self._units.clear()
 
     def restore(self, index: int, state: dict[str, Any]) -> None:
         """Put back what ``state`` returned."""
         window = {**state}
-        kept = window.pop("kept")
+        leaving = window.pop("leaving")
         latest = window.pop("latest")
         if self._adaptive:
             self._windows[index] = AdaptiveWindow(**window, latest=None if latest is None else tuple(latest))
-        if kept is not None:
-            self._kept[index] = kept
+        if leaving is not None:
+            self._leaving[index] = leaving
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
@@ -200,8 +200,8 @@ class Schedule:
         """Take over what the step before computed."""
         values = self._readback.take()
         for (index, column), value in values.items():
-            if column == _KEPT:
-                self._kept[index] = value
+            if column == _LEAVING:
+                self._leaving[index] = value
             elif column == _SELECTED:
                 plan, unscale = self._units.pop(index)
                 remaining = max(values[index, _TOTAL] - value, 0.0)

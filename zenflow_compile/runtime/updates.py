@@ -11,6 +11,8 @@ from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import feed_scores
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.roster import Roster
+from zenflow_compile.runtime.schedule import Schedule
+from zenflow_compile.runtime.windows import Close
 
 
 class Coefficients:
@@ -49,3 +51,26 @@ def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> 
     for offloaded in params:
         offloaded.note_write()
     feed_scores([each.device for each in params], in_force.unscale)
+
+
+def end_on_host(
+    offloaded: OffloadedParam, in_force: Coefficients, schedule: Schedule, step: int, *, void: bool
+) -> Close | None:
+    """The gradient of ``step`` is final: it joins the parameter's window.
+
+    Args:
+        void: the step overflowed, and leaves nothing.
+
+    Returns:
+        What closed with it, if the window is due; its job is to be submitted.
+    """
+    present = offloaded.contributions > 0 and not void
+    slot, eps = in_force.of(offloaded)
+    plan, side = offloaded.plan, offloaded.device
+    closing = schedule.closes(plan, side, step, present=present, unscale=in_force.unscale)
+    offloaded.update_on_host(slot if present else None)
+    offloaded.updated = True
+    if not closing:
+        return None
+    selection = schedule.selection(plan, side, step)
+    return offloaded.close_window(at=step, eps=eps, selection=selection, promptly=schedule.warming_up(step))

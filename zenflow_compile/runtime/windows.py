@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
@@ -16,6 +16,7 @@ from zenflow_compile.runtime.copies import Ticket
 from zenflow_compile.runtime.flags import Flag, HostFlags
 from zenflow_compile.runtime.host_adam import HostAdam
 from zenflow_compile.runtime.recorder import Moment
+from zenflow_compile.runtime.state_home import Lease, MemoryHome, State, StateHome
 from zenflow_compile.runtime.workers import Job, preferred_worker
 
 TASK_ELEMENTS = 1 << 20
@@ -77,9 +78,10 @@ class Close:
 
 @dataclass(slots=True)
 class HostSide:
-    """fp32 state and upload buffers ``[rest, length]``, gradient slots; all views of one arena, and the open window.
+    """fp32 state and upload buffers ``[rest, length]``, gradient slots, and the open window. Memory is of one arena.
 
     Attributes:
+        home: where the state is: in the arena, too, or in a file.
         workers: how many share a close.
         taken: gradients that the moments have taken so far.
         open: slots of the window that is open, oldest first; void slots never enter.
@@ -91,9 +93,7 @@ class HostSide:
     """
 
     plan: ParamPlan
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    home: StateHome
     gradients: list[Tensor]
     uploads: list[Tensor]
     kernel: HostAdam
@@ -110,14 +110,19 @@ class HostSide:
     _next_upload: int = 0
 
     @classmethod
-    def allocate(cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1) -> HostSide:
-        """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it."""
+    def allocate(
+        cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1, home: StateHome | None = None
+    ) -> HostSide:
+        """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it.
+
+        Args:
+            home: of state that is in a file.
+        """
+        assert (home is not None) == plan.in_file
         block = (plan.rest, plan.length)
         return cls(
             plan=plan,
-            master=arena.take(block, torch.float32),
-            exp_avg=arena.take(block, torch.float32),
-            exp_avg_sq=arena.take(block, torch.float32),
+            home=MemoryHome(plan, arena) if home is None else home,
             gradients=[arena.take(plan.slot_shape, plan.slot_dtype) for _ in range(plan.slots)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
@@ -130,15 +135,17 @@ class HostSide:
         """What ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.rest, plan.length)
         gradients = [(plan.slot_shape, plan.slot_dtype)] * plan.slots
-        return carved_bytes([(block, torch.float32)] * 3 + gradients + [(block, plan.dtype)] * plan.uploads)
+        state = 0 if plan.in_file else MemoryHome.arena_bytes(plan)
+        return state + carved_bytes(gradients + [(block, plan.dtype)] * plan.uploads)
 
     def touch(self, worker: int) -> None:
         """Make resident, near the calling thread's core, the pages that worker ``worker`` will serve in every close."""
         ranges = self.task_ranges()
-        elements = self.master.numel()
+        elements = self.plan.rest * self.plan.length
+        state = () if self.plan.in_file else self.state()
         for number, part in enumerate(ranges):
             if preferred_worker(number, len(ranges), self.workers) == worker:
-                for tensor in (*self.state(), *self.gradients, *self.uploads):
+                for tensor in (*state, *self.gradients, *self.uploads):
                     size = tensor.numel()  # of a compressed gradient another one
                     touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
 
@@ -172,14 +179,17 @@ class HostSide:
         inputs = [slot.copied for slot in slots]
         if self.landed is not None:
             inputs.append(self.landed)
+        deadline = deadline if before is None else max(deadline, before.deadline)
+        lease = self.home.lease(step=at, deadline=deadline)
         job = Job(
             self._tasks(slots, upload, step=self.taken, eps=eps),
-            deadline=deadline if before is None else max(deadline, before.deadline),
+            deadline=deadline,
             step=at,
             param=self.plan.name,
-            ready=_after(inputs, before),
-            arrived=_arrived(inputs, before),
+            ready=_after(inputs, before, lease),
+            arrived=_arrived(inputs, before, lease),
             flag=Flag(*self.flags, self._closed) if self.flags else None,
+            settled=lease.end,
         )
         for slot in slots:
             self._slot_users[slot.index] = job
@@ -192,9 +202,13 @@ class HostSide:
         index, self._next_upload = self._next_upload, (self._next_upload + 1) % len(self.uploads)
         return self.uploads[index]
 
-    def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 master and moments."""
-        return self.master, self.exp_avg, self.exp_avg_sq
+    def state(self) -> State:
+        """fp32 master and moments; of state in a file only while it is borrowed, or a job's."""
+        return self.home.state()
+
+    def borrowed(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
+        """See :meth:`StateHome.borrowed`."""
+        return self.home.borrowed(write=write, fresh=fresh)
 
     def clear_windows(self) -> None:
         """Forget the open window and closes that have not landed, once nothing reads or writes their memory."""
@@ -228,13 +242,15 @@ class HostSide:
             slot.copied.wait()
 
     def raise_failures(self) -> None:
-        """Raise the failure of a job or a copy, if there is one by now; waits for nothing."""
+        """Raise the failure of a job, a copy or a file, if there is one by now; waits for nothing."""
         for job in (self.landing, *(close.job for close in self.closes)):
             if job is not None and job.error is not None:
                 job.wait()
         for slot in self.open:
             if slot.copied.error is not None:
                 slot.copied.wait()
+        if (error := self.home.error) is not None:
+            raise RuntimeError(str(error)) from error.__cause__
 
     def _tasks(self, slots: list[Slot], upload: Tensor, *, step: int, eps: float) -> list[Callable[[], int]]:
         gradients = [self.gradients[slot.index] for slot in slots]
@@ -247,10 +263,11 @@ class HostSide:
 
         def task(begin: int, end: int) -> Callable[[], int]:
             def run() -> int:
+                state = self.state()
                 for first in range(begin, end, piece):
                     part = slice(first, min(first + piece, end))
                     master, exp_avg, exp_avg_sq, out = (
-                        block.view(-1)[part] for block in (self.master, self.exp_avg, self.exp_avg_sq, upload)
+                        block.view(-1)[part] for block in (*state, upload)
                     )
                     kernel(
                         master,
@@ -271,7 +288,7 @@ class HostSide:
     def task_ranges(self) -> list[slice]:
         """The elements of every task of a close; compressed gradients are cut between lines."""
         unit = self.plan.length if self.plan.compressed else CUT_ELEMENTS
-        return task_ranges(self.master.numel(), self.workers, unit)
+        return task_ranges(self.plan.rest * self.plan.length, self.workers, unit)
 
 
 def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
@@ -279,19 +296,21 @@ def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]
     return [gradient.view(-1)[part] for gradient in gradients]
 
 
-def _arrived(copies: list[Ticket], before: Job | None) -> Callable[[], bool]:
+def _arrived(copies: list[Ticket], before: Job | None, lease: Lease) -> Callable[[], bool]:
     def arrived() -> bool:
         copied = all(ticket.done() or ticket.error is not None for ticket in copies)
-        return copied and (before is None or before.done())
+        # The lease comes last: who holds it must be able to run.
+        return copied and (before is None or before.done()) and lease.arrived()
 
     return arrived
 
 
-def _after(copies: list[Ticket], before: Job | None) -> Callable[[], None]:
+def _after(copies: list[Ticket], before: Job | None, lease: Lease) -> Callable[[], None]:
     def ready() -> None:
         for ticket in copies:
             ticket.wait()
         if before is not None:
             before.wait()
+        lease.ready()
 
     return ready

@@ -33,6 +33,7 @@ class Job:
         ready: Callable[[], None],
         arrived: Callable[[], bool] = lambda: True,
         flag: Flag | None = None,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -42,6 +43,7 @@ class Job:
             ready: blocks until the inputs are in host memory; raises if one of them failed.
             arrived: whether ``ready`` would return, or raise, at once.
             flag: raised when the job is done, for streams that wait for it; also when it failed, so that none hangs.
+            settled: called once when no task of it runs or will run, before anybody learns of that. It must not raise.
         """
         self.tasks = tasks
         self.flag = flag
@@ -50,13 +52,14 @@ class Job:
         self.param = param
         self.ready = ready
         self.arrived = arrived
+        self._on_settled = settled
         self._lock = threading.Lock()
         self._left = len(tasks)
         self._done = threading.Event()
         self._settled = threading.Event()
         self.error: BaseException | None = None
         if not tasks:
-            self._settled.set()
+            self._settle()
             self._finish()
 
     def done(self) -> bool:
@@ -84,7 +87,8 @@ class Job:
     def abort(self, error: BaseException) -> None:
         """The job was never queued: it counts as failed, so that nobody waits for it."""
         self.error = error
-        self._settled.set()
+        if not self._settled.is_set():  # one without tasks has settled already
+            self._settle()
         self._finish()
 
     def finish_task(self, error: BaseException | None = None) -> None:
@@ -93,9 +97,13 @@ class Job:
             self._left -= 1
             self.error = self.error or error
             if self._left == 0:
-                self._settled.set()
+                self._settle()
             if self._left == 0 or self.error is not None:
                 self._finish()
+
+    def _settle(self) -> None:
+        self._on_settled()
+        self._settled.set()
 
     def _finish(self) -> None:
         if self.flag is not None:
@@ -153,24 +161,24 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._closing = False
 
-    def submit(self, job: Job) -> None:
-        """Queue all tasks of ``job``.
+    def submit(self, *jobs: Job) -> None:
+        """Queue all tasks of ``jobs``, waking the workers once: each of them that wakes asks for the GIL.
 
         Raises:
-            RuntimeError: the system does not start a thread; the job counts as failed then.
+            RuntimeError: the system does not start a thread; the jobs count as failed then.
         """
         if not self._threads:
             try:
                 self._start()
             except BaseException as error:
-                job.abort(error)
+                for job in jobs:
+                    job.abort(error)
                 raise
-        if not job.tasks:
-            return
+        queued = [_Queued(job, len(self._threads)) for job in jobs if job.tasks]
         with self._wake:
-            queued = _Queued(job, len(self._threads))
-            heapq.heappush(self._heap, (job.step, job.deadline, next(self._order), queued))
-            self._wake.notify(len(job.tasks))
+            for each in queued:
+                heapq.heappush(self._heap, (each.job.step, each.job.deadline, next(self._order), each))
+            self._wake.notify(sum(each.left for each in queued))
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads."""

@@ -209,6 +209,8 @@ def plan_table(plan: Plan) -> Table:
 
 def placement(param: ParamPlan) -> str:
     """Where state lives and when it is updated, short enough for a table."""
+    if param.interleaved:
+        return f"host, streamed, {param.subgroup}"
     if not param.offloaded:
         return "device"
     unit = "columns" if param.dim == 1 else "rows"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zenflow_compile import cli
+from zenflow_compile import cli, cli_doctor
 from zenflow_compile.runtime import probe
 from zenflow_compile.runtime.cores import physical_cores
 from zenflow_compile.runtime.host_adam import make_host_adam
@@ -112,8 +112,8 @@ def test_it_runs_as_a_module_and_as_a_script() -> None:
 
 @pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
 def test_thread_counts(cores: int, counts: list[int]) -> None:
-    assert cli._thread_counts(cores) == counts
+    assert cli_doctor._thread_counts(cores) == counts
 
 
 def test_cores_are_written_as_ranges() -> None:
-    assert cli._ranges([0, 1, 2, 5, 8, 9]) == "0-2, 5, 8-9"
+    assert cli_doctor._ranges([0, 1, 2, 5, 8, 9]) == "0-2, 5, 8-9"

@@ -1,0 +1,203 @@
+"""What the simulator says about this machine, from rates that are measured here and nothing else."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.systems.case import Case
+from benchmarks.systems.process import TrainingWorker
+from benchmarks.systems.workloads import DTYPES, WORKLOADS
+from zenflow_compile.options import Options
+from zenflow_compile.planning import perfmodel
+from zenflow_compile.planning.auto import resolve_stride
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.models import ModelShape, flops_per_token
+from zenflow_compile.planning.policies import ParamSpec, make_plan
+from zenflow_compile.planning.simulate import simulate
+from zenflow_compile.planning.workload import HOST_PASS_BYTES
+from zenflow_compile.profiling.summary import summarize
+from zenflow_compile.runtime import probe
+from zenflow_compile.runtime.arena import available_host_memory
+from zenflow_compile.runtime.cores import physical_cores, worker_count
+
+_ROUNDS = 5
+_DISK_BYTES = 256 << 20
+_PIECE_BYTES = 16 << 20
+
+
+class Prediction(NamedTuple):
+    """Of one step, in ms; ``host_update_ms`` is the workers' busy time."""
+
+    step_ms: float
+    stall_ms: float
+    host_update_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A machine as it was measured, and a model that trains on it."""
+
+    hardware: Hardware
+    shape: ModelShape
+    tokens: int
+
+    @classmethod
+    def measure(cls, model: str, *, threads: int, inner: str, directory: str, dtype: str = "fp32") -> Predictor:
+        """Measure every rate that the simulator asks for; forward and backward of ``model`` give the device's FLOP/s.
+
+        Args:
+            model: one of ``WORKLOADS``; threads: intra-op threads of the training.
+            directory: on the disk that state in files will be on.
+        """
+        shape, tokens = shape_of(model, dtype), tokens_of(model)
+        seconds = forward_backward_seconds(model, threads=threads, inner=inner, dtype=dtype)
+        cores = physical_cores()
+        alone = probe.host_rates(1, probe.default_bytes(), _ROUNDS)
+        together = probe.host_rates(len(cores), probe.default_bytes(), _ROUNDS)
+        link = probe.link_rates(torch.device("cpu"), probe.default_link_bytes(), _ROUNDS)[0]
+        disk_read, disk_write = disk_rates(Path(directory))
+        return cls(
+            Hardware(
+                name="measured",
+                device_flops=step_flops(shape, tokens) / seconds,
+                utilization=1.0,
+                device_bytes=available_host_memory()[0],
+                device_bandwidth=device_bandwidth(threads),
+                link_to_host=link.to_host,
+                link_to_device=link.to_device,
+                host_bytes=available_host_memory()[0],
+                host_bandwidth=together.add,
+                cores=len(cores),
+                device_cores=threads,
+                adam_per_core=alone.adam / HOST_PASS_BYTES,
+                disk_read=disk_read,
+                disk_write=disk_write,
+                disk_bytes=shutil.disk_usage(directory).free,
+                sources={"all": "measured on this machine before the run"},
+            ),
+            shape,
+            tokens,
+        )
+
+    def predict(self, policy: str, options: Mapping[str, Any]) -> Prediction:
+        """Simulate ``policy`` with ``options``."""
+        checked = Options.from_keywords(policy=policy, **options)
+        plan = make_plan(self.shape.params, checked)
+        workers = worker_count(self.hardware.cores, workers=checked.workers, reserved_share=None)
+        # With an optimizer object gradients are final in step(), as they are where something is clipped.
+        recording = simulate(
+            plan, self.hardware, self.shape, tokens=self.tokens, workers=workers, clipping=True
+        )
+        summary = summarize(recording)
+        return Prediction(
+            step_ms=summary["step_ms"] or 0.0,
+            stall_ms=summary["stall_ms_per_step"] or 0.0,
+            host_update_ms=summary["host_update_ms_per_step"] or 0.0,
+        )
+
+    def stride(self) -> tuple[float, int]:
+        """The model's ratio of updates on the host to those on the device, and the stride that comes of it."""
+        workers = worker_count(self.hardware.cores, workers=None, reserved_share=None)
+        rates = perfmodel.stride_rates(replace(self.hardware, cores=workers))
+        resolved = resolve_stride(Options.from_keywords(policy="deep_optimizer_states"), self.hardware)
+        assert isinstance(resolved.update_stride, int)
+        return perfmodel.update_stride(**rates), resolved.update_stride
+
+    def described(self) -> dict[str, Any]:
+        """The machine, for a results file."""
+        return {name: value for name, value in asdict(self.hardware).items() if name != "sources"}
+
+
+def shape_of(model: str, dtype: str) -> ModelShape:
+    """The parameters of a workload, as planning sees them."""
+    workload = WORKLOADS[model]
+    named = list(workload.build().named_parameters())
+    specs = tuple(ParamSpec(name, tuple(param.shape), DTYPES[dtype]) for name, param in named)
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    return ModelShape(
+        name=model,
+        params=specs,
+        layers=len(matrices),
+        hidden=max(min(spec.shape) for spec in matrices),
+        context=workload.context or 1,
+        source="the workload's own parameters",
+    )
+
+
+def tokens_of(model: str) -> int:
+    """Rows that go through every matrix in a step."""
+    workload = WORKLOADS[model]
+    return workload.rows * max(1, workload.context)
+
+
+def step_flops(shape: ModelShape, tokens: int) -> float:
+    """Of a step's forward and backward."""
+    return flops_per_token(shape, shape.context) * tokens
+
+
+def forward_backward_seconds(model: str, *, threads: int, inner: str, dtype: str) -> float:
+    """Median of a step without any update."""
+    cores = tuple(core.logical for core in physical_cores())
+    case = Case(system="forward_backward", model=model, dtype=dtype, cores=cores, threads=threads, inner=inner)
+    with TrainingWorker(case, warm_up=12) as worker:
+        worker.start()
+        return statistics.median(worker.run(settle=4, steps=48)[1]) / 1e3
+
+
+def device_bandwidth(threads: int) -> float:
+    """Bytes per second that fused AdamW on the training threads reads and writes: what a CPU as the device has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        param = torch.nn.Parameter(torch.zeros(1 << 24))
+        param.grad = torch.full_like(param, 1e-3)
+        optimizer = torch.optim.AdamW([param], fused=True)
+        seconds = []
+        for _ in range(1 + _ROUNDS):
+            begin = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    touched = (2 * 3 + 1) * param.nbytes  # weight and moments both ways, the gradient once
+    return touched / statistics.median(seconds[1:])
+
+
+def disk_rates(directory: Path) -> tuple[float, float]:
+    """Bytes per second of reading and writing a file of 256 MiB, past the page cache where the file system allows."""
+    path = directory / "rate"
+    buffer = mmap.mmap(-1, _PIECE_BYTES)
+    buffer.write(os.urandom(_PIECE_BYTES))
+    seconds: dict[str, float] = {}
+    try:
+        for name, flags, transfer in (
+            ("write", os.O_WRONLY | os.O_CREAT, os.pwritev),
+            ("read", os.O_RDONLY, os.preadv),
+        ):
+            file = _open(path, flags)
+            begin = time.perf_counter()
+            for offset in range(0, _DISK_BYTES, _PIECE_BYTES):
+                transfer(file, [buffer], offset)
+            os.fsync(file)
+            seconds[name] = time.perf_counter() - begin
+            os.close(file)
+    finally:
+        path.unlink(missing_ok=True)
+    return _DISK_BYTES / seconds["read"], _DISK_BYTES / seconds["write"]
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:  # no direct I/O on this file system
+        return os.open(path, flags, 0o600)

@@ -1,0 +1,414 @@
+"""State in files: the same numbers through any window, whatever the disk does and whenever the process dies."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from tests.engine.test_failures import root_of, train_until_it_fails
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from zenflow_compile import ZenFlowAdamW, profile
+from zenflow_compile.runtime import file_store
+from zenflow_compile.runtime.file_home import block_bytes
+from zenflow_compile.runtime.file_window import FileWindow
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero_infinity": {"policy": "zero_infinity"},
+    "windows": {"update_interval": 4},
+    "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
+    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
+    "stale": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
+    "summed": {"accumulate_on_device": True, "update_interval": 2, "full_warm_up_rounds": 2},
+    "compressed": {"gradient_compression": "int8", "update_interval": 2, "staleness": 1},
+}
+LAYERS = 8
+BLOCK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
+
+
+def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Layers of equal and unequal size: blocks of 6, 12 and 4 KB."""
+    torch.manual_seed(1)
+    middle = [module for _ in range(LAYERS) for module in (nn.Linear(32, 32), nn.GELU())]
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), *middle, nn.Linear(32, 10)).to(dtype)
+
+
+class Directories:
+    """Gives every optimizer a directory of its own, and closes the optimizers in the end."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: list[Training] = []
+
+    def training(
+        self,
+        options: dict[str, Any],
+        entry: dict[str, Any] | None = EAGER_BACKEND,
+        dtype: torch.dtype = torch.float32,
+        *,
+        window: int | None = BLOCK_BYTES,
+    ) -> Training:
+        """State in files behind a window of that size."""
+        path = self._root / str(len(self._made))
+        path.mkdir()
+        in_files = {"offload_device": "nvme", "nvme_path": path, "host_window_bytes": window}
+        self._made.append(Training(entry, {**options, **in_files}, dtype, deep))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for training in self._made:
+            with suppress(RuntimeError):  # of tests that break something
+                training.optimizer.close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Directories]:
+    directories = Directories(tmp_path)
+    yield directories
+    directories.close()
+
+
+def in_memory(options: dict[str, Any], entry: dict[str, Any] | None, dtype: torch.dtype) -> Training:
+    """The same policy with its state in memory."""
+    if options.get("policy") == "zero_infinity":
+        options = {**options, "policy": "zero_offload"}
+    return Training(entry, options, dtype, deep)
+
+
+def window_of(training: Training) -> FileWindow:
+    window = training.optimizer.engine.roster._files
+    assert window is not None
+    return window
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_files_and_memory_train_to_the_same_bits(
+    entry: dict[str, Any] | None, options: dict[str, Any], dtype: torch.dtype, files: Directories
+) -> None:
+    expected = in_memory(options, entry, dtype).run(0, 12)
+    weights = expected.weights()
+    for window in (BLOCK_BYTES, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES):
+        training = files.training(options, entry, dtype, window=window)
+        total = sum(block_bytes(plan) for plan in training.optimizer.engine.plan.params if plan.in_file)
+        assert window_of(training).nbytes == min(window, total)
+        assert total > 6 * BLOCK_BYTES
+        assert_same(training.run(0, 12).weights(), weights)
+        assert training.optimizer.engine.selections == expected.optimizer.engine.selections
+        state = training.optimizer.state_dict()["state"]
+        for index, entry_state in expected.optimizer.state_dict()["state"].items():
+            own = state[index]
+            assert all(torch.equal(own[name], entry_state[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_late_reads_and_writes_change_nothing(
+    entry: dict[str, Any] | None, options: dict[str, Any], files: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
+    for seed, window in enumerate((BLOCK_BYTES, 3 * BLOCK_BYTES)):
+        with monkeypatch.context() as patch:
+            delays = Delays(seed, 4.0)
+            patch.setattr(os, "preadv", delays.before(os.preadv))
+            patch.setattr(os, "pwritev", delays.before(os.pwritev))
+            training = files.training({**options, "pt_reserved_cores_perc": 0.0}, entry, window=window)
+            assert_same(training.run(0, 8).weights(), expected)
+            assert delays.calls > 40
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_a_run_resumes_bit_for_bit_with_and_without_files(options: dict[str, Any], files: Directories) -> None:
+    expected = in_memory(options, EAGER_BACKEND, torch.bfloat16).run(0, 12).weights()
+    for position in range(4, 8):  # every position of a window of 4
+        training = files.training(options, dtype=torch.bfloat16).run(0, position)
+        saved = training.saved()
+        assert_same(training.run(position, 12).weights(), expected)
+        for weights_first in (True, False):
+            resumed = files.training(options, dtype=torch.bfloat16, window=2 * BLOCK_BYTES)
+            assert_same(resumed.load(saved, weights_first=weights_first).run(position, 12).weights(), expected)
+        if "policy" not in options:
+            resumed = in_memory(options, EAGER_BACKEND, torch.bfloat16)
+            assert_same(resumed.load(saved).run(position, 12).weights(), expected)
+
+
+def test_a_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
+    training = files.training(SETTINGS["reselecting"]).run(0, 5)
+    saved = training.saved()
+    expected = training.run(5, 9).weights()
+    training.backward(99)
+    assert_same(training.load(saved).run(5, 9).weights(), expected)
+
+
+def test_the_window_stays_as_it_is_through_checkpoints(files: Directories) -> None:
+    training = files.training({"policy": "zero_infinity"}).run(0, 2)
+    window = window_of(training)
+    resident: list[int] = []
+    read = FileWindow._read
+
+    def watched(self: FileWindow, block: Any, memory: torch.Tensor) -> None:
+        assert memory.data_ptr() >= self._memory.data_ptr()
+        resident.append(sum(each.size for each in self._blocks if each.place.name != "FILE"))
+        read(self, block, memory)
+
+    FileWindow._read = watched  # type: ignore[method-assign]
+    try:
+        training.load(training.saved()).run(2, 4)
+    finally:
+        FileWindow._read = read  # type: ignore[method-assign]
+    assert window.nbytes == BLOCK_BYTES
+    assert 0 < max(resident) <= BLOCK_BYTES
+
+
+def no_space(calls: int) -> Callable[..., int]:
+    """``os.pwritev`` on a disk that is full after some calls."""
+    write, left = os.pwritev, [calls]
+
+    def full(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args)
+
+    return full
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("name", ["zero_infinity", "windows", "reselecting"])
+@pytest.mark.parametrize("calls", [0, 1, 7])
+def test_a_disk_that_fills_up_raises_and_the_checkpoint_continues(
+    entry: dict[str, Any] | None, name: str, calls: int, files: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SETTINGS[name]
+    training = files.training(options, entry).run(0, 4)
+    saved = training.saved()
+    expected = training.run(4, 8).weights()
+    training.load(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", no_space(calls))
+        error = train_until_it_fails(training, 4, 12)
+        root = root_of(error)
+        assert isinstance(root, OSError)
+        assert root.errno == errno.ENOSPC
+        for call in (training.optimizer.synchronize, training.optimizer.state_dict):
+            with pytest.raises(RuntimeError):
+                call()
+    assert_same(files.training(options, entry).load(saved).run(4, 8).weights(), expected)
+    assert_same(training.load(saved).run(4, 8).weights(), expected)
+    training.optimizer.close()
+
+
+def test_a_disk_that_cannot_be_read_raises(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = files.training({"policy": "zero_infinity"}).run(0, 2)
+
+    def broken(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    error = train_until_it_fails(training, 2, 4)
+    assert isinstance(root_of(error), OSError)
+    assert "checkpoint" in f"{error} {error.__cause__}"
+
+
+@pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
+def test_a_corrupted_byte_raises_and_names_file_and_parameter(name: str, files: Directories) -> None:
+    training = files.training(SETTINGS[name]).run(0, 4)
+    saved = training.saved()
+    expected = training.run(4, 7).weights()
+    training.load(saved)
+    training.optimizer.synchronize()
+    training.optimizer.state_dict()  # the last block is behind the others' reads: everything is in the file
+    file = window_of(training)._directory._files[0]
+    with file.path.open("r+b") as raw:
+        for block in window_of(training)._blocks:
+            raw.seek(file_store.PAGE_BYTES + block.offset + 100)
+            byte = raw.read(1)
+            raw.seek(-1, os.SEEK_CUR)
+            raw.write(bytes([byte[0] ^ 1]))
+    error = train_until_it_fails(training, 4, 6)
+    assert f"{file.path}" in f"{error} {error.__cause__}"
+    assert ".weight" in f"{error} {error.__cause__}"
+    assert "checksum" in f"{error} {error.__cause__}"
+    assert_same(training.load(saved).run(4, 7).weights(), expected)
+
+
+def test_nothing_is_left_after_the_end(files: Directories, tmp_path: Path) -> None:
+    gc.collect()
+    before = set(threading.enumerate())
+    training = files.training({"policy": "zero_infinity"}).run(0, 3)
+    path = tmp_path / "0"
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert {"zenflow-reader-0", "zenflow-writer-0"} <= names
+    assert len(list(path.iterdir())) == 2
+    training.optimizer.close()
+    assert list(path.iterdir()) == []
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_collected_optimizer_leaves_nothing(tmp_path: Path) -> None:
+    options = {"policy": "zero_infinity", "nvme_path": tmp_path}
+    training = Training(EAGER_BACKEND, options, build=deep).run(0, 2)
+    assert list(tmp_path.iterdir())
+    del training.optimizer
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directories) -> None:
+    """With a larger parameter than there was: the window grows."""
+    ends = []
+    for policy in ("zero_infinity", "zero_offload"):
+        torch.manual_seed(0)
+        first, second = nn.Linear(32, 32), nn.Linear(32, 64)
+        options = {"policy": policy, "host_kernel": "aten", "min_offload_size": 100}
+        if policy == "zero_infinity":
+            path = files._root / "group"
+            path.mkdir()
+            options["nvme_path"] = path
+        optimizer = ZenFlowAdamW(first.parameters(), **options)
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": list(second.parameters())})
+            torch.manual_seed(step)
+            second(first(torch.randn(4, 32))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            second.zero_grad()
+        optimizer.close()
+        ends.append([param.detach().clone() for param in (*first.parameters(), *second.parameters())])
+    assert_same(ends[0], ends[1])
+
+
+def test_reads_and_writes_are_recorded_and_reported(files: Directories, tmp_path: Path) -> None:
+    training = files.training({"policy": "zero_infinity"}).run(0, 2)
+    with profile(training.optimizer) as recorded:
+        training.run(2, 5)
+        training.optimizer.synchronize()
+    disk = [event for recording in recorded.recordings() for event in recording.events if event.lane == "disk"]
+    assert {event.kind for event in disk} == {"read", "write"}
+    assert all(event.bytes % file_store.PAGE_BYTES == 0 and event.bytes for event in disk)
+    assert len({event.param for event in disk}) > LAYERS
+    assert recorded.summary()["windows_closed"] == 3 * len(training.optimizer.engine.offloaded)
+    report = io.StringIO()
+    recorded.report(Console(file=report, width=100))
+    assert "disk" in report.getvalue()
+    recorded.export_chrome_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {"read", "write"} <= {event["name"].split()[0] for event in trace["traceEvents"]}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"nvme_path": "missing"}, "does not exist"),
+    "a_file": ({"nvme_path": "a_file"}, "not a directory"),
+    "small_window": ({"host_window_bytes": BLOCK_BYTES - 1, "nvme_path": "."}, "host_window_bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, message = BAD[case]
+    (tmp_path / "a_file").write_text("theirs")
+    monkeypatch.chdir(tmp_path)
+    model = deep()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=message) as caught:
+        ZenFlowAdamW(model.parameters(), policy="zero_infinity", min_offload_size=100, **options)
+    assert next(iter(options)) in str(caught.value)
+    assert "; " in str(caught.value)
+    assert_same(list(model.parameters()), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+
+
+SCRIPT = """
+import os, sys, torch
+from tests.engine.test_files import deep
+from tests.engine.training import EAGER_BACKEND, Training
+directory, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+options = {"reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2}}.get(name)
+options = options or {"policy": name}
+files = {"offload_device": "nvme", "nvme_path": directory + "/swap", "host_window_bytes": 12 * 32 * 32}
+training = Training(EAGER_BACKEND, {**options, **files}, torch.bfloat16, deep)
+checkpoint, begin = directory + "/checkpoint", 0
+if os.path.exists(checkpoint):
+    state = torch.load(checkpoint, weights_only=True)
+    begin = state["step"]
+    training.model.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(state["optimizer"])
+print("begin", begin, flush=True)
+for step in range(begin, steps):
+    training.step(step)
+    if step == begin:
+        print("trains", flush=True)
+    if step % 3 == 2:
+        state = {"step": step + 1, "model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+        torch.save(state, checkpoint + ".new")
+        os.replace(checkpoint + ".new", checkpoint)
+torch.save(training.weights(), directory + "/weights.new")
+os.replace(directory + "/weights.new", directory + "/weights")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
+def test_a_killed_process_resumes_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:
+    """``ZENFLOW_TEST_KILLS=20`` kills it as often, which takes four minutes."""
+    kills = int(os.environ.get("ZENFLOW_TEST_KILLS", "1"))
+    (tmp_path / "swap").mkdir()
+    steps = 60 * (kills + 1)
+    chance = random.Random(kills)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), name, str(steps)]
+    root = Path(__file__).parents[2]
+    begins = []
+    for _ in range(kills):
+        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            begins.append(int(process.stdout.readline().split()[1]))
+            if chance.random() < 0.7:
+                process.stdout.readline()  # it trains: or else it dies as it loads or compiles
+            time.sleep(chance.uniform(0.0, 1.0))
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        assert list((tmp_path / "swap").glob("*.state"))
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    begins.append(int(done.stdout.split()[1]))
+    assert begins == sorted(begins)
+    assert 0 < begins[-1] < steps
+    assert list((tmp_path / "swap").iterdir()) == []
+    options = SETTINGS["reselecting"] if name == "reselecting" else {"policy": "zero_offload"}
+    expected = Training(EAGER_BACKEND, options, torch.bfloat16, deep)
+    for step in range(steps):
+        expected.step(step)
+        if step % 3 == 2:
+            expected.optimizer.state_dict()
+    assert_same(torch.load(tmp_path / "weights", weights_only=True), expected.weights())
+
+
+def test_a_header_tells_whose_file_it_is(files: Directories) -> None:
+    training = files.training({"policy": "zero_infinity"})
+    file = window_of(training)._directory._files[0]
+    with file.path.open("rb") as raw:
+        assert raw.readline() == file_store.MAGIC
+        about = json.loads(raw.readline())
+    assert (about["format"], about["pid"]) == (file_store.FORMAT, os.getpid())
+    assert about["blocks"] == len(training.optimizer.engine.offloaded)

@@ -1,0 +1,128 @@
+"""Invariant 1 for the policies that leave a share on the device or stream it through, and for their mixtures."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exactness.test_half_precision import Given as OneOfEach
+from tests.exactness.test_half_precision import MasterAdamW, trained, zenflow_adamw
+from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train
+from tests.exactness.zoo import BY_NAME, Member, generator
+from zenflow_compile.planning.plan import Placement
+from zenflow_compile.runtime import copies
+
+STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states", "sub_group_size": 1}
+TWINFLOW: dict[str, dict[str, Any]] = {
+    f"twinflow_{ratio}": {"policy": "twinflow", "ratio": ratio} for ratio in (0.2, 0.5, 0.9)
+}
+STRIDES: dict[str, dict[str, Any]] = {
+    "all": {**STREAMED, "update_stride": 1},
+    "all_at_once": {**STREAMED, "update_stride": 1, "sub_group_size": 10**8},
+    "every_second": {**STREAMED, "update_stride": 2},
+    "every_third": {**STREAMED, "update_stride": 3},
+    "every_second_of_larger_ones": {**STREAMED, "update_stride": 2, "sub_group_size": 2500},
+    "with_residents": {**STREAMED, "update_stride": 2, "ratio": 0.9},
+}
+ONE_STEP: dict[str, Any] = {"update_interval": 1, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 2}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "windows_and_streamed": {**ONE_STEP, "update_stride": 2, "sub_group_size": 1},
+    "windows_streamed_and_a_share": {**ONE_STEP, "update_stride": 2, "sub_group_size": 1, "device_share": 0.6},
+    "windows_streamed_and_spare_memory": {
+        **ONE_STEP,
+        "update_stride": 2,
+        "sub_group_size": 1,
+        "spare_device_bytes": 20_000,
+    },
+}
+SOME = ["mlp", "gpt_tied", "unused_parameters", "experts_without_tokens"]
+
+
+@each_member(SOME)
+@pytest.mark.parametrize("case", TWINFLOW)
+def test_twinflow_is_adamw(member: Member, case: str) -> None:
+    run = train(member, "eager", 20, **TWINFLOW[case])
+    assert run.windows_closed > 0
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+
+
+@each_member(SOME)
+@pytest.mark.parametrize("case", STRIDES)
+def test_deep_optimizer_states_are_adamw(member: Member, case: str) -> None:
+    run = train(member, "eager", 20, **STRIDES[case])
+    assert run.streamed
+    assert run.flushes > 0
+    assert (run.windows_closed == 0) == case.startswith("all")
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+
+
+@each_member(["mlp", "gpt_tied"])
+@pytest.mark.parametrize("case", ["twinflow_0.5", "every_second", "with_residents"])
+def test_they_are_without_a_graph_too(member: Member, case: str) -> None:
+    run = train(member, None, 20, **{**TWINFLOW, **STRIDES}[case])
+    assert run.windows_closed > 0
+    assert largest_difference(run, plain_adamw(member, None, 20), member) < member.tolerance
+
+
+@each_member(SOME[:2])
+@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_mixtures_with_windows_of_one_step_are_adamw(member: Member, case: str, inner: str | None) -> None:
+    run = train(member, inner, 20, **MIXTURES[case])
+    assert run.flushes >= 20
+    assert run.windows_closed >= 20
+    assert run.moved_lines > 0
+    assert largest_difference(run, plain_adamw(member, inner, 20), member) < member.tolerance
+
+
+def test_a_run_that_loses_streamed_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same run whose flushes do not arrive misses by orders of magnitude."""
+    member = BY_NAME["mlp"]
+    copy = copies.copy_without_gil
+
+    def lossy(target: torch.Tensor, source: torch.Tensor) -> None:
+        if threading.current_thread().name != "zenflow-D2H":
+            copy(target, source)
+
+    monkeypatch.setattr(copies, "copy_without_gil", lossy)
+    run = train(member, "eager", 20, **STRIDES["all"])
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) > 1e-3
+
+
+class Several(OneOfEach):
+    """Its gradients are the inputs, whatever the weights are: parameters that wait cannot disturb the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Parameter(0.1 * torch.randn(24, 24))
+
+    def forward(self, wide: torch.Tensor, tall: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        return (self.wide * wide).sum() + (self.tall * tall).sum() + (self.last * last).sum()
+
+
+def several(step: int) -> tuple[torch.Tensor, ...]:
+    """The gradients of ``Several`` at a step."""
+    source = generator(step)
+    return tuple(torch.randn(shape, generator=source) for shape in ((24, 40), (40, 24), (24, 24)))
+
+
+@pytest.mark.parametrize("inner", ["eager", None])
+def test_what_is_streamed_is_adamw_while_the_rest_waits_in_windows(inner: str | None) -> None:
+    options = {"update_interval": 4, "update_stride": 2, "sub_group_size": 1, "topk_ratio": 0.2}
+    weights, _, optimizer = trained(Several, several, torch.float32, zenflow_adamw(options), inner)
+    expected, _, _ = trained(
+        Several, several, torch.float32, lambda model: MasterAdamW(list(model.parameters())), inner
+    )
+    with optimizer:
+        plans = optimizer.engine.plan.params
+        assert sum(plan.interleaved for plan in plans) == 1
+        assert sum(plan.placement is Placement.SPLIT_COLUMNS for plan in plans) == 2
+        for plan, weight, other in zip(plans, weights, expected, strict=True):
+            difference = float((weight - other).abs().max())
+            if plan.name == "vector" or plan.interleaved:
+                assert difference < 1e-6
+            else:
+                assert difference > 1e-3  # and these are not: they moved once in four steps

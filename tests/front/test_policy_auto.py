@@ -1,0 +1,215 @@
+"""``policy="auto"``: chosen once, before planning, from what is measured; seen in the options and kept in the state."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
+from tests.planning.machines import machine
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile import optimizer as front
+from zenflow_compile.options import Options, split_backend_options
+from zenflow_compile.ownership import optimizer_of
+from zenflow_compile.planning import auto, memory
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.runtime.roster import specs_of
+
+AUTO: dict[str, Any] = {"policy": "auto", "tokens_per_step": 8, "update_interval": 1}
+ROOMY = machine(
+    device_flops=1e10,
+    device_bandwidth=1e10,
+    link_to_host=1e9,
+    link_to_device=1e9,
+    host_bandwidth=1e9,
+    adam_per_core=1e6,
+)
+
+
+def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """More matrices than the window of files holds."""
+    layers = [module for _ in range(6) for module in (nn.Linear(16, 16), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(16, 10)).to(dtype)
+
+
+def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
+    """Bytes that the model of the tests needs of a memory under a policy."""
+    shape = auto.shape_of(specs_of(list(build().named_parameters())))
+    found = auto.compare(Options(**OFFLOAD_ALL, **AUTO), ROOMY, shape, tokens=8)
+    needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
+    return sum(getattr(needs, memory).values())
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
+    """What is measured next; the last one stays."""
+    left = [ROOMY]
+    monkeypatch.setattr(front, "measured_hardware", lambda *args: left[0])
+    return left
+
+
+@pytest.fixture
+def tight() -> Hardware:
+    """Not all state fits the device."""
+    return replace(ROOMY, device_bytes=needed("resident") - 1)
+
+
+def test_state_stays_on_the_device_where_it_fits(measured: list[Hardware]) -> None:
+    training = Training(None, AUTO).run(0, 1)
+    assert training.optimizer.options.policy == training.optimizer.engine.plan.policy == "resident"
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_a_small_device_offloads_and_trains_as_the_choice_by_name_does(
+    entry: dict[str, Any] | None, measured: list[Hardware], tight: Hardware
+) -> None:
+    measured[0] = tight
+    training = Training(entry, AUTO)
+    chosen = training.optimizer.options
+    assert chosen.policy not in ("resident", "auto")
+    assert training.optimizer.engine.offloaded or training.optimizer.engine.roster.interleaved.params
+    by_name = {name: getattr(chosen, name) for name in ("policy", "ratio", "update_stride", "spare_device_bytes")}
+    expected = Training(entry, {"update_interval": 1, **by_name}).run(0, 4).weights()
+    assert_same(training.run(0, 4).weights(), expected)
+    training.optimizer.close()
+
+
+def test_the_choice_is_the_planners_and_the_same_each_time(measured: list[Hardware], tight: Hardware) -> None:
+    measured[0] = tight
+    chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
+    specs = specs_of(list(mlp().named_parameters()))
+    assert chosen[0] == chosen[1] == auto.choose(specs, Options(**OFFLOAD_ALL, **AUTO), tight, tokens=8)
+
+
+def test_knobs_that_steer_convergence_stay(measured: list[Hardware], tight: Hardware) -> None:
+    measured[0] = tight
+    given = {"topk_ratio": 0.25, "update_interval": 3, "max_grad_norm": 1.0, "full_warm_up_rounds": 2}
+    options = Training(None, {**AUTO, **given}).optimizer.options
+    assert {name: getattr(options, name) for name in given} == given
+
+
+def test_without_host_memory_the_error_says_what_is_missing(measured: list[Hardware], tight: Hardware) -> None:
+    measured[0] = replace(tight, host_bytes=1.0)
+    with pytest.raises(ValueError, match=r"no policy fits 'round': .* lacks .* GB of (host|device) memory; use fewer"):
+        Training(None, AUTO)
+    model = mlp()
+    with pytest.raises(ValueError, match="no policy fits"):
+        ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
+    ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL).close()  # nobody owns the parameters
+
+
+def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
+    measured: list[Hardware], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
+    host_bytes = needed("zero_offload", "host", deep) - 1
+    measured[0] = replace(ROOMY, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
+    with pytest.raises(ValueError, match=r"no policy fits.*of host memory; .*give nvme_path"):
+        Training(None, AUTO, build=deep)
+    training = Training(None, {**AUTO, "nvme_path": str(tmp_path)}, build=deep).run(0, 2)
+    assert training.optimizer.options.in_files
+    assert training.optimizer.options.nvme_path == str(tmp_path)
+    saved = training.saved()
+    training.optimizer.close()
+    with pytest.raises(ValueError, match=r"pass policy='zero_infinity'.*, nvme_path=\(a directory\)$"):
+        Training(None, {"policy": "resident"}, build=deep).load(saved)
+
+
+def test_a_state_of_another_choice_says_all_that_loads_it(measured: list[Hardware], tight: Hardware) -> None:
+    measured[0] = tight
+    saving = Training(None, AUTO).run(0, 3)
+    options = saving.optimizer.options
+    saved = saving.saved()
+    meta = saving.optimizer.state_dict()["zenflow"]
+    for name in ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device"):
+        assert meta[name] == getattr(options, name)
+    expected = saving.run(3, 5).weights()
+    measured[0] = ROOMY  # another machine, or a less busy day
+    with pytest.raises(ValueError, match=r"saved with policy=.*this optimizer has 'resident'.*: pass policy=") as error:
+        Training(None, AUTO).load(saved)
+    listed = str(error.value).rpartition(": pass ")[2].split(", ")
+    remedy = {name: ast.literal_eval(value) for name, _, value in (each.partition("=") for each in listed)}
+    assert remedy["policy"] == options.policy
+    assert_same(Training(None, {"update_interval": 1, **remedy}).load(saved).run(3, 5).weights(), expected)
+
+
+def test_later_groups_are_planned_under_the_choice(measured: list[Hardware], tight: Hardware) -> None:
+    measured[0] = tight
+    with ZenFlowAdamW([{"params": mlp().parameters(), "lr": 1e-3}], **OFFLOAD_ALL, **AUTO) as optimizer:
+        chosen = optimizer.options
+        measured.clear()  # and nothing is measured again
+        optimizer.add_param_group({"params": mlp().parameters(), "lr": 1e-4})
+        assert optimizer.options is chosen
+        assert optimizer.engine.plan.policy == chosen.policy
+        assert len(optimizer.engine.params) == 12
+
+
+def test_parameters_in_groups_are_chosen_for_together(measured: list[Hardware], tight: Hardware) -> None:
+    measured[0] = tight
+    model = mlp()
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    biases = [param for param in model.parameters() if param.ndim == 1]
+    groups = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = ZenFlowAdamW(groups, lr=1e-2, **OFFLOAD_ALL, **AUTO)
+    assert optimizer.options.policy not in ("resident", "auto")
+    inputs, targets = batch(0)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("room", ["roomy", "tight"])
+def test_the_form_without_an_optimizer_object_chooses_as_well(
+    room: str, measured: list[Hardware], tight: Hardware
+) -> None:
+    measured[0] = ROOMY if room == "roomy" else tight
+    model = mlp()
+    compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", "lr": 1e-2, **OFFLOAD_ALL, **AUTO})
+    before = [param.detach().clone() for param in model.parameters()]
+    inputs, targets = batch(0)
+    nn.functional.cross_entropy(compiled(inputs), targets).backward()
+    policy = optimizer_of(compiled).options.policy
+    assert (policy == "resident") is (room == "roomy")
+    optimizer_of(compiled).close()
+    assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_this_machine_is_measured_and_random_numbers_stay_the_users(implicit: bool) -> None:
+    model = mlp()
+    options = {**OFFLOAD_ALL, **AUTO, "workers": 1}
+    given = torch.random.get_rng_state()
+    if implicit:
+        compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **options})
+        compiled(batch(0)[0])
+        optimizer = optimizer_of(compiled)
+    else:
+        optimizer = ZenFlowAdamW(model.parameters(), **options)
+    assert optimizer.options.policy == optimizer.engine.plan.policy != "auto"
+    assert torch.equal(torch.random.get_rng_state(), given)
+    optimizer.close()
+
+
+NEEDS_TOKENS = r'tokens_per_step=None under policy="auto" must be an integer >= 1.*tokens_per_step=batch_size'
+
+
+@pytest.mark.parametrize("make", [Options.from_keywords, lambda **options: split_backend_options(options)])
+def test_bad_input(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=NEEDS_TOKENS):
+        make(policy="auto")
+    for value, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("auto", TypeError)):
+        for policy in ("auto", "zenflow"):
+            with pytest.raises(error, match=f"tokens_per_step={value!r} must be"):
+                make(policy=policy, tokens_per_step=value)
+    with pytest.raises(ValueError, match=r'offload_device="nvme" under policy=\'auto\''):
+        make(**AUTO, offload_device="nvme", nvme_path="scratch")
+    with pytest.raises(ValueError, match="select_interval=8 has no unit"):  # zenflow may be chosen
+        make(**AUTO, select_interval=8)

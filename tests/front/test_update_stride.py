@@ -1,0 +1,80 @@
+"""``update_stride`` from a measured machine: chosen once, before planning, and named where a state does not fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.engine.training import Training, assert_same
+from tests.planning.machines import machine
+from zenflow_compile import optimizer as front
+from zenflow_compile.planning import auto, perfmodel
+from zenflow_compile.planning.hardware import Hardware
+
+STATES = {"policy": "deep_optimizer_states", "sub_group_size": 1}
+MEASURED: list[dict[str, Any]] = [STATES, {**STATES, "update_stride": "auto"}, {"update_stride": "auto"}]
+# Deep Optimizer States, section 5.1: 2, 35 and 3 billion parameters a second; of three cores one works.
+V100 = machine(device_bandwidth=28 * 35e9, link_to_host=12e9, link_to_device=12e9, adam_per_core=2e9)
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
+    """What is measured next; the last one stays."""
+    left = [V100]
+    monkeypatch.setattr(front, "measured_hardware", lambda *args: left[0])
+    return left
+
+
+@pytest.mark.parametrize("options", MEASURED)
+def test_the_stride_is_that_of_the_equation(options: dict[str, Any], machines: list[Hardware]) -> None:
+    training = Training(None, options)
+    window = 1 if "policy" in options else 4
+    cpu_update = window * 2e9 * 28 / (28 + 2 * (window - 1))  # a pass over the window counts for each of its steps
+    ratio = perfmodel.update_stride(cpu_update=cpu_update, gpu_update=35e9, link=3e9, cpu_downscale=math.inf)
+    expected = perfmodel.stride_of(ratio)
+    assert expected == (4 if window == 1 else perfmodel.NEVER)
+    assert training.optimizer.options.update_stride == expected
+    assert training.optimizer.engine.options is training.optimizer.options
+    assert training.optimizer.state_dict()["zenflow"]["update_stride"] == expected
+    training.optimizer.close()
+
+
+def test_the_planner_and_the_optimizer_take_the_same_stride(machines: list[Hardware]) -> None:
+    training = Training(None, STATES)
+    options = training.optimizer.options
+    assert options == auto.resolve_stride(replace(options, update_stride=None), V100)
+    training.optimizer.close()
+
+
+def test_a_stride_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Hardware:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(front, "measured_hardware", never)
+    for options in ({**STATES, "update_stride": 3}, {"policy": "zero_offload", "update_stride": "auto"}, {}):
+        Training(None, options).optimizer.close()
+
+
+@pytest.mark.parametrize("slow", ["link_to_host", "link_to_device"])
+def test_a_link_that_is_too_slow_either_way_streams_nothing(slow: str, machines: list[Hardware]) -> None:
+    machines[0] = replace(V100, **{slow: 4e6})
+    training = Training(None, STATES).run(0, 2)
+    assert training.optimizer.options.update_stride == perfmodel.NEVER
+    assert not training.optimizer.engine.roster.interleaved.params
+    training.optimizer.close()
+
+
+def test_a_state_of_another_stride_says_what_to_pass(machines: list[Hardware]) -> None:
+    machines[0] = replace(V100, device_bandwidth=math.inf, link_to_host=4e12, link_to_device=4e12)
+    saving = Training(None, STATES).run(0, 3)
+    assert saving.optimizer.options.update_stride == 1
+    saved = saving.saved()
+    expected = saving.run(3, 6).weights()
+    machines[0] = V100  # measured on another machine, or on a busier day
+    remedy = r"pass policy='deep_optimizer_states', update_stride=1$"
+    with pytest.raises(ValueError, match=rf"placement='host_interleaved'.*'host'.*{remedy}"):
+        Training(None, STATES).load(saved)
+    assert_same(Training(None, {**STATES, "update_stride": 1}).load(saved).run(3, 6).weights(), expected)

@@ -1,0 +1,176 @@
+"""Options that the performance model chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from tests.planning.machines import layers, llama, machine
+from zenflow_compile.options import Options
+from zenflow_compile.planning import auto, perfmodel
+from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.forecast import forecast
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.memory import activation_bytes, needs_of
+from zenflow_compile.planning.policies import ParamSpec, make_plan
+from zenflow_compile.planning.shares import Knobs
+
+MODEL = llama()
+SLOW_HOST = machine(
+    device_flops=1e10,
+    device_bandwidth=1e10,
+    link_to_host=1e9,
+    link_to_device=1e9,
+    host_bandwidth=1e9,
+    adam_per_core=1e6,
+)
+POLICIES = {"resident", "twinflow", "zero_offload", "deep_optimizer_states", "zenflow"}
+
+
+def chosen(hardware: Hardware, **options: Any) -> Options:
+    return auto.choose(MODEL.params, Options(**options), hardware, tokens=64, model=MODEL)
+
+
+def bytes_of(hardware: Hardware, **options: Any) -> int:
+    plan = make_plan(MODEL.params, auto.resolve_stride(Options(**options), hardware))
+    return sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).device.values())
+
+
+def test_state_stays_on_the_device_where_it_fits() -> None:
+    assert chosen(SLOW_HOST).policy == "resident"
+
+
+def test_as_much_stays_as_fits() -> None:
+    resident, offloaded = (bytes_of(SLOW_HOST, policy=policy) for policy in ("resident", "zero_offload"))
+    tight = replace(SLOW_HOST, device_bytes=resident - 1)
+    best = chosen(tight)
+    assert best.policy != "resident"
+    assert not forecast(best, tight, MODEL, tokens=64).shortages
+    assert chosen(replace(SLOW_HOST, device_bytes=offloaded)).policy == "zero_offload"
+
+
+def test_the_memory_that_is_given_counts() -> None:
+    resident = bytes_of(SLOW_HOST, policy="resident")
+    options = Options()
+    arguments: dict[str, Any] = {"tokens": 64, "model": MODEL}
+    assert auto.choose(MODEL.params, options, SLOW_HOST, **arguments).policy == "resident"
+    best = auto.choose(MODEL.params, options, SLOW_HOST, device_bytes=resident - 1, **arguments)
+    assert best.policy != "resident"
+    in_files = replace(options, nvme_path="scratch")
+    needed = {}
+    for policy in ("zero_offload", "zero_infinity"):
+        plan = make_plan(MODEL.params, replace(in_files, policy=policy))
+        needed[policy] = sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).host.values())
+    assert needed["zero_infinity"] < needed["zero_offload"]
+    best = auto.choose(
+        MODEL.params,
+        in_files,
+        SLOW_HOST,
+        device_bytes=bytes_of(SLOW_HOST, policy="zero_offload"),
+        host_bytes=needed["zero_offload"] - 1,
+        **arguments,
+    )
+    assert best.in_files
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ValueError, match=r"no policy fits 'round': \w+ comes nearest and lacks .* GB of device memory"):
+        chosen(replace(SLOW_HOST, device_bytes=1.0))
+
+
+def test_the_fastest_that_fits_is_taken() -> None:
+    """No other candidate that fits is faster by more than what is worth it."""
+    tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
+    found = auto.compare(Options(), tight, MODEL, tokens=64)
+    best = auto.recommended(found)
+    assert best is not None
+    assert {each.policy for each in found} == POLICIES
+    assert best.step_s * (1 - auto.WORTH_IT) <= min(each.step_s for each in found if each.fits)
+
+
+def test_knobs_that_steer_convergence_stay() -> None:
+    tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
+    best = chosen(tight, topk_ratio=0.2, update_interval=2, max_grad_norm=1.0)
+    assert (best.topk_ratio, best.update_interval, best.max_grad_norm) == (0.2, 2, 1.0)
+
+
+def test_the_same_inputs_give_the_same_options() -> None:
+    tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
+    assert chosen(tight) == chosen(tight)
+
+
+def test_the_stride_comes_from_the_equation() -> None:
+    """Of three cores one works, as in the simulation."""
+    hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1.5e9)
+    ratio = perfmodel.update_stride(cpu_update=1.5e9, gpu_update=1e9, link=1e9, cpu_downscale=inf)
+    resolved = auto.resolve_stride(Options(policy="deep_optimizer_states"), hardware)
+    assert resolved.update_stride == perfmodel.stride_of(ratio)
+    mixed = auto.resolve_stride(Options(policy="zenflow", update_stride="auto", update_interval=1), hardware)
+    assert mixed.update_stride == resolved.update_stride
+    given = Options(policy="deep_optimizer_states", update_stride=5)
+    assert auto.resolve_stride(given, hardware) is given
+
+
+def test_a_pass_over_a_window_counts_for_each_of_its_steps() -> None:
+    hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
+    resolved = auto.resolve_stride(Options(update_stride="auto", update_interval=8), hardware)
+    cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
+    ratio = perfmodel.update_stride(cpu_update=cpu_update, gpu_update=1e9, link=1e9, cpu_downscale=inf)
+    assert resolved.update_stride == perfmodel.stride_of(ratio)
+    every_step = auto.resolve_stride(Options(update_stride="auto", update_interval=1), hardware)
+    assert resolved.stride > every_step.stride
+
+
+def test_a_model_of_which_only_parameters_are_known() -> None:
+    shape = auto.shape_of(MODEL.params)
+    assert (shape.layers, shape.hidden, shape.context) == (4, 512, 0)
+    assert auto.choose(MODEL.params, Options(), SLOW_HOST, tokens=64).policy == "resident"
+
+
+def test_a_model_that_begins_with_a_scalar() -> None:
+    specs = [ParamSpec("scale", (), BFLOAT16), *MODEL.params]
+    assert auto.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
+
+
+def test_activations_by_hand() -> None:
+    model = llama(blocks=2, width=8, vocabulary=10)
+    assert activation_bytes(model, tokens=3, recompute=False) == 3 * (34 * 8 * 2 + 6 * 10)
+    assert activation_bytes(model, tokens=3, recompute=True) == 3 * (2 * 8 * 2 + 34 * 8 + 6 * 10)
+
+
+def test_memory_by_hand() -> None:
+    model = layers(2)
+    plan = make_plan(model.params, Options(policy="zero_offload"))
+    needs = needs_of(plan, model, devices=1, tokens=1, recompute=False)
+    million = 1_000_000
+    assert needs.device["weights"] == 4 * million
+    assert needs.device["gradients"] == 2 * million  # one at a time
+    assert needs.device["optimizer state"] == 0
+    assert needs.device["rings and buffers"] == (2 + 3) * 2 * million
+    assert needs.host == {
+        "optimizer state": 24 * million, "gradients and uploads": 8 * million, "window of files": 0
+    }  # fmt: skip
+    files = make_plan(model.params, Options(policy="zero_infinity", nvme_path="scratch"))
+    needs = needs_of(files, model, devices=1, tokens=1, recompute=False)
+    assert needs.host["window of files"] == needs.disk["optimizer state"] == 24 * million
+    plan = make_plan(model.params, Options(policy="resident"))
+    resident = needs_of(plan, model, devices=2, tokens=1, recompute=False)
+    assert resident.device["optimizer state"] == 12 * million  # half of it on each device
+    short = needs.shortages(machine(host_bytes=32 * million - 1, disk_bytes=None))
+    assert short == {"host": 1, "disk": 24 * million}
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "twinflow", "zenflow"])
+def test_without_contention_the_equations_say_the_same(policy: str) -> None:
+    """Where nothing is scarce but one thing, a simulated step is as long as the published model has it."""
+    model = layers(40)
+    hardware = machine(link_to_device=1e9, link_to_host=1e9, adam_per_core=2e6, cores=3)
+    one_worker = replace(hardware, cores=1)  # the equations take all cores, the simulation leaves two free
+    options = Options(policy=policy, ratio=0.5 if policy == "twinflow" else 1.0, max_grad_norm=1.0)
+    predicted = forecast(options, hardware, model, tokens=1)
+    flops = 6.0 * model.numel
+    said = perfmodel.step_time(Knobs.of(options, clipping=True), one_worker, parameters=model.numel, flops=flops)
+    assert predicted.step_s == pytest.approx(said.seconds, rel=0.03)

@@ -1,0 +1,133 @@
+"""``zenflow-compile plan``: from arguments to a prediction, and out as tables, JSON or a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from zenflow_compile.measured import hardware_of
+from zenflow_compile.options import Options
+from zenflow_compile.plan_report import print_prediction
+from zenflow_compile.planning import hardware as machines
+from zenflow_compile.planning import models
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.predict import Prediction, predict, question, timeline
+from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+from zenflow_compile.validate import check_positive
+
+_KNOBS = ("topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm")
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Predict and print.
+
+    Args:
+        options: what ``cli`` parsed.
+        parser: reports errors, with exit code 2, before anything is computed.
+    """
+    try:
+        prediction = _predict(options)
+    except (TypeError, ValueError, OSError) as error:
+        parser.error(str(error))
+    if options.trace is not None:
+        _write_trace(prediction, options.trace, parser)
+    if options.json:
+        json.dump(prediction.as_dict() | _explained(options, prediction), sys.stdout, indent=2)
+        print()
+        return 0
+    console = Console()
+    print_prediction(prediction, console)
+    for line in _explained(options, prediction).get("explained", ()):
+        console.print(Text(line))
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> Prediction:
+    """
+    Raises:
+        TypeError, ValueError, OSError: an argument, or a file that it names, is not right.
+    """
+    given = {name: getattr(options, name) for name in _KNOBS if getattr(options, name) is not None}
+    Options.from_keywords(**given)  # before a machine is measured
+    asked = question(
+        _model(options),
+        _hardware(options),
+        tokens=options.tokens,
+        devices=options.devices,
+        policy=options.policy,
+        recompute=options.recompute,
+        epoch_tokens=options.epoch_tokens,
+        device_bytes=options.device_bytes,
+        host_bytes=options.host_bytes,
+        **given,
+    )
+    return predict(asked)
+
+
+def _model(options: argparse.Namespace) -> str | ModelShape:
+    if options.params is not None:
+        return models.of_size(int(check_positive("--params", options.params)))
+    if options.config is not None:
+        return models.from_config(options.config)
+    return str(options.model)
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    if options.doctor_json is None and options.hardware != "measured":
+        return machines.hardware(options.hardware)
+    if options.flops is None:
+        raise ValueError(
+            "--flops is missing: doctor does not measure what FLOP/s training reaches on the device; pass it, such as "
+            "0.4 times the data sheet's, or name a --hardware"
+        )
+    flops = check_positive("--flops", options.flops)
+    findings = _measure() if options.doctor_json is None else _findings(options.doctor_json)
+    return hardware_of(findings, flops=flops, device_bytes=options.device_bytes)
+
+
+def _measure() -> Mapping[str, Any]:
+    from zenflow_compile import cli_doctor  # imports torch
+
+    return cli_doctor.quick_findings()
+
+
+def _findings(path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--doctor-json {path} is no JSON ({error}); save the output of doctor --json") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--doctor-json {path} is no output of doctor --json; save that")
+    return found
+
+
+def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentParser) -> None:
+    best = prediction.recommended or prediction.forecasts[0]
+    try:
+        write_chrome_trace([timeline(prediction.question, Options.from_keywords(**best.options))], path)
+    except OSError as error:
+        parser.error(f"--trace {path} cannot be written: {error.strerror}; choose another place")
+
+
+def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, tuple[str, ...]]:
+    if not options.explain:
+        return {}
+    from zenflow_compile.planning import perfmodel  # imports sympy
+    from zenflow_compile.planning.shares import Knobs
+
+    asked = prediction.question
+    best = prediction.recommended or prediction.forecasts[0]
+    chosen = Options.from_keywords(**best.options)
+    knobs = Knobs.of(
+        chosen, clipping=chosen.max_grad_norm is not None, weight_bytes=asked.model.params[0].dtype.itemsize
+    )
+    flops = models.flops_per_token(asked.model, asked.model.context) * asked.tokens
+    return {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}

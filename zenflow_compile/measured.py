@@ -1,0 +1,54 @@
+"""The hardware that ``zenflow-compile doctor`` measured, as planning wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES
+
+_SOURCE = "zenflow-compile doctor"
+
+
+def hardware_of(findings: Mapping[str, Any], *, flops: float, device_bytes: float | None = None) -> Hardware:
+    """One device with the host that ``doctor`` saw.
+
+    Host updates are taken to be as fast per byte as in the measurement, whatever the length of the window. No disk is
+    measured.
+
+    Args:
+        findings: what ``doctor --json`` prints.
+        flops: FLOP/s that a forward and backward reach on the device.
+        device_bytes: memory of the device; None takes the host's, where the device is the CPU.
+
+    Raises:
+        ValueError: ``findings`` is nothing that ``doctor`` printed, or the device's memory is not known.
+    """
+    try:
+        has, host, link = findings["machine"], findings["host"], findings["link"][0]
+        on_cpu = link["memory"] == "memmove"
+        if device_bytes is None and not on_cpu:
+            raise ValueError(
+                f"device_bytes=None must be bytes: doctor does not say how much memory {has['device']} has; pass it"
+            )
+        fewest = min(host, key=lambda rates: rates["threads"])
+        return Hardware(
+            name="measured",
+            device_flops=flops,
+            utilization=1.0,
+            device_bytes=has["memory_bytes"] if device_bytes is None else device_bytes,
+            device_bandwidth=findings["device"]["parameters"] * DEVICE_UPDATE_BYTES,
+            link_to_host=link["to_host"],
+            link_to_device=link["to_device"],
+            host_bytes=has["memory_bytes"],
+            host_bandwidth=max(max(rates["copy"], rates["add"], rates["adam"]) for rates in host),
+            cores=sum(len(cores) for cores in has["nodes"].values()),
+            device_cores=sum(len(cores) for cores in has["nodes"].values()) if on_cpu else None,  # PyTorch's default
+            adam_per_core=fewest["adam"] / fewest["threads"] / HOST_PASS_BYTES,
+            sources=dict.fromkeys(
+                ("device_bandwidth", "link_to_host", "link_to_device", "host_bandwidth", "adam_per_core"), _SOURCE
+            ),
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{error!r} in what should be what zenflow-compile doctor --json prints; run it") from None

@@ -1,0 +1,173 @@
+"""Options chosen by the performance model: the update stride, and the fastest policy that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zenflow_compile.options import Options
+from zenflow_compile.planning.forecast import Forecast, forecast
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.memory import needs_of
+from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.planning.policies import ParamSpec, make_plan, repeated_blocks
+from zenflow_compile.planning.simulate import workers_of
+
+RATIOS = (0.25, 0.5, 0.75)
+"""Shares of the state off the device that are tried where ``ratio`` is left at 1."""
+
+WORTH_IT = 0.01
+"""A later candidate has to save this share of a step: those before it are simpler, or exact where it is not."""
+
+_FILLED = 0.9  # of the device memory that is left: estimates may be short of it
+
+
+def resolve_stride(options: Options, hardware: Hardware) -> Options:
+    """``options`` with ``update_stride`` as a number, where it was to come from the performance model.
+
+    Deep Optimizer States' Equation 1, with the workers that the host has by default. The host's single pass over a
+    window of S steps counts as S updates: what it is weighed against is a device that updates in each of those steps,
+    and streams the state for it every time. So mixtures with ``zenflow`` stream less than a blocking policy would.
+    Weights are counted as 16-bit ones.
+    """
+    if not options.measures_stride:
+        return options
+    from zenflow_compile.planning import perfmodel  # sympy takes a third of a second to import
+
+    working = replace(hardware, cores=hardware.devices * workers_of(hardware))
+    ratio = perfmodel.update_stride(**perfmodel.stride_rates(working, window=options.longest_window))
+    return replace(options, update_stride=perfmodel.stride_of(ratio))
+
+
+def choose(
+    specs: Sequence[ParamSpec],
+    options: Options,
+    hardware: Hardware,
+    *,
+    tokens: int,
+    model: ModelShape | None = None,
+    device_bytes: float | None = None,
+    host_bytes: float | None = None,
+    recompute: bool = False,
+) -> Options:
+    """The fastest plan that fits, by simulation, as options.
+
+    All policies are tried and the mixtures of ``zenflow`` with streamed state, with whole parameters on the device and,
+    given ``nvme_path``, with files. Knobs that steer convergence stay as they are.
+
+    Args:
+        specs: of the parameters, in forward order.
+        options: what the user chose; ``policy``, ``offload_device`` and ``spare_device_bytes`` are not read.
+        hardware: the node.
+        tokens: per device and step.
+        model: gives the work of forward and backward; None takes it from ``specs``, without attention.
+        device_bytes: memory of a device for all of training, host_bytes: of the node; None takes the hardware's.
+        recompute: as for ``simulate``.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    hardware = replace(
+        hardware,
+        device_bytes=hardware.device_bytes if device_bytes is None else device_bytes,
+        host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
+    )
+    found = compare(options, hardware, model or shape_of(specs), tokens=tokens, recompute=recompute)
+    if (best := recommended(found)) is not None:
+        return Options.from_keywords(**best.options)
+    size, memory, label = min(_worst(each) for each in found)
+    raise ValueError(
+        f"no policy fits {hardware.name!r}: {label} comes nearest and lacks {size / 1e9:.3g} GB of {memory} memory; "
+        "use fewer tokens per step, recompute activations, give nvme_path for state in files, or take a smaller model"
+    )
+
+
+def compare(
+    options: Options,
+    hardware: Hardware,
+    model: ModelShape,
+    *,
+    tokens: int,
+    recompute: bool = False,
+    epoch_tokens: float | None = None,
+) -> list[Forecast]:
+    """A forecast of every policy and mixture, the simplest first; of one with several settings the best that fits.
+
+    Arguments as for ``choose`` and ``forecast``.
+    """
+    found = []
+    for label, settings in _candidates(options, hardware, model, tokens, recompute):
+        fitting = [each for each in settings if _fits(each, hardware, model, tokens, recompute)]
+        forecasts = [
+            forecast(
+                each,
+                hardware,
+                model,
+                tokens=tokens,
+                recompute=recompute,
+                epoch_tokens=epoch_tokens,
+                label=label,
+            )
+            for each in fitting or settings[:1]
+        ]
+        found.append(min(forecasts, key=lambda each: each.step_s))
+    return found
+
+
+def recommended(forecasts: Sequence[Forecast]) -> Forecast | None:
+    """The fastest that fits, or one before it that is hardly slower; None if none fits."""
+    best: Forecast | None = None
+    for each in forecasts:
+        if each.fits and (best is None or each.step_s < best.step_s * (1 - WORTH_IT)):
+            best = each
+    return best
+
+
+def _candidates(
+    options: Options, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool
+) -> Iterator[tuple[str, list[Options]]]:
+    """Policies and mixtures with the settings to try."""
+    plain = replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0)
+
+    def of(policy: str, **changes: Any) -> Options:
+        return resolve_stride(replace(plain, policy=policy, **changes), hardware)
+
+    ratios = RATIOS if options.ratio == 1.0 else (options.ratio,)
+    yield "resident", [of("resident")]
+    yield "twinflow", [of("twinflow", ratio=ratio) for ratio in ratios]
+    yield "zero_offload", [of("zero_offload")]
+    yield "deep_optimizer_states", [of("deep_optimizer_states", ratio=ratio) for ratio in sorted({*ratios, 1.0})]
+    zenflow = of("zenflow")
+    yield "zenflow", [zenflow]
+    needs = needs_of(
+        make_plan(model.params, zenflow), model, devices=hardware.devices, tokens=tokens, recompute=recompute
+    )
+    left = hardware.device_bytes - sum(needs.device.values())
+    if left > 0:
+        yield "zenflow, device filled", [of("zenflow", spare_device_bytes=int(_FILLED * left) * hardware.devices)]
+    yield "zenflow, streamed", [of("zenflow", update_stride=options.update_stride or "auto")]
+    if options.nvme_path is not None and hardware.disk_read is not None and hardware.disk_write is not None:
+        yield "zenflow, files", [of("zenflow", offload_device="nvme", nvme_path=options.nvme_path)]
+        yield "zero_infinity", [of("zero_infinity", nvme_path=options.nvme_path)]
+
+
+def _fits(options: Options, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool) -> bool:
+    plan = make_plan(model.params, options)
+    needs = needs_of(plan, model, devices=hardware.devices, tokens=tokens, recompute=recompute)
+    return not needs.shortages(hardware)
+
+
+def _worst(each: Forecast) -> tuple[int, str, str]:
+    memory, size = max(each.shortages.items(), key=lambda item: item[1])
+    return size, memory, each.label
+
+
+def shape_of(specs: Sequence[ParamSpec]) -> ModelShape:
+    """A model of which only the parameters are known: its repeated blocks are layers; attention counts for nothing."""
+    blocks = repeated_blocks([spec.shape for spec in specs])
+    width = next((spec.shape[-1] for spec in specs if len(spec.shape) > 1), 1)
+    layers = (blocks[2] - blocks[0]) // blocks[1] if blocks else len(specs)
+    return ModelShape(
+        name="model", params=tuple(specs), layers=layers, hidden=width, context=0, source="its parameters"
+    )

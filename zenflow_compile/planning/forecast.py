@@ -1,0 +1,114 @@
+"""What a policy would do on given hardware: whether it fits, how long a step takes, what it moves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from zenflow_compile.options import Options
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.memory import Needs, needs_of
+from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.planning.policies import make_plan
+from zenflow_compile.planning.simulate import steady_step
+
+_S_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Predicted numbers of one policy with its knobs.
+
+    Attributes:
+        label: the policy, and what is mixed in.
+        options: what differs from the defaults, and the policy: the block to paste.
+        needs: bytes by item; shortages: bytes that are missing, by memory; empty where it fits.
+        step_s, stall_s: a step, and the time in it that the device waits, in seconds.
+        host_update_s: time per step in which the host updates.
+        traffic: gradients and weights that cross per step, in model sizes; state: likewise what is streamed.
+        disk_bytes: read and written per step by the node.
+        tokens_per_s: of all devices. hours: for an epoch; None where its length was not given.
+    """
+
+    label: str
+    policy: str
+    options: dict[str, Any]
+    needs: Needs
+    shortages: dict[str, int]
+    step_s: float
+    stall_s: float
+    host_update_s: float
+    traffic: float
+    state: float
+    disk_bytes: float
+    tokens_per_s: float
+    hours: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with ``fits``."""
+        return {"fits": self.fits} | asdict(self)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every memory is large enough."""
+        return not self.shortages
+
+
+def forecast(
+    options: Options,
+    hardware: Hardware,
+    model: ModelShape,
+    *,
+    tokens: int,
+    recompute: bool = False,
+    epoch_tokens: float | None = None,
+    label: str | None = None,
+) -> Forecast:
+    """Predict a run.
+
+    Args:
+        options: with ``update_stride`` resolved, see ``auto.resolve_stride``.
+        tokens: per device and step.
+        recompute: activations are computed again in the backward.
+        epoch_tokens: of an epoch, over all devices.
+        label: what to call it; None takes the policy.
+
+    Raises:
+        ValueError: ``hardware`` lacks a number that the policy needs, or has fewer cores than ``options.workers``.
+    """
+    plan = make_plan(model.params, options)
+    step = steady_step(
+        plan,
+        hardware,
+        model,
+        tokens=tokens,
+        clipping=options.max_grad_norm is not None,
+        overlap=options.overlap_step,
+        recompute=recompute,
+        workers=options.workers,
+    )
+    needs = needs_of(plan, model, devices=hardware.devices, tokens=tokens, recompute=recompute)
+    size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices
+    rate = tokens * hardware.devices / step.seconds
+    return Forecast(
+        label=label or options.policy,
+        policy=options.policy,
+        options=changed(options),
+        needs=needs,
+        shortages=needs.shortages(hardware),
+        step_s=step.seconds,
+        stall_s=step.stall,
+        host_update_s=step.host_update,
+        traffic=(step.to_host + step.to_device) / size,
+        state=step.state / size,
+        disk_bytes=step.disk * hardware.devices,
+        tokens_per_s=rate,
+        hours=None if epoch_tokens is None else epoch_tokens / rate / _S_PER_HOUR,
+    )
+
+
+def changed(options: Options) -> dict[str, Any]:
+    """The policy, and every option that is not at its default."""
+    values = {each.name: getattr(options, each.name) for each in fields(Options)}
+    defaults = {each.name: each.default for each in fields(Options)}
+    return {name: value for name, value in values.items() if name == "policy" or value != defaults[name]}

@@ -1,0 +1,104 @@
+"""What a plan needs of each memory, item by item, and whether a machine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.machine import FILE_WINDOW, STREAM_BUFFERS
+from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
+
+GRADIENT_SLOTS = 2  # of the device's ring of gradients, each as large as the largest parameter's deferred part
+UPLOAD_SLOTS = 3  # likewise of its ring of new weights (``Options.staging_bytes``)
+
+LAYER_BYTES = 34
+"""Bytes of activations per token and unit of width that a layer keeps for its backward, in 16 bits and without the
+scores, which fused attention does not keep: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", equation 1."""
+
+CHECKPOINT_BYTES = 2  # likewise where only a layer's input is kept, in 16 bits (the same paper, section 5)
+LOGIT_BYTES = 6  # per token and word: 16-bit logits, and their softmax in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Bytes by item: ``device`` of one device, ``host`` and ``disk`` of the node."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    def shortages(self, hardware: Hardware) -> dict[str, int]:
+        """By memory that is too small for its items: how many bytes are missing. Empty where the plan fits."""
+        has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 0.0}
+        wanted = {"device": self.device, "host": self.host, "disk": self.disk}
+        missing = {memory: sum(items.values()) - int(has[memory]) for memory, items in wanted.items()}
+        return {memory: count for memory, count in missing.items() if count > 0}
+
+
+def needs_of(plan: Plan, model: ModelShape, *, devices: int, tokens: int, recompute: bool) -> Needs:
+    """What training with ``plan`` takes.
+
+    Args:
+        devices: of the node; each has all weights and an equal share of the optimizer state.
+        tokens: per device and step; they decide activations, which are an estimate.
+        recompute: a layer's activations are computed again in the backward, and only its input is kept.
+    """
+    weights = sum(param.numel * param.dtype.itemsize for param in plan.params)
+    offloaded = [param for param in plan.params if param.offloaded and param.rest]
+    return Needs(
+        device={
+            "weights": weights,
+            "gradients": _gradients(plan, devices),
+            "activations": activation_bytes(model, tokens=tokens, recompute=recompute),
+            "optimizer state": plan.device_bytes // devices,
+            "rings and buffers": _device_buffers(plan, offloaded) // devices,
+        },
+        host={
+            "optimizer state": sum(_host_state(param) for param in plan.params),
+            "gradients and uploads": plan.host_bytes - sum(_host_state(param) for param in plan.params),
+            "window of files": min(plan.file_bytes, max(FILE_WINDOW_BYTES, FILE_WINDOW * _largest_in_file(plan))),
+        },
+        disk={"optimizer state": plan.file_bytes},
+    )
+
+
+def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:
+    """An estimate for a Transformer: what all layers keep, and the logits; one layer in full where it is recomputed."""
+    kept = model.layers * CHECKPOINT_BYTES + LAYER_BYTES if recompute else model.layers * LAYER_BYTES
+    vocabulary = max(next(iter(spec.shape), 1) for spec in (model.params[0], model.params[-1]))  # scalars have no sizes
+    return tokens * (kept * model.hidden + LOGIT_BYTES * vocabulary)
+
+
+def _gradients(plan: Plan, devices: int) -> int:
+    """Those that wait for the step, in shares, and the largest at its moment: an offloaded one is gone at once."""
+    waiting = [param for param in plan.params if not param.offloaded]
+    largest = max((param.numel * param.dtype.itemsize for param in plan.params), default=0)
+    held = sum(param.slot_shape[0] * param.length * param.dtype.itemsize for param in plan.params if param.held)
+    return (sum(param.numel * param.dtype.itemsize for param in waiting) + held) // devices + largest
+
+
+def _device_buffers(plan: Plan, offloaded: list[ParamPlan]) -> int:
+    """Rings for gradients and uploads, and buffers for state that passes through; of all devices together."""
+    gradients = GRADIENT_SLOTS * max((param.slot_bytes for param in offloaded), default=0)
+    uploads = UPLOAD_SLOTS * max((param.rest * param.length * param.dtype.itemsize for param in offloaded), default=0)
+    streamed: dict[int | None, int] = {}
+    for param in plan.params:
+        if param.interleaved:
+            streamed[param.subgroup] = streamed.get(param.subgroup, 0) + param.whole_state_bytes
+    return gradients + uploads + min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
+
+
+def _host_state(param: ParamPlan) -> int:
+    """fp32 state that stays in host memory."""
+    if param.interleaved:
+        return param.whole_state_bytes
+    if not param.offloaded or param.in_file:
+        return 0
+    return param.rest * param.length * STATE_TENSORS * FP32_BYTES
+
+
+def _largest_in_file(plan: Plan) -> int:
+    return max((param.file_bytes for param in plan.params), default=0)

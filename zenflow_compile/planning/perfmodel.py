@@ -1,0 +1,307 @@
+"""The performance model: the equations with the numbers of a policy, a model and a machine put in.
+
+The equations themselves, with their sources, are in ``equations``; ``formulas`` lists those that a plan rests on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zenflow_compile.planning.equations import (
+    BLOCKING_STEP,
+    BLOCKING_UPDATE,
+    CLIPPED_STEP,
+    DEVICE_TIME,
+    OVERLAPPED_STEP,
+    STRIDE_RATIO,
+    TRAFFIC,
+    WINDOWED_LANES,
+    bytes_formulas,
+    interval_formula,
+    lanes,
+    window_parts,
+)
+from zenflow_compile.planning.formula import Formula
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.plan import FP32_BYTES
+from zenflow_compile.planning.shares import STATE_BYTES, Knobs
+from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES
+
+NEVER = 2**31 - 1
+"""A stride that no model has the subgroups for: nothing is streamed."""
+
+
+def update_stride(*, cpu_update: float, gpu_update: float, link: float, cpu_downscale: float) -> float:
+    """How many subgroups the CPU updates for one of the GPU, before rounding: Deep Optimizer States, Equation 1.
+
+    Args:
+        cpu_update: parameters/s that the CPU updates (the paper's U_c), for one device.
+        gpu_update: parameters/s that the GPU updates (U_g).
+        link: fp32 parameters/s over the link in one direction (B): bytes/s divided by 4.
+        cpu_downscale: parameters/s that the CPU casts from fp32 to 16 bits (D_c). ``math.inf`` where the cast is part
+            of the update.
+
+    Returns:
+        The ratio; ``math.inf`` where the link needs longer for a subgroup's 16-bit weights than the CPU for its whole
+        update: then nothing that the GPU could take over makes the step shorter.
+
+    Raises:
+        ValueError: a rate is not above zero.
+    """
+    rates = {"cpu_update": cpu_update, "gpu_update": gpu_update, "link": link, "cpu_downscale": cpu_downscale}
+    for name, rate in rates.items():
+        if not rate > 0.0:
+            raise ValueError(f"{name}={rate!r} must be a rate > 0 in parameters per second; measure it again")
+    if 1 / cpu_update + 1 / cpu_downscale <= 1 / (2 * link):
+        return math.inf
+    return STRIDE_RATIO.evaluate(**rates)
+
+
+def stride_of(cpu_to_gpu: float) -> int:
+    """Every so many subgroups, one is updated on the device: one plus the ratio, rounded, at least 1.
+
+    The paper uses k in two meanings. Equation 1's k is the ratio of ``update_stride``: k = 2 is two subgroups on the
+    CPU for one on the GPU, a third of all on the GPU. Its Algorithm 1, and "every alternate subgroup", use k as a
+    stride: k = 2 is half of all. This is the stride that has the equation's shares, so a ratio of 2 gives 3.
+
+    Args:
+        cpu_to_gpu: a ratio >= 0; ``math.inf`` gives ``NEVER``.
+
+    Raises:
+        ValueError: the ratio is negative or NaN.
+    """
+    if not cpu_to_gpu >= 0.0:
+        raise ValueError(f"cpu_to_gpu={cpu_to_gpu!r} must be a number >= 0, as update_stride() gives")
+    return min(NEVER, 1 + round(cpu_to_gpu)) if math.isfinite(cpu_to_gpu) else NEVER
+
+
+def stride_rates(
+    hardware: Hardware, devices: int | None = None, weight_bytes: int = 2, window: int = 1
+) -> dict[str, float]:
+    """The arguments of ``update_stride`` for a machine, per device.
+
+    The host's update is as fast as its cores or its memory allow, whichever is slower, and casts by itself. Its one
+    pass over a window counts as ``window`` updates, since the device would have updated in each of those steps; the
+    pass reads as many gradients.
+    """
+    count = hardware.devices if devices is None else devices
+    host_bytes = 2 * STATE_BYTES + 2 * weight_bytes  # state both ways, a gradient read, a weight written
+    node = min(hardware.cores * hardware.adam_per_core, hardware.host_bandwidth / host_bytes)
+    updates_per_pass = window * host_bytes / (host_bytes + (window - 1) * weight_bytes)
+    return {
+        "cpu_update": updates_per_pass * node / count,
+        "gpu_update": hardware.device_bandwidth / DEVICE_UPDATE_BYTES,
+        "link": min(hardware.link_to_host, hardware.link_to_device) / FP32_BYTES,  # state goes both ways
+        "cpu_downscale": math.inf,
+    }
+
+
+def traffic(topk_ratio: float, update_interval: float) -> float:
+    """Bytes over the link per step, both directions together, in units of the model's size in its own dtype.
+
+    Args:
+        topk_ratio: share of the model, in [0, 1], whose state is on the device.
+        update_interval: steps per window, >= 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not 0.0 <= topk_ratio <= 1.0:
+        raise ValueError(f"topk_ratio={topk_ratio!r} must be a number in [0, 1]")
+    if not update_interval >= 1.0:
+        raise ValueError(f"update_interval={update_interval!r} must be a number >= 1")
+    return TRAFFIC.evaluate(topk_ratio=topk_ratio, update_interval=update_interval)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes per parameter: on the device for optimizer state, in host memory, in files.
+
+    Weights, gradients on the device, and what is shared by all (staging rings, the window that files pass through) are
+    not counted, as in ``ParamPlan``.
+    """
+
+    device: float
+    host: float
+    file: float
+
+
+def bytes_per_parameter(knobs: Knobs) -> StateBytes:
+    """What the policy needs for each parameter of a large model: fp32 state, gradient slots and upload buffers.
+
+    Agrees with ``ParamPlan.device_bytes``, ``host_bytes`` and ``file_bytes`` up to the rounding of ``k`` to lines.
+    """
+    values = knobs.values()
+    device, host, file = (formula.evaluate(**values) for formula in bytes_formulas(knobs.policy))
+    return StateBytes(device, host, file)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        seconds: from step to step.
+        device: of them, what the device works if it never waits for its host.
+        update: what the step spends in updates after the backward; where windows are overlapped, the device's only.
+        lanes: busy time of each lane.
+    """
+
+    seconds: float
+    device: float
+    update: float
+    lanes: Mapping[str, float]
+
+    @property
+    def stall(self) -> float:
+        """Seconds in which the device waits for its host."""
+        return max(0.0, self.seconds - self.device)
+
+
+def step_time(
+    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
+) -> StepTime:
+    """The time of a step under a policy.
+
+    Args:
+        parameters: of the model.
+        flops: of a forward and backward on one device; the backward takes two thirds.
+        devices: that train, of the node's; all by default.
+
+    Raises:
+        ValueError: the hardware lacks a number that the policy needs.
+    """
+    values = bindings(knobs, hardware, parameters=parameters, flops=flops, devices=devices)
+    update = values["device_update"] if knobs.windowed else BLOCKING_UPDATE.evaluate(**values)
+    return StepTime(
+        seconds=step_formula(knobs).evaluate(**values),
+        device=DEVICE_TIME.evaluate(**values),
+        update=update,
+        lanes={name: values[name] for name in lanes(knobs.policy)},
+    )
+
+
+def step_formula(knobs: Knobs) -> Formula:
+    """The equation of a step: blocking, overlapped, or overlapped with clipping."""
+    if not knobs.windowed:
+        return BLOCKING_STEP
+    return CLIPPED_STEP if _clipped(knobs) else OVERLAPPED_STEP
+
+
+def bindings(
+    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
+) -> dict[str, float]:
+    """A value for every symbol, lanes included, as the formulas of ``formulas`` take them.
+
+    Raises:
+        ValueError: the hardware lacks a number that the policy needs.
+    """
+    count = hardware.devices if devices is None else devices
+    compute = flops / (hardware.device_flops * hardware.utilization)
+    values = {
+        **knobs.values(),
+        "owned": parameters / count,
+        "devices": float(count),
+        "forward": compute / 3,
+        "backward": compute * 2 / 3,
+        "collectives": _collectives(hardware, count, parameters * knobs.weight_bytes),
+        "link_to_host": hardware.link_to_host,
+        "link_to_device": hardware.link_to_device,
+        "device_bandwidth": hardware.device_bandwidth,
+        "host_bandwidth": hardware.host_bandwidth,
+        "core_rate": hardware.cores * hardware.adam_per_core,
+        **stride_rates(hardware, count, knobs.weight_bytes),
+        "disk_byte": _disk_byte(hardware, needed=bool(knobs.values()["in_files"])),
+    }
+    values |= {name: formula.evaluate(**values) for name, formula in lanes(knobs.policy).items()}
+    if knobs.windowed:
+        parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, _clipped(knobs))]
+        values |= {part.name: part.evaluate(**values) for part in parts}
+        values["hidden"] = _hidden(knobs, values)
+    return values
+
+
+def _clipped(knobs: Knobs) -> bool:
+    """Whether the host has only the next forward for its updates; a step of staleness gives it a whole one again."""
+    return knobs.windowed and knobs.clipping and knobs.staleness == 0
+
+
+def _hidden(knobs: Knobs, values: Mapping[str, float]) -> float:
+    """Seconds of a step in which the host's work costs nothing."""
+    if _clipped(knobs):
+        return max(values["forward"], values["collectives"])
+    return DEVICE_TIME.evaluate(**values)
+
+
+def _collectives(hardware: Hardware, devices: int, model_bytes: float) -> float:
+    """Seconds of a ring's reduce-scatter of all gradients, or all-gather of all weights: each device sends (n-1)/n."""
+    if devices == 1:
+        return 0.0
+    if hardware.peer_bandwidth is None:
+        raise ValueError(
+            f"hardware {hardware.name} has no peer_bandwidth, which {devices} devices need; give it, or use one device"
+        )
+    return model_bytes * (devices - 1) / devices / hardware.peer_bandwidth
+
+
+def _disk_byte(hardware: Hardware, *, needed: bool) -> float:
+    """Seconds to read a byte and write it back: a disk does one at a time."""
+    if not needed:
+        return 0.0
+    if hardware.disk_read is None or hardware.disk_write is None:
+        raise ValueError(
+            f"hardware {hardware.name} has no disk_read and disk_write, which state in files needs; "
+            "give both, or keep the state in host memory"
+        )
+    return 1 / hardware.disk_read + 1 / hardware.disk_write
+
+
+def smallest_interval(
+    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
+) -> int | None:
+    """The smallest ``update_interval`` of ``zenflow`` at which the device never waits for its host.
+
+    Arguments as for ``step_time``; the interval in ``knobs`` is not read.
+
+    Returns:
+        Steps per window; None where no window is long enough, because the gradients of one step alone take longer than
+        a step. Then a larger ``topk_ratio``, or more tokens per step, helps.
+    """
+    values = bindings(knobs, hardware, parameters=parameters, flops=flops, devices=devices)
+    if _clipped(knobs):
+        copied_in = max(values["backward"], values["collectives"])
+        fits = max(values["gradients"], values["gradient_memory"]) <= copied_in and values["flushes"] < values["hidden"]
+    else:
+        fits = values["gradients"] + values["flushes"] <= values["hidden"]
+    if not fits or any(values[f"{lane}_per_step"] >= values["hidden"] for lane in WINDOWED_LANES):
+        return None
+    needed = max(interval_formula(lane).evaluate(**values) for lane in WINDOWED_LANES)
+    return max(1, math.ceil(needed - 1e-9))  # rounding must not turn 4.0 into 5
+
+
+def formulas(policy: str = "zenflow", *, clipping: bool = False) -> tuple[Formula, ...]:
+    """Every equation that a plan of the policy rests on, in the order in which they build on each other."""
+    knobs = Knobs(policy=policy, clipping=clipping)
+    found = [*bytes_formulas(policy), *lanes(policy).values(), DEVICE_TIME]
+    if not knobs.windowed:
+        stride = (STRIDE_RATIO,) if policy == "deep_optimizer_states" else ()
+        return (*stride, *found, BLOCKING_UPDATE, BLOCKING_STEP)
+    parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, clipping)]
+    intervals = [interval_formula(lane) for lane in WINDOWED_LANES]
+    return (TRAFFIC, *found, step_formula(knobs), *parts, *intervals)
+
+
+def explain(
+    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
+) -> tuple[str, ...]:
+    """Every equation of a step with its numbers put in, one per line; those that come out as zero are left out.
+
+    Arguments as for ``step_time``.
+    """
+    values = bindings(knobs, hardware, parameters=parameters, flops=flops, devices=devices)
+    explained = formulas(knobs.policy, clipping=_clipped(knobs))
+    if not math.isfinite(update_stride(**stride_rates(hardware, devices, knobs.weight_bytes))):
+        explained = tuple(formula for formula in explained if formula != STRIDE_RATIO)
+    return tuple(formula.explain(values) for formula in explained if formula.evaluate(**values) != 0.0)

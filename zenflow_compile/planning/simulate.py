@@ -1,0 +1,212 @@
+"""The timeline that a plan would have on given hardware, in the events that a measured run leaves.
+
+A discrete-event simulation of one device: the training thread with its stream, a copy lane each way, a pool of workers,
+a disk, and a lane to the peers where there are several devices. The host is theirs together: each has an equal share
+of its memory bandwidth, cores and disk. Transfers that need more host memory bandwidth than there is are slowed in
+proportion; the published performance models leave this contention out.
+
+What is simplified: a block of the model is the smallest thing that is computed, copied or updated; windows are as long
+as the plan says, and nothing re-selects; launching work costs nothing; a disk does one transfer at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zenflow_compile.planning.device import Device
+from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.machine import POOL
+from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.workload import Workload, workload_of
+from zenflow_compile.profiling.limits import Bandwidths, traffic_of
+from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, DISK, H2D, Event, worker_lane
+from zenflow_compile.validate import check_flag, check_integer
+
+LEFT_FREE = 2  # cores of each device's that run no worker, as the runtime leaves them by default
+
+_NS = 1e9
+
+
+def simulate(
+    plan: Plan,
+    hardware: Hardware,
+    model: ModelShape,
+    *,
+    tokens: int,
+    steps: int | None = None,
+    clipping: bool = False,
+    overlap: bool = True,
+    recompute: bool = False,
+    workers: int | None = None,
+) -> Recording:
+    """Run ``plan`` in simulated time.
+
+    Everything is in its steady state: a full cycle of windows runs before the first step that is recorded. Bytes and
+    ``model_bytes`` are one device's share, so that traffic in model sizes is the node's.
+
+    Args:
+        plan: of the parameters of ``model``, in the same order.
+        hardware: what it runs on.
+        model: gives the work of forward and backward.
+        tokens: per device and step.
+        steps: to record; None records three cycles of windows, at least four steps.
+        clipping: gradients are final only when the whole backward is over; else each when it is produced.
+        overlap: False makes every step wait for its host updates, as ``overlap_step=False`` does.
+        recompute: activations are computed again in the backward, which costs another forward.
+        workers: threads of each device that update on the host; None takes all its cores but two.
+
+    Returns:
+        What the profiler would have recorded; nanoseconds from the first recorded step's start. Lane ``peers`` has the
+        collectives (kind ``copy``), lane ``disk`` kinds ``read`` and ``write``.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is out of range, the plan is another model's, or ``hardware`` lacks a number.
+    """
+    check_integer("tokens", tokens, 1)
+    for name, value in (("clipping", clipping), ("overlap", overlap), ("recompute", recompute)):
+        check_flag(name, value)
+    check_fits_together(plan, hardware, model)
+    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
+    recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
+    threads = _threads(hardware, workers)
+    simulated = Device(work, hardware, threads, clipping)
+    skip = _run_in(work)
+    simulated.run(skip + recorded)
+    offloaded = [param for param in plan.params if param.offloaded]
+    elements = sum(param.numel for param in offloaded)
+    return Recording(
+        events=_events(simulated, skip, threads),
+        model_bytes=sum(param.numel * param.dtype.itemsize for param in plan.params) // hardware.devices,
+        policy=plan.policy,
+        update_interval=max((param.interval for param in offloaded), default=None),
+        blocking=bool(offloaded) and all(param.blocking or not overlap for param in offloaded),
+        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
+        traffic=traffic_of(plan) if hardware.devices == 1 else None,
+        bandwidths=Bandwidths(
+            host=min(hardware.host_bandwidth / hardware.devices, simulated.machine.pool_rate),
+            to_host=hardware.link_to_host,
+            to_device=hardware.link_to_device,
+            disk=_disk_bandwidth(hardware),
+        ),
+        title=f"predicted: {model.name} on {hardware.name}",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyStep:
+    """Means over the steps of one cycle of windows, of one device.
+
+    Attributes:
+        seconds: of a step; stall: of them, in which the device waits.
+        host_update: seconds in which the host updates.
+        to_host, to_device: bytes of gradients down and weights up.
+        state: bytes of state that is streamed through the device, both ways.
+        disk: bytes read and written.
+    """
+
+    seconds: float
+    stall: float
+    host_update: float
+    to_host: float
+    to_device: float
+    state: float
+    disk: float
+
+
+def steady_step(
+    plan: Plan,
+    hardware: Hardware,
+    model: ModelShape,
+    *,
+    tokens: int,
+    clipping: bool = False,
+    overlap: bool = True,
+    recompute: bool = False,
+    workers: int | None = None,
+) -> SteadyStep:
+    """A step in numbers, for a fraction of a recording's time; arguments and errors as ``simulate`` has them."""
+    check_fits_together(plan, hardware, model)
+    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
+    simulated = Device(work, hardware, _threads(hardware, workers), clipping)
+    skip = _run_in(work)
+    simulated.run(skip + work.cycle)
+    rows = [row for row in simulated.machine.rows if row.step >= skip]
+
+    def seconds(lane: str, kind: str) -> float:
+        return sum(row.end - row.begin for row in rows if (row.lane, row.kind) == (lane, kind)) / work.cycle
+
+    def moved(*lanes: str, kind: str | None = None) -> float:
+        return sum(row.size for row in rows if row.lane in lanes and kind in (row.kind, None)) / work.cycle
+
+    return SteadyStep(
+        seconds=(simulated.step_ends[-1] - simulated.step_ends[skip - 1]) / work.cycle,
+        stall=seconds(COMPUTE, "wait"),
+        host_update=seconds(POOL, "host_update"),
+        to_host=moved(D2H, kind="copy"),
+        to_device=moved(H2D, kind="copy"),
+        state=moved(D2H, H2D, kind="state"),
+        disk=moved(DISK),
+    )
+
+
+def workers_of(hardware: Hardware) -> int:
+    """Workers that one of the node's devices has by default."""
+    return max(1, hardware.cores // hardware.devices - LEFT_FREE)
+
+
+def _threads(hardware: Hardware, workers: int | None) -> int:
+    return workers_of(hardware) if workers is None else check_integer("workers", workers, 1, hardware.cores)
+
+
+def check_fits_together(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
+    """
+    Raises:
+        ValueError: the plan is another model's, or ``hardware`` lacks a number that it needs.
+    """
+    if [param.shape for param in plan.params] != [spec.shape for spec in model.params]:
+        raise ValueError(f"the plan is not one of {model.name}: parameters differ; make it from the model's own")
+    if hardware.devices > 1 and hardware.peer_bandwidth is None:
+        raise ValueError(
+            f"peer_bandwidth=None of hardware {hardware.name!r} must be bytes per second: devices={hardware.devices} "
+            "exchange gradients; give it, or use devices=1"
+        )
+    if plan.file_bytes and (hardware.disk_read is None or hardware.disk_write is None):
+        rates = f"disk_read={hardware.disk_read} and disk_write={hardware.disk_write}"
+        raise ValueError(
+            f"{rates} of hardware {hardware.name!r} must be bytes per second: the plan keeps state in files; give "
+            "both, or choose a policy that keeps it in memory"
+        )
+
+
+def _disk_bandwidth(hardware: Hardware) -> float | None:
+    """Bytes per second of a device's share of the disk, which reads and writes in turn, as many of each."""
+    if hardware.disk_read is None or hardware.disk_write is None:
+        return None
+    return 2 / (1 / hardware.disk_read + 1 / hardware.disk_write) / hardware.devices
+
+
+def _run_in(work: Workload) -> int:
+    """Steps until the first recorded one finds its predecessors' updates under way."""
+    return work.cycle + max((part.staleness for block in work.blocks for part in block.parts), default=0)
+
+
+def _events(simulated: Device, skip: int, workers: int) -> tuple[Event, ...]:
+    """Events of the recorded steps, in order; the pool's become one per worker."""
+    origin = simulated.step_ends[skip - 1]
+    events = []
+    for row in simulated.machine.rows:
+        if row.step < skip:
+            continue
+        begin, end = round((row.begin - origin) * _NS), round((row.end - origin) * _NS)
+        lanes = [worker_lane(index) for index in range(workers)] if row.lane == POOL else [row.lane]
+        for index, lane in enumerate(lanes):
+            size = row.size * (index + 1) // len(lanes) - row.size * index // len(lanes)
+            events.append(
+                Event(
+                    lane=lane, kind=row.kind, start_ns=begin, end_ns=end, step=row.step, param=row.param, bytes=size
+                )
+            )
+    return tuple(sorted(events, key=lambda event: (event.start_ns, event.end_ns)))
