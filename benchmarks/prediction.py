@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +15,6 @@ from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.options import Options
 from zenflow_compile.planning import perfmodel
-from zenflow_compile.planning.auto import resolve_stride
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape, flops_per_token
 from zenflow_compile.planning.policies import ParamSpec, make_plan
@@ -29,10 +24,9 @@ from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.runtime import probe
 from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.cores import physical_cores, worker_count
+from zenflow_compile.runtime.disk_probe import disk_rates
 
 _ROUNDS = 5
-_DISK_BYTES = 256 << 20
-_PIECE_BYTES = 16 << 20
 
 
 class Prediction(NamedTuple):
@@ -65,7 +59,7 @@ class Predictor:
         alone = probe.host_rates(1, probe.default_bytes(), _ROUNDS)
         together = probe.host_rates(len(cores), probe.default_bytes(), _ROUNDS)
         link = probe.link_rates(torch.device("cpu"), probe.default_link_bytes(), _ROUNDS)[0]
-        disk_read, disk_write = disk_rates(Path(directory))
+        disk = disk_rates(directory)
         return cls(
             Hardware(
                 name="measured",
@@ -80,9 +74,9 @@ class Predictor:
                 cores=len(cores),
                 device_cores=threads,
                 adam_per_core=alone.adam / HOST_PASS_BYTES,
-                disk_read=disk_read,
-                disk_write=disk_write,
-                disk_bytes=shutil.disk_usage(directory).free,
+                disk_read=disk.read,
+                disk_write=disk.write,
+                disk_bytes=disk.free_bytes,
                 sources={"all": "measured on this machine before the run"},
             ),
             shape,
@@ -107,11 +101,8 @@ class Predictor:
 
     def stride(self) -> tuple[float, int]:
         """The model's ratio of updates on the host to those on the device, and the stride that comes of it."""
-        workers = worker_count(self.hardware.cores, workers=None, reserved_share=None)
-        rates = perfmodel.stride_rates(replace(self.hardware, cores=workers))
-        resolved = resolve_stride(Options.from_keywords(policy="deep_optimizer_states"), self.hardware)
-        assert isinstance(resolved.update_stride, int)
-        return perfmodel.update_stride(**rates), resolved.update_stride
+        ratio = perfmodel.update_stride(**perfmodel.stride_rates(self.hardware))
+        return ratio, perfmodel.stride_of(ratio)
 
     def described(self) -> dict[str, Any]:
         """The machine, for a results file."""
@@ -171,33 +162,3 @@ def device_bandwidth(threads: int) -> float:
         torch.set_num_threads(before)
     touched = (2 * 3 + 1) * param.nbytes  # weight and moments both ways, the gradient once
     return touched / statistics.median(seconds[1:])
-
-
-def disk_rates(directory: Path) -> tuple[float, float]:
-    """Bytes per second of reading and writing a file of 256 MiB, past the page cache where the file system allows."""
-    path = directory / "rate"
-    buffer = mmap.mmap(-1, _PIECE_BYTES)
-    buffer.write(os.urandom(_PIECE_BYTES))
-    seconds: dict[str, float] = {}
-    try:
-        for name, flags, transfer in (
-            ("write", os.O_WRONLY | os.O_CREAT, os.pwritev),
-            ("read", os.O_RDONLY, os.preadv),
-        ):
-            file = _open(path, flags)
-            begin = time.perf_counter()
-            for offset in range(0, _DISK_BYTES, _PIECE_BYTES):
-                transfer(file, [buffer], offset)
-            os.fsync(file)
-            seconds[name] = time.perf_counter() - begin
-            os.close(file)
-    finally:
-        path.unlink(missing_ok=True)
-    return _DISK_BYTES / seconds["read"], _DISK_BYTES / seconds["write"]
-
-
-def _open(path: Path, flags: int) -> int:
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:  # no direct I/O on this file system
-        return os.open(path, flags, 0o600)

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser(
         "doctor",
         help="measure what offloading lives on here",
-        description="Measures memory, links and update kernels of this machine, in about half a minute; the host "
+        description="Measures memory, links, update kernels and disk of this machine, in about half a minute; the host "
         "kernel is compiled before, where no cache has it. Numbers are medians; nothing else should run meanwhile.",
     )
     _add_doctor_arguments(doctor)
@@ -52,7 +52,10 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = parser.add_mutually_exclusive_group(required=True)
     hardware.add_argument("--hardware", help="a named machine, such as h200, or measured: this one")
     hardware.add_argument("--doctor-json", metavar="FILE", help="what doctor --json printed on the machine")
-    parser.add_argument("--flops", type=float, metavar="F", help="FLOP/s that training reaches, where it was measured")
+    parser.add_argument("--nvme-path", metavar="DIR", help="for state in files; measured where the hardware is")
+    parser.add_argument(
+        "--flops", type=float, metavar="F", help="FLOP/s of training, where measured (those of a matrix product)"
+    )
     parser.add_argument("--device-bytes", type=float, metavar="B", help="memory of a device (the hardware's)")
     parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of the node (the hardware's)")
     parser.add_argument("--devices", type=int, metavar="N", help="devices in use (all of the hardware's)")
@@ -85,3 +88,4 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--megabytes", type=int, metavar="MB", help="memory to measure in (3 times the largest cache)")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"repetitions at most ({_ROUNDS})")
+    parser.add_argument("--nvme-path", metavar="DIR", help="measure the disk of this directory, too")

@@ -19,9 +19,9 @@ from zenflow_compile import torch_private
 from zenflow_compile.runtime import probe
 from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.cores import physical_cores, worker_count
+from zenflow_compile.runtime.disk_probe import DiskRates, disk_rates
 
 _QUICK_ROUNDS = 2
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,21 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What ``doctor`` measured; all rates per second. ``kernel`` is the host kernel behind ``HostRates.adam``."""
+    """What ``doctor`` measured; all rates per second.
+
+    Attributes:
+        kernel: the host kernel behind ``HostRates.adam``.
+        matmul_flops: of a large product of bf16 matrices on the device.
+        disk: None without a directory to measure.
+    """
 
     machine: Machine
     kernel: str
     host: list[probe.HostRates]
     link: list[probe.LinkRates]
     device: probe.DeviceRate
+    matmul_flops: float
+    disk: DiskRates | None
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -79,12 +87,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--megabytes {options.megabytes} must be in [1, {available}], the memory that is available")
     try:
         device = _device(options.device)
+        disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
     except ValueError as error:
         parser.error(str(error))
     total_bytes = probe.default_bytes() if options.megabytes is None else options.megabytes << 20
     console = Console(stderr=options.json)  # standard output is for JSON alone
     with console.status("Measuring; the fused host kernel may have to be compiled first"):
-        findings = measure(device, threads, total_bytes, options.rounds)
+        findings = measure(device, threads, total_bytes, options.rounds, disk)
     if options.json:
         json.dump(asdict(findings), sys.stdout, indent=2)
         print()
@@ -94,7 +103,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def measure(device: torch.device, threads: Sequence[int], total_bytes: int, rounds: int) -> Findings:
+def measure(
+    device: torch.device, threads: Sequence[int], total_bytes: int, rounds: int, disk: DiskRates | None
+) -> Findings:
     """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``."""
     return Findings(
         machine=machine(device),
@@ -102,13 +113,20 @@ def measure(device: torch.device, threads: Sequence[int], total_bytes: int, roun
         host=[probe.host_rates(count, total_bytes, rounds) for count in threads],
         link=probe.link_rates(device, min(probe.default_link_bytes(), total_bytes), rounds),
         device=probe.device_rate(device, rounds),
+        matmul_flops=probe.matmul_flops(device, torch.bfloat16),
+        disk=disk,
     )
 
 
-def quick_findings() -> dict[str, Any]:
-    """This machine with one worker and with all, as ``doctor --json`` prints it, in fewer rounds."""
+def quick_findings(nvme_path: str | None) -> dict[str, Any]:
+    """This machine with one worker and with all, as ``doctor --json`` prints it, in fewer rounds.
+
+    Raises:
+        ValueError: ``nvme_path`` cannot be used.
+    """
+    disk = None if nvme_path is None else disk_rates(nvme_path)
     cores = len(physical_cores())
-    found = measure(_device(None), sorted({1, cores}), probe.default_bytes(), _QUICK_ROUNDS)
+    found = measure(_device(None), sorted({1, cores}), probe.default_bytes(), _QUICK_ROUNDS, disk)
     return asdict(found)
 
 
@@ -170,11 +188,20 @@ def tables(findings: Findings) -> list[Table]:
         link.add_column(column, justify="left" if column == "host memory" else "right")
     for rates in findings.link:
         link.add_row(rates.memory, _gb(rates.to_host), _gb(rates.to_device))
-    update = _table("Device update", "AdamW on a tenth of a matrix's columns")
-    update.add_column("M parameters/s", justify="right")
-    update.add_column("GB/s", justify="right")
-    update.add_row(f"{findings.device.parameters / 1e6:.0f}", _gb(findings.device.bytes))
-    return [about, memory, link, update]
+    device = _table("Device", "AdamW on a tenth of a matrix's columns; product of bf16 matrices")
+    for column in ("M parameters/s", "GB/s", "TFLOP/s"):
+        device.add_column(column, justify="right")
+    device.add_row(
+        f"{findings.device.parameters / 1e6:.0f}", _gb(findings.device.bytes), f"{findings.matmul_flops / 1e12:.3g}"
+    )
+    found = [about, memory, link, device]
+    if findings.disk is not None:
+        disk = _table("Disk, GB/s", "one thread, one transfer at a time")
+        for column in ("read", "written", "GB free"):
+            disk.add_column(column, justify="right")
+        disk.add_row(*(_gb(value) for value in (findings.disk.read, findings.disk.write, findings.disk.free_bytes)))
+        found.append(disk)
+    return found
 
 
 def _table(title: str, note: str) -> Table:

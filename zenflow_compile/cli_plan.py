@@ -23,7 +23,10 @@ from zenflow_compile.predict import Prediction, predict, question, timeline
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.validate import check_positive
 
-_KNOBS = ("topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm")
+_KNOBS = (
+    "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm",
+    "nvme_path",
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -83,20 +86,15 @@ def _model(options: argparse.Namespace) -> str | ModelShape:
 def _hardware(options: argparse.Namespace) -> Hardware:
     if options.doctor_json is None and options.hardware != "measured":
         return machines.hardware(options.hardware)
-    if options.flops is None:
-        raise ValueError(
-            "--flops is missing: doctor does not measure what FLOP/s training reaches on the device; pass it, such as "
-            "0.4 times the data sheet's, or name a --hardware"
-        )
-    flops = check_positive("--flops", options.flops)
-    findings = _measure() if options.doctor_json is None else _findings(options.doctor_json)
+    flops = None if options.flops is None else check_positive("--flops", options.flops)
+    findings = _measure(options.nvme_path) if options.doctor_json is None else _findings(options.doctor_json)
     return hardware_of(findings, flops=flops, device_bytes=options.device_bytes)
 
 
-def _measure() -> Mapping[str, Any]:
+def _measure(nvme_path: str | None) -> Mapping[str, Any]:
     from zenflow_compile import cli_doctor  # imports torch
 
-    return cli_doctor.quick_findings()
+    return cli_doctor.quick_findings(nvme_path)
 
 
 def _findings(path: str) -> Mapping[str, Any]:

@@ -11,15 +11,17 @@ from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYT
 _SOURCE = "zenflow-compile doctor"
 
 
-def hardware_of(findings: Mapping[str, Any], *, flops: float, device_bytes: float | None = None) -> Hardware:
+def hardware_of(
+    findings: Mapping[str, Any], *, flops: float | None = None, device_bytes: float | None = None
+) -> Hardware:
     """One device with the host that ``doctor`` saw.
 
-    Host updates are taken to be as fast per byte as in the measurement, whatever the length of the window. No disk is
-    measured.
+    Host updates are taken to be as fast per byte as in the measurement, whatever the length of the window.
 
     Args:
         findings: what ``doctor --json`` prints.
-        flops: FLOP/s that a forward and backward reach on the device.
+        flops: FLOP/s that a forward and backward reach on the device; None takes what a large product of matrices
+            reaches: a bound, so that more host work is hidden than predicted.
         device_bytes: memory of the device; None takes the host's, where the device is the CPU.
 
     Raises:
@@ -32,10 +34,11 @@ def hardware_of(findings: Mapping[str, Any], *, flops: float, device_bytes: floa
             raise ValueError(
                 f"device_bytes=None must be bytes: doctor does not say how much memory {has['device']} has; pass it"
             )
+        disk = findings["disk"] or dict.fromkeys(("read", "write", "free_bytes"))
         fewest = min(host, key=lambda rates: rates["threads"])
         return Hardware(
             name="measured",
-            device_flops=flops,
+            device_flops=findings["matmul_flops"] if flops is None else flops,
             utilization=1.0,
             device_bytes=has["memory_bytes"] if device_bytes is None else device_bytes,
             device_bandwidth=findings["device"]["parameters"] * DEVICE_UPDATE_BYTES,
@@ -46,9 +49,10 @@ def hardware_of(findings: Mapping[str, Any], *, flops: float, device_bytes: floa
             cores=sum(len(cores) for cores in has["nodes"].values()),
             device_cores=sum(len(cores) for cores in has["nodes"].values()) if on_cpu else None,  # PyTorch's default
             adam_per_core=fewest["adam"] / fewest["threads"] / HOST_PASS_BYTES,
-            sources=dict.fromkeys(
-                ("device_bandwidth", "link_to_host", "link_to_device", "host_bandwidth", "adam_per_core"), _SOURCE
-            ),
+            disk_read=disk["read"],
+            disk_write=disk["write"],
+            disk_bytes=disk["free_bytes"],
+            sources={"all": _SOURCE},
         )
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{error!r} in what should be what zenflow-compile doctor --json prints; run it") from None

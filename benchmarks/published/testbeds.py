@@ -13,7 +13,7 @@ from zenflow_compile.options import Options
 from zenflow_compile.planning.hardware import Hardware, hardware
 from zenflow_compile.planning.models import model
 from zenflow_compile.planning.policies import make_plan
-from zenflow_compile.planning.simulate import SteadyStep, simulate, steady_step, workers_of
+from zenflow_compile.planning.simulate import SteadyStep, simulate, steady_step
 from zenflow_compile.profiling.timeline import COMPUTE, D2H, STEP
 
 V100_RATES = {"cpu_update": 2e9, "gpu_update": 35e9, "link": 3e9, "cpu_downscale": 8.7e9}
@@ -59,7 +59,7 @@ def stated(node: Hardware, rates: dict[str, float], source: str) -> Hardware:
 def with_host_rate(node: Hardware, per_device: float, source: str) -> Hardware:
     """``node`` whose workers update ``per_device`` parameters/s for each device, unless memory limits them."""
     sources = {**node.sources, "adam_per_core": source}
-    return replace(node, adam_per_core=per_device / workers_of(node), sources=sources)
+    return replace(node, adam_per_core=per_device / node.workers, sources=sources)
 
 
 def with_unpinned_gradients(node: Hardware) -> Hardware:
@@ -79,7 +79,7 @@ def with_devices(node: Hardware, devices: int) -> Hardware:
 def with_cores(node: Hardware, cores: int) -> Hardware:
     """``node`` with ``cores`` for each device; all of them update, together at their share of the stated rate."""
     whole = node.cores // node.devices
-    rate = node.adam_per_core * workers_of(node) / whole
+    rate = node.adam_per_core * node.workers / whole
     return replace(node, cores=cores * node.devices, adam_per_core=rate)
 
 

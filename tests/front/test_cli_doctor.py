@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from zenflow_compile import cli, cli_doctor
+from zenflow_compile.measured import hardware_of
 from zenflow_compile.runtime import probe
 from zenflow_compile.runtime.cores import physical_cores
 from zenflow_compile.runtime.host_adam import make_host_adam
@@ -26,6 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=probe.SLOTS)
     monkeypatch.setattr(probe, "host_kernel", lambda: kernel)
     device_rate = probe.device_rate
+    monkeypatch.setattr(probe, "_LARGEST_MATRIX", probe._SMALLEST_MATRIX)
     monkeypatch.setattr(probe, "device_rate", lambda device, rounds: device_rate(device, rounds, 64, 64))
 
 
@@ -45,7 +47,7 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         "D2H",
         "memmove",
         "copy lanes are threads",
-        "Device update",
+        "TFLOP/s",
     ):
         assert part in text, part
 
@@ -53,14 +55,25 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_doctor_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*QUICK, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "kernel", "host", "link", "device"}
+    assert set(found) == {"machine", "kernel", "host", "link", "device", "matmul_flops", "disk"}
+    assert found["disk"] is None
     assert sum(map(len, found["machine"]["nodes"].values())) == len(physical_cores())
     (host,) = found["host"]
     assert host["threads"] == 1
     assert host["adam"] == pytest.approx(34 * host["parameters"])
     (link,) = found["link"]
     assert link["memory"] == "memmove"
-    assert min(link["to_host"], link["to_device"], found["device"]["parameters"]) > 0
+    assert min(link["to_host"], link["to_device"], found["device"]["parameters"], found["matmul_flops"]) > 0
+
+
+def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*QUICK, "--nvme-path", str(tmp_path), "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert min(findings["disk"].values()) > 0
+    assert hardware_of(findings).disk_read == findings["disk"]["read"]
+    assert not list(tmp_path.iterdir())
+    assert cli.main([*QUICK, "--nvme-path", str(tmp_path)]) == 0
+    assert "Disk, GB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -72,6 +85,7 @@ def test_doctor_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str])
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--megabytes", "0"], r"--megabytes 0 must be in \[1, \d+\]"),
         (["--megabytes", "1000000000"], "the memory that is available"),
+        (["--nvme-path", "nowhere"], "nvme_path='nowhere'"),
         (["--device", "meta"], "--device meta must be one of cpu"),
         (["--device", "graphics"], "--device graphics must be one of cpu"),
         (["--device", "cuda:99"], "--device cuda:99 must be one of cpu"),

@@ -26,6 +26,8 @@ FINDINGS: dict[str, Any] = {
     "host": [{"threads": 1, "copy": 9e9, "add": 1e10, "adam": 2.8e9, "parameters": 1e8}],
     "link": [{"memory": "memmove", "to_host": 5e9, "to_device": 4e9}],
     "device": {"parameters": 1e8, "bytes": 2.8e9},
+    "matmul_flops": 1e11,
+    "disk": None,
 }
 
 
@@ -116,14 +118,21 @@ def test_a_configuration_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_saved_measurement_is_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
     path.write_text(json.dumps(FINDINGS))
-    found = answer(["plan", "--params", "1e8", "--doctor-json", str(path), "--flops", "1e11"], capsys)
+    arguments = ["plan", "--params", "1e8", "--doctor-json", str(path)]
+    found = answer(arguments, capsys)
     assert found["hardware"] == "measured"
     assert "zero_infinity" not in {each["policy"] for each in found["policies"]}  # no disk was measured
+    assert answer([*arguments, "--flops", "1e11"], capsys) == found
+    assert answer([*arguments, "--flops", "1e10"], capsys)["policies"][0]["step_s"] > found["policies"][0]["step_s"]
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_plan, "_measure", lambda: FINDINGS)
-    assert answer(["plan", "--params", "1e8", "--hardware", "measured", "--flops", "1e11"], capsys)["devices"] == 1
+    disk = {"read": 1e9, "write": 5e8, "free_bytes": 10**12}
+    monkeypatch.setattr(cli_plan, "_measure", lambda nvme_path: FINDINGS | {"disk": nvme_path and disk})
+    arguments = ["plan", "--params", "1e8", "--hardware", "measured"]
+    assert answer(arguments, capsys)["devices"] == 1
+    found = answer([*arguments, "--policy", "zero_infinity", "--nvme-path", "some/disk"], capsys)
+    assert found["recommended"]["nvme_path"] == "some/disk"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--hardware", "h200"], "one of the arguments --model --params --config is required"),
         (["--params", "1e8"], "one of the arguments --hardware --doctor-json is required"),
         (["--params", "-1", "--hardware", "h200"], "--params=-1.0 must be a finite number > 0"),
-        (["--params", "1e8", "--hardware", "measured"], "--flops is missing"),
+        (["--params", "1e8", "--hardware", "measured", "--flops", "0"], r"--flops=0\.0 must be a finite"),
         (["--params", "1e8", "--doctor-json", "nowhere.json", "--flops", "1e12"], "nowhere.json"),
         (["--params", "1e8", "--hardware", "h200", "--tokens", "0"], "tokens=0 must be an integer >= 1"),
         (["--params", "1e8", "--hardware", "h200", "--devices", "2"], r"devices=2 must be an integer in \[1, 1\]"),

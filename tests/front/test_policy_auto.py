@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
-from tests.planning.machines import machine
+from tests.planning.machines import SLOW_HOST
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile import optimizer as front
 from zenflow_compile.options import Options, split_backend_options
@@ -23,14 +23,6 @@ from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.runtime.roster import specs_of
 
 AUTO: dict[str, Any] = {"policy": "auto", "tokens_per_step": 8, "update_interval": 1}
-ROOMY = machine(
-    device_flops=1e10,
-    device_bandwidth=1e10,
-    link_to_host=1e9,
-    link_to_device=1e9,
-    host_bandwidth=1e9,
-    adam_per_core=1e6,
-)
 
 
 def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -42,7 +34,7 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
     """Bytes that the model of the tests needs of a memory under a policy."""
     shape = auto.shape_of(specs_of(list(build().named_parameters())))
-    found = auto.compare(Options(**OFFLOAD_ALL, **AUTO), ROOMY, shape, tokens=8)
+    found = auto.compare(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
     return sum(getattr(needs, memory).values())
 
@@ -50,7 +42,7 @@ def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] =
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
     """What is measured next; the last one stays."""
-    left = [ROOMY]
+    left = [SLOW_HOST]
     monkeypatch.setattr(front, "measured_hardware", lambda *args: left[0])
     return left
 
@@ -58,7 +50,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
 @pytest.fixture
 def tight() -> Hardware:
     """Not all state fits the device."""
-    return replace(ROOMY, device_bytes=needed("resident") - 1)
+    return replace(SLOW_HOST, device_bytes=needed("resident") - 1)
 
 
 def test_state_stays_on_the_device_where_it_fits(measured: list[Hardware]) -> None:
@@ -111,7 +103,7 @@ def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
 ) -> None:
     monkeypatch.setattr(memory, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
     host_bytes = needed("zero_offload", "host", deep) - 1
-    measured[0] = replace(ROOMY, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
+    measured[0] = replace(SLOW_HOST, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
     with pytest.raises(ValueError, match=r"no policy fits.*of host memory; .*give nvme_path"):
         Training(None, AUTO, build=deep)
     training = Training(None, {**AUTO, "nvme_path": str(tmp_path)}, build=deep).run(0, 2)
@@ -132,7 +124,7 @@ def test_a_state_of_another_choice_says_all_that_loads_it(measured: list[Hardwar
     for name in ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device"):
         assert meta[name] == getattr(options, name)
     expected = saving.run(3, 5).weights()
-    measured[0] = ROOMY  # another machine, or a less busy day
+    measured[0] = SLOW_HOST  # another machine, or a less busy day
     with pytest.raises(ValueError, match=r"saved with policy=.*this optimizer has 'resident'.*: pass policy=") as error:
         Training(None, AUTO).load(saved)
     listed = str(error.value).rpartition(": pass ")[2].split(", ")
@@ -170,7 +162,7 @@ def test_parameters_in_groups_are_chosen_for_together(measured: list[Hardware], 
 def test_the_form_without_an_optimizer_object_chooses_as_well(
     room: str, measured: list[Hardware], tight: Hardware
 ) -> None:
-    measured[0] = ROOMY if room == "roomy" else tight
+    measured[0] = SLOW_HOST if room == "roomy" else tight
     model = mlp()
     compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", "lr": 1e-2, **OFFLOAD_ALL, **AUTO})
     before = [param.detach().clone() for param in model.parameters()]

@@ -59,3 +59,14 @@ def machine(**changes: Any) -> Hardware:
         sources={},
     )
     return replace(made, **changes)
+
+
+SLOW_HOST = machine(
+    device_flops=1e10,
+    device_bandwidth=1e10,
+    link_to_host=1e9,
+    link_to_device=1e9,
+    host_bandwidth=1e9,
+    adam_per_core=1e6,
+)
+"""Forward and backward take next to nothing, and the host's update most of a step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import layers, llama, machine
+from tests.planning.machines import SLOW_HOST, layers, llama, machine
 from zenflow_compile.options import Options
 from zenflow_compile.planning import auto, perfmodel
 from zenflow_compile.planning.dtypes import BFLOAT16
@@ -19,14 +19,6 @@ from zenflow_compile.planning.policies import ParamSpec, make_plan
 from zenflow_compile.planning.shares import Knobs
 
 MODEL = llama()
-SLOW_HOST = machine(
-    device_flops=1e10,
-    device_bandwidth=1e10,
-    link_to_host=1e9,
-    link_to_device=1e9,
-    host_bandwidth=1e9,
-    adam_per_core=1e6,
-)
 POLICIES = {"resident", "twinflow", "zero_offload", "deep_optimizer_states", "zenflow"}
 
 
@@ -168,9 +160,8 @@ def test_without_contention_the_equations_say_the_same(policy: str) -> None:
     """Where nothing is scarce but one thing, a simulated step is as long as the published model has it."""
     model = layers(40)
     hardware = machine(link_to_device=1e9, link_to_host=1e9, adam_per_core=2e6, cores=3)
-    one_worker = replace(hardware, cores=1)  # the equations take all cores, the simulation leaves two free
     options = Options(policy=policy, ratio=0.5 if policy == "twinflow" else 1.0, max_grad_norm=1.0)
     predicted = forecast(options, hardware, model, tokens=1)
     flops = 6.0 * model.numel
-    said = perfmodel.step_time(Knobs.of(options, clipping=True), one_worker, parameters=model.numel, flops=flops)
+    said = perfmodel.step_time(Knobs.of(options, clipping=True), hardware, parameters=model.numel, flops=flops)
     assert predicted.step_s == pytest.approx(said.seconds, rel=0.03)

@@ -45,7 +45,7 @@ MACHINE = Hardware(
     link_to_device=10.0,
     host_bytes=1e3,
     host_bandwidth=300.0,
-    cores=2,
+    cores=4,  # two of them work
     adam_per_core=5.0,
     disk_read=24.0,
     disk_write=12.0,
@@ -107,12 +107,12 @@ def test_no_stride_of_no_ratio(ratio: float) -> None:
 
 
 def test_rates_of_a_machine_are_a_devices_share() -> None:
-    """Two cores update 10 parameters a second; 84 bytes/s of memory at 28 per parameter are 3, for two devices."""
+    """Two workers update 10 parameters a second; 84 bytes/s of memory at 28 per parameter are 3, for two devices."""
     node = replace(MACHINE, devices=2)
     rates = stride_rates(node)
     assert rates == {"cpu_update": 5.0, "gpu_update": 10.0, "link": 2.5, "cpu_downscale": math.inf}
     assert stride_rates(replace(node, host_bandwidth=84.0))["cpu_update"] == pytest.approx(1.5)
-    assert stride_rates(node, 1)["cpu_update"] == pytest.approx(10.0)
+    assert stride_rates(MACHINE)["cpu_update"] == pytest.approx(10.0)
 
 
 def test_an_explanation_has_the_stride_where_there_is_one() -> None:
@@ -246,13 +246,13 @@ def test_devices_share_the_host_and_exchange_gradients_and_weights() -> None:
     assert times.lanes["gradients"] == pytest.approx(5.0)
     assert times.lanes["host_memory"] == pytest.approx(30.0)
     assert times.device == pytest.approx(5 + 8)  # 200 bytes, half of them sent, at 20 bytes/s: more than the forward
-    alone = step_time(Knobs(policy="zero_offload"), node, parameters=100.0, flops=12.0, devices=1)
+    alone = step(Knobs(policy="zero_offload"), replace(node, devices=1))
     assert alone.lanes["gradients"] == pytest.approx(10.0)
 
 
 def test_hardware_without_a_needed_number_is_named() -> None:
     with pytest.raises(ValueError, match="round has no peer_bandwidth, which 2 devices need"):
-        step_time(Knobs(policy="resident"), MACHINE, parameters=1.0, flops=1.0, devices=2)
+        step(Knobs(policy="resident"), replace(MACHINE, devices=2))
     with pytest.raises(ValueError, match="round has no disk_read and disk_write"):
         step(Knobs(policy="zero_infinity"), replace(MACHINE, disk_write=None))
 

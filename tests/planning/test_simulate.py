@@ -15,11 +15,11 @@ from rich.console import Console
 from tests.planning.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options import Options
 from zenflow_compile.planning import models
-from zenflow_compile.planning.lanes import Clock, Span
 from zenflow_compile.planning.models import flops_per_token
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.policies import make_plan
 from zenflow_compile.planning.simulate import simulate, steady_step
+from zenflow_compile.planning.simulated_time import Clock, Span
 from zenflow_compile.profiling.chrome_trace import chrome_trace
 from zenflow_compile.profiling.limits import traffic_of
 from zenflow_compile.profiling.recording import Recording

@@ -93,6 +93,7 @@ def test_the_order_is_that_of_submission(lane: ThreadLane) -> None:
 def test_closing_finishes_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = ThreadLane("H2D", Recorder(CPU))
     original = copies.copy_without_gil
+    # Slow, so that most are still queued at the close.
     monkeypatch.setattr(copies, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
     targets = [torch.zeros(2) for _ in range(5)]
     for target in targets:

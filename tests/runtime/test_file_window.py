@@ -96,7 +96,7 @@ def test_a_block_is_new_before_its_write_is_complete(make: Make, monkeypatch: py
     write = StateFile.write
 
     def late(*args: object) -> int:
-        time.sleep(0.05)
+        time.sleep(0.05)  # many times what the reads below take
         return write(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StateFile, "write", late)
@@ -143,7 +143,7 @@ def test_a_held_block_keeps_its_place(make: Make) -> None:
     later = second.lease(step=3, deadline=0)
     until(later.arrived)
     earlier = first.lease(step=2, deadline=5)
-    time.sleep(0.05)
+    time.sleep(0.05)  # in which a wrong eviction would happen
     assert not earlier.arrived()
     assert later.arrived()
     later.end()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from zenflow_compile.options import Options
-from zenflow_compile.planning.simulate import workers_of
 from zenflow_compile.runtime import probe, update_rates
 from zenflow_compile.runtime.update_rates import measured_hardware
 
@@ -20,7 +19,7 @@ GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_rates, "_CPU_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(update_rates, "_MATMUL_S", 0.0)
+    monkeypatch.setattr(probe, "_MATMUL_S", 0.0)
     monkeypatch.setattr(update_rates, "rates", lambda *args: probe.Rates(host=7e9, to_host=8e9, to_device=4e9))
     monkeypatch.setattr(update_rates, "available_host_memory", lambda: (3_000_000, ""))
     monkeypatch.setattr(update_rates, "free_device_bytes", lambda device: 1_000_000)
@@ -44,7 +43,7 @@ def test_the_host_is_measured_with_the_optimizers_own_parts(
     monkeypatch.setattr(update_rates, "host_rate", host_rate)
     found = measured_hardware(Options(**GIVEN, **options), [torch.zeros(8, 8, dtype=dtype), torch.zeros(9).bfloat16()])
     assert seen == [(window, dtype, 1)]
-    assert (workers_of(found), found.adam_per_core, found.host_bandwidth) == (1, 1e9, 28e9)
+    assert (found.workers, found.adam_per_core, found.host_bandwidth) == (1, 1e9, 28e9)
     assert (found.link_to_host, found.link_to_device) == (8e9, 4e9)
     assert found.host_bytes == 3_000_000
     assert found.device_bytes == 1_000_000 + 64 * dtype.itemsize + 18

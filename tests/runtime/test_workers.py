@@ -109,7 +109,7 @@ def test_a_job_is_done_with_its_last_task() -> None:
     gate = threading.Event()
     two = job(lambda: 0, lambda: int(gate.wait(20)))
     pool.submit(two)
-    time.sleep(0.05)
+    time.sleep(0.05)  # in which the first task ends
     assert not two.done()
     gate.set()
     two.wait()
@@ -131,7 +131,7 @@ def test_inputs_are_waited_for() -> None:
     seen: list[bool] = []
     waiting = job(lambda: seen.append(arrived.is_set()) or 0, ready=lambda: arrived.wait(20) and None)
     pool.submit(waiting)
-    time.sleep(0.02)
+    time.sleep(0.02)  # in which a worker that does not wait would run it
     arrived.set()
     waiting.wait()
     assert seen == [True]
@@ -224,7 +224,7 @@ def test_closing_finishes_what_is_queued() -> None:
     lock = threading.Lock()
 
     def task() -> int:
-        time.sleep(0.002)
+        time.sleep(0.002)  # so that most are still queued at the close
         with lock:
             count[0] += 1
         return 0

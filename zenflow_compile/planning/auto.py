@@ -12,7 +12,6 @@ from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.memory import needs_of
 from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.planning.policies import ParamSpec, make_plan, repeated_blocks
-from zenflow_compile.planning.simulate import workers_of
 
 RATIOS = (0.25, 0.5, 0.75)
 """Shares of the state off the device that are tried where ``ratio`` is left at 1."""
@@ -35,8 +34,7 @@ def resolve_stride(options: Options, hardware: Hardware) -> Options:
         return options
     from zenflow_compile.planning import perfmodel  # sympy takes a third of a second to import
 
-    working = replace(hardware, cores=hardware.devices * workers_of(hardware))
-    ratio = perfmodel.update_stride(**perfmodel.stride_rates(working, window=options.longest_window))
+    ratio = perfmodel.update_stride(**perfmodel.stride_rates(hardware, window=options.longest_window))
     return replace(options, update_stride=perfmodel.stride_of(ratio))
 
 

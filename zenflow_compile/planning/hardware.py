@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from zenflow_compile.validate import nearest
 
+LEFT_FREE = 2
+"""Cores per device left to PyTorch unless options say otherwise: one for the thread that trains, one for autograd's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -46,6 +49,11 @@ class Hardware:
     disk_write: float | None = None
     disk_bytes: float | None = None
     sources: Mapping[str, str]
+
+    @property
+    def workers(self) -> int:
+        """Threads per device that update on the host unless options say otherwise: its share of the cores but two."""
+        return max(1, self.cores // self.devices - LEFT_FREE)
 
 
 _MEGATRON_A100 = "assumption: 0.44 to 0.52 of an A100's peak, Narayanan et al., SC '21 (arXiv 2104.04473), Table 1"

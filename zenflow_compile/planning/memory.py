@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.machine import FILE_WINDOW, STREAM_BUFFERS
 from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
+from zenflow_compile.planning.simulated_machine import FILE_WINDOW, STREAM_BUFFERS
 
 GRADIENT_SLOTS = 2  # of the device's ring of gradients, each as large as the largest parameter's deferred part
 UPLOAD_SLOTS = 3  # likewise of its ring of new weights (``Options.staging_bytes``)

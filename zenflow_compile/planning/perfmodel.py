@@ -77,21 +77,18 @@ def stride_of(cpu_to_gpu: float) -> int:
     return min(NEVER, 1 + round(cpu_to_gpu)) if math.isfinite(cpu_to_gpu) else NEVER
 
 
-def stride_rates(
-    hardware: Hardware, devices: int | None = None, weight_bytes: int = 2, window: int = 1
-) -> dict[str, float]:
+def stride_rates(hardware: Hardware, *, weight_bytes: int = 2, window: int = 1) -> dict[str, float]:
     """The arguments of ``update_stride`` for a machine, per device.
 
-    The host's update is as fast as its cores or its memory allow, whichever is slower, and casts by itself. Its one
+    The host's update is as fast as its workers or its memory allow, whichever is slower, and casts by itself. Its one
     pass over a window counts as ``window`` updates, since the device would have updated in each of those steps; the
     pass reads as many gradients.
     """
-    count = hardware.devices if devices is None else devices
     host_bytes = 2 * STATE_BYTES + 2 * weight_bytes  # state both ways, a gradient read, a weight written
-    node = min(hardware.cores * hardware.adam_per_core, hardware.host_bandwidth / host_bytes)
+    node = min(_core_rate(hardware), hardware.host_bandwidth / host_bytes)
     updates_per_pass = window * host_bytes / (host_bytes + (window - 1) * weight_bytes)
     return {
-        "cpu_update": updates_per_pass * node / count,
+        "cpu_update": updates_per_pass * node / hardware.devices,
         "gpu_update": hardware.device_bandwidth / DEVICE_UPDATE_BYTES,
         "link": min(hardware.link_to_host, hardware.link_to_device) / FP32_BYTES,  # state goes both ways
         "cpu_downscale": math.inf,
@@ -160,20 +157,17 @@ class StepTime:
         return max(0.0, self.seconds - self.device)
 
 
-def step_time(
-    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
-) -> StepTime:
+def step_time(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> StepTime:
     """The time of a step under a policy.
 
     Args:
         parameters: of the model.
         flops: of a forward and backward on one device; the backward takes two thirds.
-        devices: that train, of the node's; all by default.
 
     Raises:
         ValueError: the hardware lacks a number that the policy needs.
     """
-    values = bindings(knobs, hardware, parameters=parameters, flops=flops, devices=devices)
+    values = bindings(knobs, hardware, parameters=parameters, flops=flops)
     update = values["device_update"] if knobs.windowed else BLOCKING_UPDATE.evaluate(**values)
     return StepTime(
         seconds=step_formula(knobs).evaluate(**values),
@@ -190,29 +184,26 @@ def step_formula(knobs: Knobs) -> Formula:
     return CLIPPED_STEP if _clipped(knobs) else OVERLAPPED_STEP
 
 
-def bindings(
-    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
-) -> dict[str, float]:
+def bindings(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> dict[str, float]:
     """A value for every symbol, lanes included, as the formulas of ``formulas`` take them.
 
     Raises:
         ValueError: the hardware lacks a number that the policy needs.
     """
-    count = hardware.devices if devices is None else devices
     compute = flops / (hardware.device_flops * hardware.utilization)
     values = {
         **knobs.values(),
-        "owned": parameters / count,
-        "devices": float(count),
+        "owned": parameters / hardware.devices,
+        "devices": float(hardware.devices),
         "forward": compute / 3,
         "backward": compute * 2 / 3,
-        "collectives": _collectives(hardware, count, parameters * knobs.weight_bytes),
+        "collectives": _collectives(hardware, parameters * knobs.weight_bytes),
         "link_to_host": hardware.link_to_host,
         "link_to_device": hardware.link_to_device,
         "device_bandwidth": hardware.device_bandwidth,
         "host_bandwidth": hardware.host_bandwidth,
-        "core_rate": hardware.cores * hardware.adam_per_core,
-        **stride_rates(hardware, count, knobs.weight_bytes),
+        "core_rate": _core_rate(hardware),
+        **stride_rates(hardware, weight_bytes=knobs.weight_bytes),
         "disk_byte": _disk_byte(hardware, needed=bool(knobs.values()["in_files"])),
     }
     values |= {name: formula.evaluate(**values) for name, formula in lanes(knobs.policy).items()}
@@ -221,6 +212,11 @@ def bindings(
         values |= {part.name: part.evaluate(**values) for part in parts}
         values["hidden"] = _hidden(knobs, values)
     return values
+
+
+def _core_rate(hardware: Hardware) -> float:
+    """Parameters per second that all workers of the node update, if its memory keeps up."""
+    return hardware.devices * hardware.workers * hardware.adam_per_core
 
 
 def _clipped(knobs: Knobs) -> bool:
@@ -235,8 +231,9 @@ def _hidden(knobs: Knobs, values: Mapping[str, float]) -> float:
     return DEVICE_TIME.evaluate(**values)
 
 
-def _collectives(hardware: Hardware, devices: int, model_bytes: float) -> float:
+def _collectives(hardware: Hardware, model_bytes: float) -> float:
     """Seconds of a ring's reduce-scatter of all gradients, or all-gather of all weights: each device sends (n-1)/n."""
+    devices = hardware.devices
     if devices == 1:
         return 0.0
     if hardware.peer_bandwidth is None:
@@ -258,9 +255,7 @@ def _disk_byte(hardware: Hardware, *, needed: bool) -> float:
     return 1 / hardware.disk_read + 1 / hardware.disk_write
 
 
-def smallest_interval(
-    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
-) -> int | None:
+def smallest_interval(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> int | None:
     """The smallest ``update_interval`` of ``zenflow`` at which the device never waits for its host.
 
     Arguments as for ``step_time``; the interval in ``knobs`` is not read.
@@ -269,7 +264,7 @@ def smallest_interval(
         Steps per window; None where no window is long enough, because the gradients of one step alone take longer than
         a step. Then a larger ``topk_ratio``, or more tokens per step, helps.
     """
-    values = bindings(knobs, hardware, parameters=parameters, flops=flops, devices=devices)
+    values = bindings(knobs, hardware, parameters=parameters, flops=flops)
     if _clipped(knobs):
         copied_in = max(values["backward"], values["collectives"])
         fits = max(values["gradients"], values["gradient_memory"]) <= copied_in and values["flushes"] < values["hidden"]
@@ -293,15 +288,13 @@ def formulas(policy: str = "zenflow", *, clipping: bool = False) -> tuple[Formul
     return (TRAFFIC, *found, step_formula(knobs), *parts, *intervals)
 
 
-def explain(
-    knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float, devices: int | None = None
-) -> tuple[str, ...]:
+def explain(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> tuple[str, ...]:
     """Every equation of a step with its numbers put in, one per line; those that come out as zero are left out.
 
     Arguments as for ``step_time``.
     """
-    values = bindings(knobs, hardware, parameters=parameters, flops=flops, devices=devices)
+    values = bindings(knobs, hardware, parameters=parameters, flops=flops)
     explained = formulas(knobs.policy, clipping=_clipped(knobs))
-    if not math.isfinite(update_stride(**stride_rates(hardware, devices, knobs.weight_bytes))):
+    if not math.isfinite(update_stride(**stride_rates(hardware, weight_bytes=knobs.weight_bytes))):
         explained = tuple(formula for formula in explained if formula != STRIDE_RATIO)
     return tuple(formula.explain(values) for formula in explained if formula.evaluate(**values) != 0.0)

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zenflow_compile.planning.device import Device
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.machine import POOL
 from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.simulated_device import Device
+from zenflow_compile.planning.simulated_machine import POOL
 from zenflow_compile.planning.workload import Workload, workload_of
 from zenflow_compile.profiling.limits import Bandwidths, traffic_of
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.timeline import COMPUTE, D2H, DISK, H2D, Event, worker_lane
 from zenflow_compile.validate import check_flag, check_integer
-
-LEFT_FREE = 2  # cores of each device's that run no worker, as the runtime leaves them by default
 
 _NS = 1e9
 
@@ -152,13 +150,8 @@ def steady_step(
     )
 
 
-def workers_of(hardware: Hardware) -> int:
-    """Workers that one of the node's devices has by default."""
-    return max(1, hardware.cores // hardware.devices - LEFT_FREE)
-
-
 def _threads(hardware: Hardware, workers: int | None) -> int:
-    return workers_of(hardware) if workers is None else check_integer("workers", workers, 1, hardware.cores)
+    return hardware.workers if workers is None else check_integer("workers", workers, 1, hardware.cores)
 
 
 def check_fits_together(plan: Plan, hardware: Hardware, model: ModelShape) -> None:

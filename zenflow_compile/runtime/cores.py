@@ -17,13 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from zenflow_compile.planning.hardware import LEFT_FREE
 from zenflow_compile.runtime.control_groups import cpu_quota
 
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes its processors and NUMA nodes."""
-
-LEFT_FREE = 2
-"""Physical cores left to PyTorch unless options say otherwise: one for the thread that trains, one for autograd's."""
 
 
 @dataclass(frozen=True, slots=True)

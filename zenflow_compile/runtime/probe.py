@@ -45,6 +45,8 @@ _MEMORY_SHARE = 4  # at most a quarter of what is available
 _LINK_BYTES = 256 << 20
 _QUICK_BYTES, _QUICK_LINK_BYTES, _QUICK_ROUNDS = 512 << 20, 64 << 20, 3
 _BUDGET_S = 2.0  # per measurement: after that no further round begins
+_SMALLEST_MATRIX, _LARGEST_MATRIX = 256, 4096  # width: the largest takes 100 MB in 16 bits
+_MATMUL_S = 0.01  # a width whose product takes this long is large enough; the next would take eight times as long
 _SELECTED = 10  # of so many columns one
 _SLOT = SlotCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
 
@@ -185,6 +187,25 @@ def device_rate(device: torch.device, rounds: int, lines: int | None = None, len
     seconds = median(_interleaved({"update": update}, rounds)["update"])
     per_s = calls * k * length / seconds
     return DeviceRate(parameters=per_s, bytes=DEVICE_ADAM_BYTES * per_s)
+
+
+@torch.no_grad()
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the product of two square matrices that is large enough to take a while."""
+    width = _SMALLEST_MATRIX
+    while True:
+        matrix = torch.ones(width, width, dtype=dtype, device=device)
+        seconds = []
+        for _ in range(1 + _QUICK_ROUNDS):  # the first one starts threads and loads kernels
+            _finish(device)
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            _finish(device)
+            seconds.append(time.perf_counter() - begin)
+        fastest = min(seconds)  # a product that was interrupted tells nothing, least of all when to stop
+        if fastest >= _MATMUL_S or width == _LARGEST_MATRIX:
+            return 2.0 * width**3 / fastest
+        width *= 2
 
 
 def default_bytes() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.options import Options
-from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.hardware import LEFT_FREE, Hardware
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.planning.policies import OFFLOADABLE_DTYPES
-from zenflow_compile.planning.simulate import LEFT_FREE
 from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.device_adam import ResidentState, update_on_device
-from zenflow_compile.runtime.file_store import PAGE_BYTES, PIECE_BYTES, ScratchDirectory, memory_of
+from zenflow_compile.runtime.disk_probe import disk_rates
 from zenflow_compile.runtime.host_adam import make_host_adam
-from zenflow_compile.runtime.probe import rates
+from zenflow_compile.runtime.probe import matmul_flops, rates
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import free_device_bytes, worker_cores
 from zenflow_compile.runtime.time_bound import host_rate
@@ -33,11 +31,6 @@ _CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 22, 1 << 26  # beyond the caches, and long 
 _UPDATE_BYTES = 16  # device memory per element of it: weight, gradient and moments, and an fp32 master or wider others
 _ROUNDS = 3
 _SLOT = SlotCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
-
-_SMALLEST_MATRIX, _LARGEST_MATRIX = 256, 4096  # width: the largest takes 100 MB in 16 bits
-_MATMUL_S = 0.01  # a width whose product takes this long is large enough; the next would take eight times as long
-_DISK_PIECES = 8
-_DISK_S = 0.3  # each way: no further piece begins after it
 
 
 def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
@@ -61,10 +54,10 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     free = _unused_device_bytes(device)
     memory = rates(device, cores)
     per_worker = _host_rate(options, dtype, device, cores) / len(cores)
-    disk_read, disk_write, disk_bytes = (None, None, None) if options.nvme_path is None else _disk(options.nvme_path)
+    disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
     return Hardware(
         name="this machine",
-        device_flops=_matmul_flops(dtype, device),
+        device_flops=matmul_flops(device, dtype),
         utilization=1.0,
         device_bytes=free + sum(param.numel() * param.dtype.itemsize for param in params),
         device_bandwidth=_device_rate(dtype, device, free) * DEVICE_UPDATE_BYTES,
@@ -75,9 +68,9 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
         cores=len(cores) + LEFT_FREE,
         device_cores=torch.get_num_threads() if device.type == "cpu" else None,
         adam_per_core=per_worker / HOST_PASS_BYTES,
-        disk_read=disk_read,
-        disk_write=disk_write,
-        disk_bytes=disk_bytes,
+        disk_read=None if disk is None else disk.read,
+        disk_write=None if disk is None else disk.write,
+        disk_bytes=None if disk is None else disk.free_bytes,
         sources={},
     )
 
@@ -121,51 +114,6 @@ def _device_rate(dtype: torch.dtype, device: torch.device, free: int) -> float:
 
     measured()  # makes pages resident
     return elements / median(measured() for _ in range(_ROUNDS))
-
-
-@torch.no_grad()
-def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the product of two square matrices that is large enough to take a while."""
-    width = _SMALLEST_MATRIX
-    while True:
-        matrix = torch.ones(width, width, dtype=dtype, device=device)
-        seconds = []
-        for _ in range(1 + _ROUNDS):  # the first one starts threads and loads kernels
-            _finish(device)
-            begin = time.perf_counter()
-            torch.mm(matrix, matrix)
-            _finish(device)
-            seconds.append(time.perf_counter() - begin)
-        fastest = min(seconds)  # a product that was interrupted tells nothing, least of all when to stop
-        if fastest >= _MATMUL_S or width == _LARGEST_MATRIX:
-            return 2.0 * width**3 / fastest
-        width *= 2
-
-
-def _disk(path: str) -> tuple[float, float, float]:
-    """Bytes per second read and written, as the store of files does it, and bytes free."""
-    pieces = torch.ones(PIECE_BYTES + PAGE_BYTES, dtype=torch.uint8, device="cpu")
-    aligned = pieces[-pieces.data_ptr() % PAGE_BYTES :][:PIECE_BYTES]
-    directory = ScratchDirectory(path)
-    try:
-        stats = os.statvfs(path)
-        file = directory.create(_DISK_PIECES * PIECE_BYTES, {"holds": "nothing: a measurement"})
-        memory = memory_of(aligned)
-        written, write_s = 0, 0.0
-        while written < _DISK_PIECES and write_s < _DISK_S:
-            begin = time.perf_counter()
-            file.write(written * PIECE_BYTES, memory)
-            write_s += time.perf_counter() - begin
-            written += 1
-        read, read_s = 0, 0.0
-        while read < written and read_s < _DISK_S:
-            begin = time.perf_counter()
-            file.read(read * PIECE_BYTES, memory)
-            read_s += time.perf_counter() - begin
-            read += 1
-    finally:
-        directory.close()
-    return read * PIECE_BYTES / read_s, written * PIECE_BYTES / write_s, stats.f_bavail * stats.f_frsize
 
 
 def _finish(device: torch.device) -> None:

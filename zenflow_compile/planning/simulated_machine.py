@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.lanes import Clock, Span
+from zenflow_compile.planning.simulated_time import Clock, Span
 from zenflow_compile.planning.workload import HOST_PASS_BYTES, Close, Part, Subgroup
 from zenflow_compile.profiling.timeline import D2H, DISK, H2D
 

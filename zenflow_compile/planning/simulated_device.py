@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.lanes import Span
-from zenflow_compile.planning.machine import Job, Machine, Row
+from zenflow_compile.planning.simulated_machine import Job, Machine, Row
+from zenflow_compile.planning.simulated_time import Span
 from zenflow_compile.planning.workload import Workload
 from zenflow_compile.profiling.timeline import COMPUTE, SLACK, STEP, WINDOWS
 
