@@ -18,7 +18,7 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile import optimizer as front
 from zenflow_compile.options import Options, split_backend_options
 from zenflow_compile.ownership import optimizer_of
-from zenflow_compile.planning import auto, memory
+from zenflow_compile.planning import auto, plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.runtime.roster import specs_of
 
@@ -101,7 +101,7 @@ def test_without_host_memory_the_error_says_what_is_missing(measured: list[Hardw
 def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
     measured: list[Hardware], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
+    monkeypatch.setattr(plan, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
     host_bytes = needed("zero_offload", "host", deep) - 1
     measured[0] = replace(SLOW_HOST, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
     with pytest.raises(ValueError, match=r"no policy fits.*of host memory; .*give nvme_path"):

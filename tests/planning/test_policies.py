@@ -99,6 +99,7 @@ def test_zero_offload_blocks_with_large_parameters_on_the_host() -> None:
 def test_an_unknown_policy() -> None:
     class Other:
         policy = "fifo"
+        host_window_bytes = None
 
     with pytest.raises(ValueError, match="policy='fifo' must be one of resident, zero_offload, twinflow"):
         make_plan([], Other())  # type: ignore[arg-type]

@@ -28,20 +28,21 @@ from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.profiling.timeline import Event
 
 S = 1_000_000_000  # a second
+SMALL_WINDOW = 40_000_000  # of files: less than half of their state
 
 POLICIES: list[dict[str, Any]] = [
     {"policy": "resident"},
     {"policy": "zero_offload"},
     {"policy": "twinflow", "ratio": 0.37},
     {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1_000_000},
-    {"policy": "zero_infinity", "nvme_path": "scratch"},
+    {"policy": "zero_infinity", "nvme_path": "scratch", "host_window_bytes": SMALL_WINDOW},
     {"policy": "zenflow"},
     {"policy": "zenflow", "update_interval": 3, "device_share": 0.0, "staleness": 1},
     {"policy": "zenflow", "overlap_step": False},
     {"policy": "zenflow", "accumulate_on_device": True},
     {"policy": "zenflow", "gradient_compression": "int8"},
     {"policy": "zenflow", "update_stride": 3, "sub_group_size": 1_000_000},
-    {"policy": "zenflow", "offload_device": "nvme", "nvme_path": "scratch"},
+    {"policy": "zenflow", "offload_device": "nvme", "nvme_path": "scratch", "host_window_bytes": SMALL_WINDOW},
 ]
 
 
@@ -186,24 +187,36 @@ def test_the_host_updates_its_neighbours_meanwhile() -> None:
     assert step_times(recording) == {1: pytest.approx(8 + 1 / 6)}
 
 
-def test_state_in_files_is_read_updated_and_written_back() -> None:
+def test_state_in_files_is_read_ahead_updated_and_written_back() -> None:
+    """One block fits into the window: the one that is used first, until it is written. The next one waits for that."""
+    model = layers(2)
+    plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=12_000_000)
+    recording = simulate(plan, machine(), model, tokens=1, steps=1, clipping=True)
+    assert spans(recording, "disk", "read", 1) == [("layer0", 0.0, 1.0), ("layer1", 9.0, 10.0)]
+    assert spans(recording, "worker 0", "host_update", 1) == [("layer0", 7.0, 8.0), ("layer1", 10.0, 11.0)]
+    assert spans(recording, "disk", "write", 1) == [("layer0", 8.0, 9.0), ("layer1", 11.0, 12.0)]
+    assert step_times(recording) == {1: 12.0}
+
+
+def test_what_is_not_written_yet_keeps_its_space() -> None:
+    """Two of three fit. The step before is still writing the last layer, and then the first one is in the way."""
+    model = layers(3)
+    plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=24_000_000)
+    recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, clipping=True)
+    writes = [("layer2", 4.0, 10.0), ("layer0", 11.0, 17.0), ("layer2", 18.0, 24.0)]
+    assert spans(recording, "disk", "write", 1) == writes
+    assert spans(recording, "disk", "read", 1) == [("layer1", 17.0, 18.0)]
+    updates = [("layer0", 10.0, 11.0), ("layer2", 11.0, 12.0), ("layer1", 18.0, 19.0)]
+    assert spans(recording, "worker 0", "host_update", 1) == updates
+
+
+def test_state_that_stays_in_the_window_is_only_written() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch")
     recording = simulate(plan, machine(), model, tokens=1, steps=1, clipping=True)
-    assert spans(recording, "disk", "read", 1) == [("layer1", 6.0, 7.0), ("layer0", 7.0, 8.0)]
-    assert spans(recording, "worker 0", "host_update", 1) == [("layer1", 7.0, 8.0), ("layer0", 8.0, 9.0)]
-    assert spans(recording, "disk", "write", 1) == [("layer1", 8.0, 9.0), ("layer0", 9.0, 10.0)]
-    assert step_times(recording) == {1: 11.0}
-
-
-def test_the_window_of_files_holds_two_blocks() -> None:
-    """With slow writes the third block is read only when the first one is back in its file."""
-    model = layers(3)
-    plan = plan_of(model, policy="zero_infinity", nvme_path="scratch")
-    recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, clipping=True)
-    reads, writes = spans(recording, "disk", "read", 1), spans(recording, "disk", "write", 1)
-    assert reads[2][1] >= writes[0][2]
-    assert reads[1][1] < writes[0][1]
+    assert not spans(recording, "disk", "read", 1)
+    assert spans(recording, "disk", "write", 1) == [("layer1", 7.0, 8.0), ("layer0", 8.0, 9.0)]
+    assert step_times(recording) == {1: 10.0}
 
 
 def test_two_devices_own_half_each_and_exchange_the_rest() -> None:
@@ -303,8 +316,9 @@ def test_what_moves_is_what_the_plan_says(case: tuple[Plan, Recording, float]) -
     streamed = steps * sum(param.whole_state_bytes for param in plan.params if param.interleaved)
     assert moved["H2D state"] == moved["D2H state"] == streamed == steps * (traffic.state if traffic else 0)
     closed = steps * sum(param.file_bytes / param.interval for param in plan.params)
-    assert moved["disk read"] == moved["disk write"] == pytest.approx(closed)
-    assert moved["disk read"] + moved["disk write"] == pytest.approx(steps * (traffic.disk if traffic else 0.0))
+    assert moved["disk write"] == pytest.approx(closed)
+    least = steps * (traffic.disk if traffic else 0.0) - closed
+    assert least * (1 - 1e-9) <= moved["disk read"] <= closed * (1 + 1e-9)
 
 
 def test_every_close_is_updated_and_comes_back(case: tuple[Plan, Recording, float]) -> None:

@@ -67,13 +67,17 @@ def test_streamed_state_crosses_both_ways_at_every_step() -> None:
     assert limit.stall_ms == pytest.approx(limit.to_host_ms - 1.0)
 
 
-def test_files_are_read_and_written_once_in_a_window() -> None:
-    filed = replace(PLAN, params=(replace(WEIGHT, in_file=True), BIAS))
+def test_files_are_written_once_in_a_window_and_read_unless_they_stay_in_memory() -> None:
+    weights = tuple(replace(WEIGHT, index=index, in_file=True) for index in range(3))
+    filed = replace(PLAN, params=weights, host_window_bytes=REST * 12)
     found = traffic(filed)
-    assert (found.disk, found.disk_per_window) == (2 * REST * 12 / 4, 2 * REST * 12)
-    assert replace(found, disk=0.0, disk_per_window=0) == traffic()
+    assert (found.disk, found.disk_per_window) == (pytest.approx((3 + 2) * REST * 12 / 4), (3 + 2) * REST * 12)
+    for holds_all in (None, 3 * REST * 12):
+        assert traffic(replace(filed, host_window_bytes=holds_all)).disk == 3 * REST * 12 / 4
+    in_memory = replace(filed, params=tuple(replace(weight, in_file=False) for weight in weights))
+    assert replace(found, disk=0.0, disk_per_window=0) == traffic(in_memory)
     limit = limit_of(found, replace(FAST, disk=1e9), device_ms=1.0)
-    assert limit.disk_ms == pytest.approx(2 * REST * 12 / 4 / 1e6)
+    assert limit.disk_ms == pytest.approx(5 * REST * 12 / 4 / 1e6)
     assert limit.stall_ms == pytest.approx(limit.disk_ms - 1.0)
     assert limit_of(found, FAST, device_ms=1.0).disk_ms is None, "its bandwidth is not known"
     assert limit_of(traffic(), FAST, device_ms=1.0).disk_ms == 0.0
@@ -97,7 +101,7 @@ def test_a_window_has_room_beside_what_comes_at_every_step() -> None:
 def test_a_blocking_plan_may_hide_streamed_state_and_files() -> None:
     whole = replace(WEIGHT, k=0, interval=1, blocking=True, placement=Placement.FILE, in_file=True)
     found = replace(traffic(replace(PLAN, params=(whole,))), state=5_000_000)
-    bandwidths = Bandwidths(host=1e12, to_host=1e9, to_device=1e9, disk=1e9)
+    bandwidths = Bandwidths(host=1e12, to_host=1e9, to_device=1e9, disk=5e8)  # it stays in memory: no reads
     upload = 1_000_000 * 2 / 1e6
     hidden = limit_of(found, bandwidths, device_ms=30.0)
     assert hidden.disk_ms == pytest.approx(24.0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
-from zenflow_compile.planning.simulated_machine import FILE_WINDOW, STREAM_BUFFERS
+from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
+from zenflow_compile.planning.simulated_machine import STREAM_BUFFERS
 
 GRADIENT_SLOTS = 2  # of the device's ring of gradients, each as large as the largest parameter's deferred part
 UPLOAD_SLOTS = 3  # likewise of its ring of new weights (``Options.staging_bytes``)
@@ -59,7 +59,7 @@ def needs_of(plan: Plan, model: ModelShape, *, devices: int, tokens: int, recomp
         host={
             "optimizer state": sum(_host_state(param) for param in plan.params),
             "gradients and uploads": plan.host_bytes - sum(_host_state(param) for param in plan.params),
-            "window of files": min(plan.file_bytes, max(FILE_WINDOW_BYTES, FILE_WINDOW * _largest_in_file(plan))),
+            "window of files": plan.file_window_bytes,
         },
         disk={"optimizer state": plan.file_bytes},
     )
@@ -98,7 +98,3 @@ def _host_state(param: ParamPlan) -> int:
     if not param.offloaded or param.in_file:
         return 0
     return param.rest * param.length * STATE_TENSORS * FP32_BYTES
-
-
-def _largest_in_file(plan: Plan) -> int:
-    return max((param.file_bytes for param in plan.params), default=0)

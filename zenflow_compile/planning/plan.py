@@ -5,6 +5,7 @@ A plan is decided before anything runs and never changes a placement afterwards;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -19,6 +20,17 @@ STATE_TENSORS = 3  # fp32 master, exp_avg, exp_avg_sq
 FILE_WINDOW_BYTES = 64 << 20
 """Host memory that state in files passes through at least, unless options say otherwise: two blocks of a model of many
 small matrices hold so little that every block is waited for."""
+
+
+def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
+    """Host memory that state in files passes through.
+
+    Args:
+        sizes: of the parameters' state, in bytes.
+        given: the option ``host_window_bytes``.
+    """
+    largest = max(sizes, default=0)
+    return min(max(2 * largest, FILE_WINDOW_BYTES) if given is None else max(given, largest), sum(sizes))
 
 
 class Placement(StrEnum):
@@ -176,10 +188,11 @@ class ParamPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The plans of all parameters of one optimizer, in the optimizer's order."""
+    """The plans of all parameters of one optimizer, in its order. ``host_window_bytes``: the option."""
 
     policy: str
     params: tuple[ParamPlan, ...]
+    host_window_bytes: int | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -195,3 +208,8 @@ class Plan:
     def file_bytes(self) -> int:
         """Bytes of all state in files."""
         return sum(param.file_bytes for param in self.params)
+
+    @property
+    def file_window_bytes(self) -> int:
+        """Host memory that this state passes through, up to the rounding to whole pages."""
+        return file_window_bytes([param.file_bytes for param in self.params], self.host_window_bytes)

@@ -46,6 +46,8 @@ class PlanningOptions(Protocol):
     @property
     def stride(self) -> int | None: ...
     @property
+    def host_window_bytes(self) -> int | None: ...
+    @property
     def offload_device(self) -> str: ...
     @property
     def accumulate_on_device(self) -> bool: ...
@@ -72,7 +74,9 @@ class ParamSpec:
 
 def make_plan(specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
     """Plan all parameters of a new optimizer."""
-    return extend_plan(Plan(policy=options.policy, params=()), specs, options)
+    return extend_plan(
+        Plan(policy=options.policy, params=(), host_window_bytes=options.host_window_bytes), specs, options
+    )
 
 
 def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
@@ -86,7 +90,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions
     new = _PLANNERS[options.policy](specs, len(plan.params), options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
     new = _interleaved(new, subgroups, options)
-    return Plan(policy=plan.policy, params=(*plan.params, *_with_phases(plan.params, new)))
+    return replace(plan, params=(*plan.params, *_with_phases(plan.params, new)))
 
 
 def _plan_resident(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:

@@ -11,13 +11,13 @@ as the plan says, and nothing re-selects; launching work costs nothing; a disk d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.simulated_device import Device
-from zenflow_compile.planning.simulated_machine import POOL
+from zenflow_compile.planning.simulated_machine import POOL, Row
 from zenflow_compile.planning.workload import Workload, workload_of
 from zenflow_compile.profiling.limits import Bandwidths, traffic_of
 from zenflow_compile.profiling.recording import Recording
@@ -131,7 +131,7 @@ def steady_step(
     simulated = Device(work, hardware, _threads(hardware, workers), clipping)
     skip = _run_in(work)
     simulated.run(skip + work.cycle)
-    rows = [row for row in simulated.machine.rows if row.step >= skip]
+    rows = _recorded(simulated, skip)
 
     def seconds(lane: str, kind: str) -> float:
         return sum(row.end - row.begin for row in rows if (row.lane, row.kind) == (lane, kind)) / work.cycle
@@ -186,13 +186,24 @@ def _run_in(work: Workload) -> int:
     return work.cycle + max((part.staleness for block in work.blocks for part in block.parts), default=0)
 
 
+def _recorded(simulated: Device, skip: int) -> list[Row]:
+    """What the steps from ``skip`` on did; of the disk, which works ahead and behind, what begins within them."""
+    origin, end = simulated.step_ends[skip - 1], simulated.step_ends[-1]
+    rows = []
+    for row in simulated.machine.rows:
+        if row.lane == DISK:
+            if origin <= row.begin < end:
+                rows.append(replace(row, step=max(row.step, skip)))
+        elif row.step >= skip:
+            rows.append(row)
+    return rows
+
+
 def _events(simulated: Device, skip: int, workers: int) -> tuple[Event, ...]:
     """Events of the recorded steps, in order; the pool's become one per worker."""
     origin = simulated.step_ends[skip - 1]
     events = []
-    for row in simulated.machine.rows:
-        if row.step < skip:
-            continue
+    for row in _recorded(simulated, skip):
         begin, end = round((row.begin - origin) * _NS), round((row.end - origin) * _NS)
         lanes = [worker_lane(index) for index in range(workers)] if row.lane == POOL else [row.lane]
         for index, lane in enumerate(lanes):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.simulated_files import StateFiles
 from zenflow_compile.planning.simulated_machine import Job, Machine, Row
 from zenflow_compile.planning.simulated_time import Span
 from zenflow_compile.planning.workload import Workload
@@ -37,7 +38,7 @@ class Device:
     """
 
     def __init__(self, work: Workload, hardware: Hardware, workers: int, clipping: bool) -> None:
-        self.machine = Machine(hardware, workers)
+        self.machine = Machine(hardware, workers, StateFiles(work))
         self.step_ends: list[float] = []
         self._work = work
         self._hardware = hardware
@@ -65,6 +66,7 @@ class Device:
 
     def _program(self, steps: int) -> _Program:
         for self._step in range(steps):
+            self.machine.step = self._step
             begin = self._now
             yield from self._forward()
             yield from self._backward()

@@ -7,8 +7,10 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.simulated_files import FileBlock, StateFiles
 from zenflow_compile.planning.simulated_time import Clock, Span
 from zenflow_compile.planning.workload import HOST_PASS_BYTES, Close, Part, Subgroup
 from zenflow_compile.profiling.timeline import D2H, DISK, H2D
@@ -20,7 +22,6 @@ UPLOAD_RING = 3  # blocks whose new weights are on the device and not merged yet
 STREAM_BUFFERS = 3  # subgroups whose state is on the device: one comes in, one is updated, one goes out
 COPY_TOUCHES = 3  # of a copy within host memory: read, written, and fetched before it is overwritten
 CHECKSUM_RATE = 2e9  # bytes per second and core of the checksums of state in files (zlib 1.2.13's CRC-32)
-FILE_WINDOW = 2  # blocks whose state is in host memory and not in its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Job:
         copies: gradients that are still on their way down.
         final: when its gradient was; None before.
         remaining: seconds of host update at full speed; reported: bytes of it that are in the timeline.
+        block: its state, where that is in a file.
         updated: the host is done. here: the new weights are on the device, and gathered from the peers.
     """
 
@@ -57,6 +59,7 @@ class Job:
     final: float | None = None
     remaining: float = 0.0
     reported: int = 0
+    block: FileBlock | None = None
     updated: bool = False
     here: bool = False
 
@@ -82,28 +85,29 @@ class Machine:
 
     Attributes:
         rows: what happened so far.
+        step: the one that the device is in.
+        files: state that is not in host memory for good.
         pool_rate: bytes of host memory per second that all workers of the device read and write at full speed.
     """
 
-    def __init__(self, hardware: Hardware, workers: int) -> None:
+    def __init__(self, hardware: Hardware, workers: int, files: StateFiles) -> None:
         self._on_host = hardware.device_cores is not None
         self._workers = workers
         self.clock = Clock(hardware.host_bandwidth / hardware.devices, hardware.cores if self._on_host else math.inf)
         self.rows: list[Row] = []
+        self.step = 0
+        self.files = files
         self._hardware = hardware
         self.pool_rate = workers * hardware.adam_per_core * HOST_PASS_BYTES
         self._down: deque[_Transfer] = deque()
-        self._disk: deque[_Transfer] = deque()
         self._peers: deque[_Transfer] = deque()
         self._state_in: deque[_Transfer] = deque()
         self._uploads: list[tuple[int, Job]] = []  # heap: by the step whose forward needs them
-        self._files: list[Job] = []  # heap: state to be read
         self._ready: list[Job] = []  # heap: host updates
         self._updating: Job | None = None
         self._in_upload_ring = 0
         self._in_stream_buffers = 0
         self._flushing: set[str] = set()  # subgroups whose state is on its way back
-        self._in_file_window = 0
 
     def copy_down(self, kind: str, size: int, step: int, name: str, done: Callable[[], None]) -> None:
         """Queue a copy from device to host."""
@@ -135,7 +139,8 @@ class Machine:
     def submit(self, job: Job) -> None:
         """The job's gradients are in host memory, and final."""
         if job.close.file:
-            heapq.heappush(self._files, job)
+            begin = partial(self._begin_update, job)
+            job.block = self.files.need(job.step, job.position, job.close.params, begin)
         else:
             self._begin_update(job)
 
@@ -159,10 +164,8 @@ class Machine:
             self._start(PEERS, self._peers.popleft())
         if self.clock.idle(H2D):
             self._dispatch_to_device()
-        while self._files and self._in_file_window < FILE_WINDOW:
-            self._read(heapq.heappop(self._files))
-        if self._disk and self.clock.idle(DISK):
-            self._start(DISK, self._disk.popleft())
+        if self.clock.idle(DISK) and (found := self.files.next_transfer()) is not None:
+            self._move(*found)
         self._dispatch_workers()
 
     def _dispatch_to_device(self) -> None:
@@ -203,10 +206,8 @@ class Machine:
         self._updating = None
         self._report(job, begin, 0.0)
         job.updated = True
-        if job.close.file:
-            assert self._hardware.disk_write is not None
-            rate = self._hardware.disk_write / self._hardware.devices
-            self._disk.append(_Transfer("write", job.close.file, rate, job.step, job.name, self._written))
+        if job.block is not None:
+            self.files.changed(job.block)
 
     def _report(self, job: Job, begin: float, remaining: float) -> None:
         done = round(job.close.host - remaining * self.pool_rate)
@@ -219,15 +220,11 @@ class Machine:
         job.remaining = job.close.host / self.pool_rate
         heapq.heappush(self._ready, job)
 
-    def _read(self, job: Job) -> None:
-        self._in_file_window += 1
-        assert self._hardware.disk_read is not None
-        rate = self._hardware.disk_read / self._hardware.devices
-        read = _Transfer("read", job.close.file, rate, job.step, job.name, lambda: self._begin_update(job))
-        self._disk.append(read)
-
-    def _written(self) -> None:
-        self._in_file_window -= 1
+    def _move(self, kind: str, block: FileBlock) -> None:
+        rate = self._hardware.disk_read if kind == "read" else self._hardware.disk_write
+        assert rate is not None
+        moved = partial(self.files.moved, block)
+        self._start(DISK, _Transfer(kind, block.size, rate / self._hardware.devices, self.step, block.name, moved))
 
     def _start(self, lane: str, transfer: _Transfer) -> None:
         def done() -> None:

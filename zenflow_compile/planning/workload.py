@@ -93,15 +93,20 @@ class Subgroup:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All of it. ``cycle``: steps after which windows close in the same order again; ``update``: seconds of the
-    device's own updates per step; ``head``, ``backward_head``: seconds at the forward's end and the backward's start
-    that belong to no block of parameters.
+    """All of it.
+
+    Attributes:
+        cycle: steps after which windows close in the same order again.
+        update: seconds of the device's own updates per step.
+        file_window: bytes of host memory that state in files passes through.
+        head, backward_head: seconds at the forward's end and the backward's start that belong to no block.
     """
 
     blocks: tuple[Block, ...]
     subgroups: tuple[Subgroup, ...]
     cycle: int
     update: float
+    file_window: int
     head: float
     backward_head: float
 
@@ -134,6 +139,7 @@ def workload_of(
         subgroups=_subgroups(plan, hardware),
         cycle=cycle,
         update=own * DEVICE_UPDATE_BYTES / devices / hardware.device_bandwidth,
+        file_window=plan.file_window_bytes // devices,
         head=flops.head_seconds,
         backward_head=flops.backward_factor * flops.head_seconds,
     )

@@ -39,7 +39,7 @@ class Traffic:
     upload_per_window: int
     state: int = 0
     disk: float = 0.0
-    disk_per_window: int = 0
+    disk_per_window: float = 0.0
     blocking: bool
 
 
@@ -90,7 +90,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
     if not offloaded and not state:
         return None
     host = to_host = to_device = disk = 0.0
-    per_window = per_gradient = uploads = files = 0
+    per_window = per_gradient = uploads = 0
     for param in offloaded:
         elements = param.rest * param.length
         weights = elements * param.dtype.itemsize
@@ -104,8 +104,9 @@ def traffic_of(plan: Plan) -> Traffic | None:
         host += window / param.interval + gradient
         to_host += param.slot_bytes / param.interval if param.summed else gradient
         to_device += weights / param.interval
-        files += 2 * param.file_bytes
-        disk += 2 * param.file_bytes / param.interval
+        disk += param.file_bytes / param.interval
+    # What stays in the window of files until its next use is not read again.
+    moves = 2 - plan.file_window_bytes / max(1, plan.file_bytes)
     return Traffic(
         host=host,
         to_host=to_host,
@@ -114,8 +115,8 @@ def traffic_of(plan: Plan) -> Traffic | None:
         host_per_gradient=per_gradient,
         upload_per_window=uploads,
         state=state,
-        disk=disk,
-        disk_per_window=files,
+        disk=moves * disk,
+        disk_per_window=moves * plan.file_bytes,
         blocking=all(param.blocking for param in offloaded),
     )
 

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, ParamPlan
+from zenflow_compile.planning.plan import ParamPlan, file_window_bytes
 from zenflow_compile.profiling.timeline import DISK
 from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.file_home import FileHome, FileLease, Place, block_bytes
@@ -53,11 +53,7 @@ def window_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
             f"host_window_bytes={given} must be at least {largest.file_bytes}, the optimizer state of {largest.name}, "
             "which passes through the window whole; raise it, or leave it at None for twice that or more"
         )
-    if given is None:
-        wanted = max(2 * block_bytes(largest), FILE_WINDOW_BYTES)
-    else:
-        wanted = max(whole_pages(given), block_bytes(largest))
-    return min(wanted, sum(block_bytes(plan) for plan in plans))
+    return file_window_bytes([block_bytes(plan) for plan in plans], None if given is None else whole_pages(given))
 
 
 class FileWindow:

@@ -1,0 +1,136 @@
+"""The simulated files: which block of state is in host memory, and which one the disk moves next.
+
+The rules are those of ``runtime/file_window.py``: what is needed first comes in first, ahead of its need where there is
+space; what is needed last makes room, unless it was changed and is not written yet, or a job works on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from zenflow_compile.planning.workload import Block, Workload
+
+
+class _Place(Enum):
+    FILE = auto()
+    READING = auto()
+    WINDOW = auto()  # as the file has it
+    HELD = auto()
+    CHANGED = auto()
+    WRITING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class FileBlock:
+    """State of the parameters of a block of the model that close together.
+
+    Attributes:
+        position: of the block in the forward.
+        size: bytes.
+        uses: steps of a cycle in which it closes.
+        next_use: the step of its next close that did not begin.
+        waiting: closes that began: their step, and what to do when the state is there.
+    """
+
+    name: str
+    position: int
+    size: int
+    uses: list[int]
+    next_use: int = 0
+    place: _Place = _Place.FILE
+    waiting: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Earliest step first, then earliest use."""
+        return (self.waiting[0][0] if self.waiting else self.next_use, self.position)
+
+
+class StateFiles:
+    """Decides what moves; the machine moves it, one transfer at a time."""
+
+    def __init__(self, work: Workload) -> None:
+        self._by_params = _file_blocks(work.blocks)
+        self._blocks = list(self._by_params.values())
+        self._cycle = work.cycle
+        self._size = max([work.file_window, *(block.size for block in self._blocks)])
+        self._changed: deque[FileBlock] = deque()
+        self._wrote = False  # the last transfer was a write: directions take turns
+
+    def need(self, step: int, position: int, params: tuple[str, ...], begin: Callable[[], None]) -> FileBlock:
+        """A job of ``step`` has everything but its state; ``begin`` is called once it is there."""
+        block = self._by_params[position, params]
+        block.waiting.append((step, begin))
+        block.next_use = self._use_after(block, step)
+        self._give(block)
+        return block
+
+    def changed(self, block: FileBlock) -> None:
+        """The job that held ``block`` is done."""
+        block.place = _Place.CHANGED
+        self._changed.append(block)
+
+    def next_transfer(self) -> tuple[str, FileBlock] | None:
+        """``"read"`` or ``"write"``, and which block; None if there is nothing to move now."""
+        reading = None if self._changed and not self._wrote else self._next_read()
+        if reading is not None:
+            self._wrote = False
+            reading.place = _Place.READING
+            return "read", reading
+        if self._changed:
+            self._wrote = True
+            writing = self._changed.popleft()
+            writing.place = _Place.WRITING
+            return "write", writing
+        return None
+
+    def moved(self, block: FileBlock) -> None:
+        """A transfer is over, in either direction."""
+        block.place = _Place.WINDOW
+        self._give(block)
+
+    def _give(self, block: FileBlock) -> None:
+        if block.waiting and block.place is _Place.WINDOW:
+            block.place = _Place.HELD
+            _, begin = block.waiting.popleft()
+            begin()
+
+    def _next_read(self) -> FileBlock | None:
+        """The block in a file that is needed first, if there is space for it."""
+        away = [block for block in self._blocks if block.place is _Place.FILE]
+        if not away:
+            return None
+        block = min(away, key=lambda each: each.key)
+        present = [each for each in self._blocks if each.place is not _Place.FILE]
+        leaving = [each for each in present if each.place is _Place.WINDOW and each.key > block.key]
+        leaving.sort(key=lambda each: each.key)
+        free = self._size - sum(each.size for each in present)
+        if free + sum(each.size for each in leaving) < block.size:
+            return None
+        while free < block.size:
+            free += leaving[-1].size
+            leaving.pop().place = _Place.FILE
+        return block
+
+    def _use_after(self, block: FileBlock, step: int) -> int:
+        cycles, within = divmod(step, self._cycle)
+        later = next((use for use in block.uses if use > within), None)
+        return cycles * self._cycle + later if later is not None else (cycles + 1) * self._cycle + block.uses[0]
+
+
+def _file_blocks(blocks: Sequence[Block]) -> dict[tuple[int, tuple[str, ...]], FileBlock]:
+    """By position in the model and parameters."""
+    found: dict[tuple[int, tuple[str, ...]], FileBlock] = {}
+    for position, block in enumerate(blocks):
+        for part in block.parts:
+            for step, close in enumerate(part.closes):
+                if close is None or not close.file:
+                    continue
+                known = found.setdefault(
+                    (position, close.params), FileBlock(block.name, position, close.file, [], next_use=step)
+                )
+                known.uses.append(step)
+    return found
