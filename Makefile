@@ -29,7 +29,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests
 
-.PHONY: setup train test test-long test-gpu check format bench deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train test test-gpu check format bench deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -42,10 +42,7 @@ train: $(READY)
 	$(PYTHON) -m examples.train_gpt $(OPTIONS)
 
 test: $(READY)
-	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu and not long" -n $(TEST_PROCESSES) $(OPTIONS)
-
-test-long: $(READY)
-	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m long -n $(TEST_PROCESSES) $(OPTIONS)
+	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) $(OPTIONS)
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu $(OPTIONS)
