@@ -153,8 +153,12 @@ def test_a_step_without_a_backward_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_host_is_measured_with_its_kernel_on_all_workers(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cache_bytes", "rounds"), [(0, 1), (5000 * 34 * 3, 6)])
+def test_the_host_is_measured_with_its_kernel_on_all_workers(
+    workers: int, cache_bytes: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time_bound, "TASK_ELEMENTS", 5000)
+    monkeypatch.setattr(time_bound, "last_level_cache_bytes", lambda: cache_bytes * workers)
     kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=4)
     calls: list[tuple[str, int, int]] = []
     together = threading.Barrier(workers, timeout=30)
@@ -170,4 +174,4 @@ def test_the_host_is_measured_with_its_kernel_on_all_workers(workers: int, monke
     finally:
         pool.close()
     assert len({name for name, _, _ in calls}) == workers
-    assert [call[1:] for call in calls] == [(4, 5000)] * (2 * workers)
+    assert [call[1:] for call in calls] == [(4, 5000)] * (2 * rounds * workers)

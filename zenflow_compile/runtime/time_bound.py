@@ -9,6 +9,7 @@ backward, an early layer's use comes first in the forward, and earliest deadline
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,10 +18,13 @@ import torch
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.host_adam import HostAdam
+from zenflow_compile.runtime.probe import last_level_cache_bytes
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
 from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.windows import TASK_ELEMENTS, touched_bytes
 from zenflow_compile.runtime.workers import Job, WorkerPool
+
+_CACHES = 2  # times the last-level cache that the measurement of the host's rate goes through
 
 
 class TimeBound:
@@ -106,7 +110,8 @@ def shortest_window(plans: Sequence[ParamPlan], *, rate: float, hidden: float) -
 def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
     """Bytes per second at which all workers together close windows of the longest length, on memory of its own.
 
-    It takes a few milliseconds: one task of usual size per worker, once to touch the memory and once for the clock.
+    It takes some ten milliseconds: tasks of usual size, as many for each worker, together larger than the last-level
+    cache, as a model's state is; once to touch the memory and once for the clock.
     """
     slots = [SlotCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
     touched = round(TASK_ELEMENTS * touched_bytes(plan, len(slots)))
@@ -124,7 +129,8 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
 
         return run
 
-    tasks = [task() for _ in range(workers.workers)]
+    rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (touched * workers.workers)))
+    tasks = [task() for _ in range(rounds * workers.workers)]
     seconds = 0.0
     for _ in range(2):
         job = Job(tasks, deadline=0, step=0, param="(measuring the host's rate)", ready=lambda: None)
