@@ -196,7 +196,7 @@ def tables(findings: Findings) -> list[Table]:
     )
     found = [about, memory, link, device]
     if findings.disk is not None:
-        disk = _table("Disk, GB/s", "one thread, one transfer at a time")
+        disk = _table("Disk, GB/s", "two threads, in one direction at a time, with checksums")
         for column in ("read", "written", "GB free"):
             disk.add_column(column, justify="right")
         disk.add_row(*(_gb(value) for value in (findings.disk.read, findings.disk.write, findings.disk.free_bytes)))

@@ -1,22 +1,27 @@
-"""What the disk below a directory reaches, measured as the store of files uses it."""
+"""What the disk below a directory reaches, measured as the window of files uses it."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 
-import torch
+from torch import uint8
 
-from zenflow_compile.runtime.file_store import PAGE_BYTES, PIECE_BYTES, ScratchDirectory, memory_of
+from zenflow_compile.runtime.arena import HostArena
+from zenflow_compile.runtime.file_store import PIECE_BYTES, ScratchDirectory, memory_of
+from zenflow_compile.runtime.file_window import THREADS_PER_DIRECTION
 
-_PIECES = 32
+_PIECES = 64
 _BUDGET_S = 0.5  # each way: no further piece begins after it
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Bytes per second that one thread reads and writes, past the page cache where the file system allows it.
+    """Bytes per second read, and written: one direction at a time, checksums taken, as many threads as the window has.
 
     Attributes:
         free_bytes: on the file system.
@@ -28,7 +33,7 @@ class DiskRates:
 
 
 def disk_rates(directory: str) -> DiskRates:
-    """Measure in at most a second or so; nothing is left behind.
+    """Measure, past the page cache where the file system allows it, in a second or so; nothing is left behind.
 
     Args:
         directory: as the option ``nvme_path`` takes it.
@@ -36,25 +41,15 @@ def disk_rates(directory: str) -> DiskRates:
     Raises:
         ValueError: it cannot be used; see ``ScratchDirectory``.
     """
-    pieces = torch.ones(PIECE_BYTES + PAGE_BYTES, dtype=torch.uint8, device="cpu")
-    aligned = pieces[-pieces.data_ptr() % PAGE_BYTES :][:PIECE_BYTES]
+    arena = HostArena(THREADS_PER_DIRECTION * PIECE_BYTES)
+    pieces = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(THREADS_PER_DIRECTION)]  # outlive the views
+    buffers = [memory_of(piece) for piece in pieces]
     scratch = ScratchDirectory(directory)
     try:
         stats = os.statvfs(directory)
         file = scratch.create(_PIECES * PIECE_BYTES, {"holds": "nothing: a measurement"})
-        memory = memory_of(aligned)
-        written, write_s = 0, 0.0
-        while written < _PIECES and write_s < _BUDGET_S:
-            begin = time.perf_counter()
-            file.write(written * PIECE_BYTES, memory)
-            write_s += time.perf_counter() - begin
-            written += 1
-        read, read_s = 0, 0.0
-        while read < written and read_s < _BUDGET_S:
-            begin = time.perf_counter()
-            file.read(read * PIECE_BYTES, memory)
-            read_s += time.perf_counter() - begin
-            read += 1
+        written, write_s = _move(file.write, buffers, _PIECES)
+        read, read_s = _move(file.read, buffers, written)
     finally:
         scratch.close()
     return DiskRates(
@@ -62,3 +57,20 @@ def disk_rates(directory: str) -> DiskRates:
         write=written * PIECE_BYTES / write_s,
         free_bytes=stats.f_bavail * stats.f_frsize,
     )
+
+
+def _move(transfer: Callable[[int, memoryview], int], buffers: list[memoryview], pieces: int) -> tuple[int, float]:
+    """Move the first ``pieces`` pieces, or as many as there is time for; returns how many, and the seconds."""
+    numbers = count()
+    begin = time.perf_counter()
+
+    def run(buffer: memoryview) -> int:
+        moved = 0
+        while (number := next(numbers)) < pieces and time.perf_counter() - begin < _BUDGET_S:
+            transfer(number * PIECE_BYTES, buffer)
+            moved += 1
+        return moved
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        moved = sum(pool.map(run, buffers))
+    return moved, time.perf_counter() - begin
