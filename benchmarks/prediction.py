@@ -89,9 +89,7 @@ class Predictor:
         plan = make_plan(self.shape.params, checked)
         workers = worker_count(self.hardware.cores, workers=checked.workers, reserved_share=None)
         # With an optimizer object gradients are final in step(), as they are where something is clipped.
-        recording = simulate(
-            plan, self.hardware, self.shape, tokens=self.tokens, workers=workers, clipping=True
-        )
+        recording = simulate(plan, self.hardware, self.shape, tokens=self.tokens, workers=workers, final_at_step=True)
         summary = summarize(recording)
         return Prediction(
             step_ms=summary["step_ms"] or 0.0,

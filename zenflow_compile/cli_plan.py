@@ -125,7 +125,7 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
     best = prediction.recommended or prediction.forecasts[0]
     chosen = Options.from_keywords(**best.options)
     knobs = Knobs.of(
-        chosen, clipping=chosen.max_grad_norm is not None, weight_bytes=asked.model.params[0].dtype.itemsize
+        chosen, final_at_step=chosen.max_grad_norm is not None, weight_bytes=asked.model.params[0].dtype.itemsize
     )
     flops = models.flops_per_token(asked.model, asked.model.context) * asked.tokens
     return {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}

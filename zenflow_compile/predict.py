@@ -135,9 +135,7 @@ def simulate(
     """
     asked = question(model, hardware, tokens=tokens, devices=devices, recompute=recompute, **options)
     if asked.policy == "auto":
-        raise ValueError(
-            'policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends'
-        )
+        raise ValueError('policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends')
     return timeline(asked, resolve_stride(asked.options, asked.hardware), steps=steps)
 
 
@@ -204,7 +202,7 @@ def timeline(asked: Question, options: Options, *, steps: int | None = None) -> 
         asked.model,
         tokens=asked.tokens,
         steps=steps,
-        clipping=options.max_grad_norm is not None,
+        final_at_step=options.max_grad_norm is not None,
         overlap=options.overlap_step,
         recompute=asked.recompute,
         workers=options.workers,
@@ -218,9 +216,7 @@ def _model(name: str) -> ModelShape:
     return models.model(name)
 
 
-def _in_use(
-    machine: Hardware, devices: int | None, device_bytes: float | None, host_bytes: float | None
-) -> Hardware:
+def _in_use(machine: Hardware, devices: int | None, device_bytes: float | None, host_bytes: float | None) -> Hardware:
     remedy = f": {machine.name!r} has no more; leave it at None to use all" if devices else ""
     count = machine.devices if devices is None else check_integer("devices", devices, 1, machine.devices, remedy=remedy)
     return replace(

@@ -111,16 +111,16 @@ def claims(node: Hardware = H100) -> list[Claim]:
 def _stated(name: str, node: Hardware, ratio: float = 1.0, stride: int | None = None) -> Phases:
     """DeepSpeed's TwinFlow, which at ratio 1 is its ZeRO-3 offloading, or the interleaved updates with a stride."""
     if stride is None:
-        return phases(name, with_unpinned_gradients(node), clipping=True, policy="twinflow", ratio=ratio)
-    return phases(name, node, clipping=True, policy="deep_optimizer_states", ratio=ratio, update_stride=stride)
+        return phases(name, with_unpinned_gradients(node), final_at_step=True, policy="twinflow", ratio=ratio)
+    return phases(name, node, final_at_step=True, policy="deep_optimizer_states", ratio=ratio, update_stride=stride)
 
 
 def _ours(name: str, ratio: float = 1.0, stride: int | None = None, node: Hardware | None = None) -> Phases:
     """The same policies with this project's host kernel, each gradient final when it is produced."""
     node = _NODE if node is None else node
     if stride is None:
-        return phases(name, node, clipping=False, policy="twinflow", ratio=ratio)
-    return phases(name, node, clipping=False, policy="deep_optimizer_states", ratio=ratio, update_stride=stride)
+        return phases(name, node, final_at_step=False, policy="twinflow", ratio=ratio)
+    return phases(name, node, final_at_step=False, policy="deep_optimizer_states", ratio=ratio, update_stride=stride)
 
 
 def _equation() -> list[Claim]:
@@ -194,7 +194,7 @@ def _iterations(node: Hardware) -> list[Claim]:
 
 def _over_pinned(node: Hardware) -> Claim:
     """What the interleaved updates alone bring."""
-    before = phases("dos-20b", node, clipping=True, policy="zero_offload").seconds
+    before = phases("dos-20b", node, final_at_step=True, policy="zero_offload").seconds
     return Claim(
         where=f"logs: {LOGS}, act-output-20B-scale-twinflow, {_MEDIAN}",
         claim="iterations, 20B: over ZeRO-3 offloading with pinned gradients, stride 2",
@@ -337,9 +337,9 @@ def _cores(node: Hardware) -> list[Claim]:
 def _update_speedup(node: Hardware, cores: int, *, stated: bool) -> float:
     """Of stride 2 over ZeRO-3 offloading, with so many threads per device."""
     before = with_unpinned_gradients(node) if stated else node
-    baseline = phases("dos-20b", before, clipping=stated, workers=cores, policy="zero_offload")
+    baseline = phases("dos-20b", before, final_at_step=stated, workers=cores, policy="zero_offload")
     interleaved = phases(
-        "dos-20b", node, clipping=stated, workers=cores, policy="deep_optimizer_states", update_stride=2
+        "dos-20b", node, final_at_step=stated, workers=cores, policy="deep_optimizer_states", update_stride=2
     )
     return baseline.update / interleaved.update
 
@@ -389,8 +389,8 @@ def _polaris() -> list[Claim]:
     )
     found = []
     for name, pair in POLARIS.items():
-        before = phases(name, node, clipping=True, policy="zero_offload").update
-        after = phases(name, node, clipping=True, policy="deep_optimizer_states", update_stride=2).update
+        before = phases(name, node, final_at_step=True, policy="zero_offload").update
+        after = phases(name, node, final_at_step=True, policy="deep_optimizer_states", update_stride=2).update
         found.append(
             Claim(
                 where=f"logs: {LOGS}, act-output-*-scale-gaps-a100, {_MEDIAN}",

@@ -93,7 +93,7 @@ def phases(
     *,
     tokens: int = 2048,
     context: int = 2048,
-    clipping: bool,
+    final_at_step: bool,
     recompute: bool = True,
     workers: int | None = None,
     **options: Any,
@@ -103,13 +103,13 @@ def phases(
     Args:
         name: of a model. options: of the policy.
         tokens: per device, in sequences of ``context``.
-        clipping: updates begin after the whole backward, as DeepSpeed's do.
+        final_at_step: updates begin after the whole backward, as DeepSpeed's do.
         workers: threads per device; by default all its cores but two.
     """
     shape = replace(model(name), context=context)
     plan = make_plan(shape.params, Options(**options))
     recording = simulate(
-        plan, node, shape, tokens=tokens, steps=1, clipping=clipping, recompute=recompute, workers=workers
+        plan, node, shape, tokens=tokens, steps=1, final_at_step=final_at_step, recompute=recompute, workers=workers
     )
     (step,) = (event for event in recording.events if event.lane == STEP)
     events = [event for event in recording.events if event.step == step.step]
@@ -120,9 +120,9 @@ def phases(
 
 
 def steady(
-    name: str, node: Hardware, *, tokens: int = 2048, context: int = 2048, clipping: bool, **options: Any
+    name: str, node: Hardware, *, tokens: int = 2048, context: int = 2048, final_at_step: bool, **options: Any
 ) -> SteadyStep:
     """Means over a cycle of windows; arguments as of ``phases``, without recomputation."""
     shape = replace(model(name), context=context)
     plan = make_plan(shape.params, Options(**options))
-    return steady_step(plan, node, shape, tokens=tokens, clipping=clipping)
+    return steady_step(plan, node, shape, tokens=tokens, final_at_step=final_at_step)

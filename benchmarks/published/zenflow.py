@@ -92,10 +92,10 @@ def _llama(a100: Hardware) -> list[Claim]:
     stated = with_host_rate(a100, owned / _PUBLISHED_UPDATE_S, "ZenFlow, its Llama-2-7B: more than 4 s on the CPU")
 
     def deepspeed(options: dict[str, Any], node: Hardware = stated) -> SteadyStep:
-        return steady(_LLAMA, node, clipping=True, **options)
+        return steady(_LLAMA, node, final_at_step=True, **options)
 
     def own(options: dict[str, Any]) -> SteadyStep:
-        return steady(_LLAMA, a100, clipping=False, **options)
+        return steady(_LLAMA, a100, final_at_step=False, **options)
 
     resident, offload, zenflow = (deepspeed(each) for each in (_RESIDENT, _OFFLOAD, _DEEPSPEED_ZENFLOW))
     own_offload, own_zenflow = own(_OFFLOAD), own(_ZENFLOW)
@@ -195,8 +195,8 @@ def _blog() -> list[Claim]:
     )
     found = []
     for name, system, published, theirs, own, sentence in cases:
-        predicted = 1e3 * steady(name, stated, context=512, clipping=True, **theirs).seconds
-        ours = 1e3 * steady(name, node, context=512, clipping=True, **own).seconds
+        predicted = 1e3 * steady(name, stated, context=512, final_at_step=True, **theirs).seconds
+        ours = 1e3 * steady(name, node, context=512, final_at_step=True, **own).seconds
         found.append(_of_blog(f"step of {system}, {name}", "ms", published, predicted, ours, sentence))
     offload, zenflow = found[:2]
     assert offload.ours is not None

@@ -112,16 +112,16 @@ def test_updates_on_h100_are_those_of_the_logs() -> None:
 
 def test_the_unpinned_copy_takes_what_the_paper_states_for_it() -> None:
     """A quarter of the gradient at 2.5 GB/s: 15.33 billion parameters, two bytes, four GPUs."""
-    seconds = phases("dos-20b", with_unpinned_gradients(H100), clipping=True, policy="zero_offload").backward
+    seconds = phases("dos-20b", with_unpinned_gradients(H100), final_at_step=True, policy="zero_offload").backward
     assert seconds == pytest.approx(15.33e9 * 2 / 4 / 2.5e9, rel=0.02)
 
 
 def test_the_stated_host_rate_is_reached_where_memory_allows() -> None:
     """The first block's gradient is the last to come, so that nearly all of the update is behind the backward."""
-    update = phases("dos-7b", H100, clipping=True, policy="zero_offload").update
+    update = phases("dos-7b", H100, final_at_step=True, policy="zero_offload").update
     assert update == pytest.approx(5.95e9 / 4 * (1 / 2e9 + 1 / 15.5e9), rel=0.15)
     faster = with_host_rate(H100, 3e9, "a test")
-    assert phases("dos-7b", faster, clipping=True, policy="zero_offload").update < 0.8 * update
+    assert phases("dos-7b", faster, final_at_step=True, policy="zero_offload").update < 0.8 * update
 
 
 def test_a_slower_link_changes_the_predictions() -> None:

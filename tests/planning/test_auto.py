@@ -163,5 +163,5 @@ def test_without_contention_the_equations_say_the_same(policy: str) -> None:
     options = Options(policy=policy, ratio=0.5 if policy == "twinflow" else 1.0, max_grad_norm=1.0)
     predicted = forecast(options, hardware, model, tokens=1)
     flops = 6.0 * model.numel
-    said = perfmodel.step_time(Knobs.of(options, clipping=True), hardware, parameters=model.numel, flops=flops)
+    said = perfmodel.step_time(Knobs.of(options, final_at_step=True), hardware, parameters=model.numel, flops=flops)
     assert predicted.step_s == pytest.approx(said.seconds, rel=0.03)

@@ -235,9 +235,9 @@ def test_clipping_leaves_the_host_the_forward() -> None:
     """At S = 2 uploads need 9 s: hidden in a step of 13 s, not in a forward of 4 s."""
     knobs = Knobs(policy="zenflow", update_interval=2)
     assert step(knobs).stall == 0.0
-    clipped = step(replace(knobs, clipping=True))
+    clipped = step(replace(knobs, final_at_step=True))
     assert clipped.seconds == pytest.approx(9 + 1 + 9)
-    assert step(replace(knobs, clipping=True, staleness=1)).seconds == step(knobs).seconds
+    assert step(replace(knobs, final_at_step=True, staleness=1)).seconds == step(knobs).seconds
 
 
 def test_devices_share_the_host_and_exchange_gradients_and_weights() -> None:
@@ -261,8 +261,8 @@ def test_hardware_without_a_needed_number_is_named() -> None:
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-@pytest.mark.parametrize("clipping", [False, True])
-def test_the_smallest_interval_is_the_first_without_a_stall(clipping: bool, in_files: bool) -> None:
+@pytest.mark.parametrize("final_at_step", [False, True])
+def test_the_smallest_interval_is_the_first_without_a_stall(final_at_step: bool, in_files: bool) -> None:
     rng = random.Random(1)
     found = set()
     for _ in range(40):
@@ -273,7 +273,7 @@ def test_the_smallest_interval_is_the_first_without_a_stall(clipping: bool, in_f
             adam_per_core=rng.uniform(0.5, 20),
             disk_read=rng.uniform(50, 300),
         )
-        knobs = Knobs(policy="zenflow", clipping=clipping, in_files=in_files)
+        knobs = Knobs(policy="zenflow", final_at_step=final_at_step, in_files=in_files)
         flops = rng.uniform(5, 60)
         interval = smallest_interval(knobs, machine, parameters=100.0, flops=flops)
         stalls = [
@@ -295,14 +295,14 @@ def test_no_interval_hides_what_comes_at_every_step() -> None:
 # Reading them.
 
 
-@pytest.mark.parametrize("clipping", [False, True])
+@pytest.mark.parametrize("final_at_step", [False, True])
 @pytest.mark.parametrize("policy", list(SHARES))
-def test_every_formula_has_a_meaning_a_source_and_a_value(policy: str, clipping: bool) -> None:
-    knobs = Knobs(policy=policy, clipping=clipping, ratio=0.5)
+def test_every_formula_has_a_meaning_a_source_and_a_value(policy: str, final_at_step: bool) -> None:
+    knobs = Knobs(policy=policy, final_at_step=final_at_step, ratio=0.5)
     values = bindings(knobs, MACHINE, parameters=100.0, flops=12.0)
-    names = [formula.name for formula in formulas(policy, clipping=clipping)]
+    names = [formula.name for formula in formulas(policy, final_at_step=final_at_step)]
     assert len(set(names)) == len(names)
-    for formula in formulas(policy, clipping=clipping):
+    for formula in formulas(policy, final_at_step=final_at_step):
         assert formula.meaning
         assert formula.source
         assert math.isfinite(formula.evaluate(**values))

@@ -93,7 +93,7 @@ def test_host_updates_block_at_the_step() -> None:
 def test_clipping_lets_no_update_start_before_the_backward_is_over() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_offload")
-    recording = simulate(plan, machine(link_to_host=4e6), model, tokens=1, steps=1, clipping=True)
+    recording = simulate(plan, machine(link_to_host=4e6), model, tokens=1, steps=1, final_at_step=True)
     assert spans(recording, "D2H", "copy", 1) == [("layer1", 4.0, 4.5), ("layer0", 6.0, 6.5)]
     # The later layer's gradient is there first; the earlier layer takes the workers from it, for it is needed earlier.
     expected = [("layer1", 6.0, 6.5), ("layer0", 6.5, 7.5), ("layer1", 7.5, 8.0)]
@@ -119,7 +119,7 @@ def test_windows_close_at_their_phase_and_land_before_the_next_use() -> None:
     assert spans(recording, "slack", "slack", 3) == [("layer1", 7.0, 10.0)]
     closes = [(event.step, event.param) for event in recording.events if event.kind == "close"]
     assert closes == [(2, "layer0"), (3, "layer1"), (4, "layer0"), (5, "layer1")]
-    clipped = simulate(plan, hardware, model, tokens=1, steps=4, clipping=True)
+    clipped = simulate(plan, hardware, model, tokens=1, steps=4, final_at_step=True)
     assert step_times(clipped) == {2: 7.0, 3: 9.0, 4: 7.0, 5: 9.0}
 
 
@@ -191,7 +191,7 @@ def test_state_in_files_is_read_ahead_updated_and_written_back() -> None:
     """One block fits into the window: the one that is used first, until it is written. The next one waits for that."""
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=12_000_000)
-    recording = simulate(plan, machine(), model, tokens=1, steps=1, clipping=True)
+    recording = simulate(plan, machine(), model, tokens=1, steps=1, final_at_step=True)
     assert spans(recording, "disk", "read", 1) == [("layer0", 0.0, 1.0), ("layer1", 9.0, 10.0)]
     assert spans(recording, "worker 0", "host_update", 1) == [("layer0", 7.0, 8.0), ("layer1", 10.0, 11.0)]
     assert spans(recording, "disk", "write", 1) == [("layer0", 8.0, 9.0), ("layer1", 11.0, 12.0)]
@@ -202,7 +202,7 @@ def test_what_is_not_written_yet_keeps_its_space() -> None:
     """Two of three fit. The step before is still writing the last layer, and then the first one is in the way."""
     model = layers(3)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=24_000_000)
-    recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, clipping=True)
+    recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, final_at_step=True)
     writes = [("layer2", 4.0, 10.0), ("layer0", 11.0, 17.0), ("layer2", 18.0, 24.0)]
     assert spans(recording, "disk", "write", 1) == writes
     assert spans(recording, "disk", "read", 1) == [("layer1", 17.0, 18.0)]
@@ -213,7 +213,7 @@ def test_what_is_not_written_yet_keeps_its_space() -> None:
 def test_state_that_stays_in_the_window_is_only_written() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch")
-    recording = simulate(plan, machine(), model, tokens=1, steps=1, clipping=True)
+    recording = simulate(plan, machine(), model, tokens=1, steps=1, final_at_step=True)
     assert not spans(recording, "disk", "read", 1)
     assert spans(recording, "disk", "write", 1) == [("layer1", 7.0, 8.0), ("layer0", 8.0, 9.0)]
     assert step_times(recording) == {1: 10.0}
@@ -404,8 +404,8 @@ def test_what_is_refused() -> None:
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch")
     with pytest.raises(ValueError, match="tokens=0 must be an integer >= 1"):
         simulate(plan, machine(), model, tokens=0)
-    with pytest.raises(TypeError, match="clipping=1 must be True or False"):
-        simulate(plan, machine(), model, tokens=1, clipping=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="final_at_step=1 must be True or False"):
+        simulate(plan, machine(), model, tokens=1, final_at_step=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"workers=4 must be an integer in \[1, 3\]"):
         simulate(plan, machine(), model, tokens=1, workers=4)
     with pytest.raises(ValueError, match="the plan is not one of layers"):

@@ -57,9 +57,7 @@ def _solved_stride() -> Expr:
     cpu_side = k / cpu_update + k / cpu_downscale
     # Unchecked and as it comes out: tidying it up takes a quarter of a second of every import.
     (solution,) = sympy.solve(Eq(cpu_side, gpu_side), k, check=False, simplify=False)
-    return _arranged(
-        solution, (3 / link + 1 / gpu_update) / (1 / cpu_update + 1 / cpu_downscale - 1 / (2 * link))
-    )
+    return _arranged(solution, (3 / link + 1 / gpu_update) / (1 / cpu_update + 1 / cpu_downscale - 1 / (2 * link)))
 
 
 def _arranged(solution: Expr, readable: Expr) -> Expr:
@@ -193,7 +191,7 @@ OVERLAPPED_STEP = Formula(
     "windows close all the time; the host has a whole step for each step's share of them",
     _FLUID,
 )
-CLIPPED_STEP = Formula(
+FINAL_AT_STEP_TIME = Formula(
     "step [s]",
     _BACKWARD + _LANE["device_update"] + Max(forward, collectives, *_UPDATES),
     "gradients are final only after the backward, so that the host has the next forward: first layers first",
@@ -209,13 +207,13 @@ WINDOWED_LANES = ("uploads", "cores", "host_memory", "disk")
 
 
 @cache
-def window_parts(lane: str, clipping: bool) -> tuple[Formula, Formula]:
+def window_parts(lane: str, final_at_step: bool) -> tuple[Formula, Formula]:
     """Seconds of the lane ``a / update_interval + c``: its ``a``, once per window, and ``c``, at every step.
 
-    With clipping, updates wait for the end of the backward and no gradient is copied beside them.
+    With ``final_at_step`` updates wait for the end of the backward, and no gradient is copied beside them.
     """
     time = lanes("zenflow")[lane].expression
-    if lane == "host_memory" and not clipping:
+    if lane == "host_memory" and not final_at_step:
         time += lanes("zenflow")["gradient_memory"].expression
     terms = sympy.expand(time)
     return (

@@ -82,7 +82,7 @@ def forecast(
         hardware,
         model,
         tokens=tokens,
-        clipping=options.max_grad_norm is not None,
+        final_at_step=options.max_grad_norm is not None,
         overlap=options.overlap_step,
         recompute=recompute,
         workers=options.workers,

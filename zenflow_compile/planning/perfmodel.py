@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from zenflow_compile.planning.equations import (
     BLOCKING_STEP,
     BLOCKING_UPDATE,
-    CLIPPED_STEP,
     DEVICE_TIME,
+    FINAL_AT_STEP_TIME,
     OVERLAPPED_STEP,
     STRIDE_RATIO,
     TRAFFIC,
@@ -178,10 +178,10 @@ def step_time(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: flo
 
 
 def step_formula(knobs: Knobs) -> Formula:
-    """The equation of a step: blocking, overlapped, or overlapped with clipping."""
+    """The equation of a step: blocking, overlapped, or overlapped from the step on."""
     if not knobs.windowed:
         return BLOCKING_STEP
-    return CLIPPED_STEP if _clipped(knobs) else OVERLAPPED_STEP
+    return FINAL_AT_STEP_TIME if _waits_for_backward(knobs) else OVERLAPPED_STEP
 
 
 def bindings(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> dict[str, float]:
@@ -208,7 +208,7 @@ def bindings(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: floa
     }
     values |= {name: formula.evaluate(**values) for name, formula in lanes(knobs.policy).items()}
     if knobs.windowed:
-        parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, _clipped(knobs))]
+        parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, _waits_for_backward(knobs))]
         values |= {part.name: part.evaluate(**values) for part in parts}
         values["hidden"] = _hidden(knobs, values)
     return values
@@ -219,14 +219,14 @@ def _core_rate(hardware: Hardware) -> float:
     return hardware.devices * hardware.workers * hardware.adam_per_core
 
 
-def _clipped(knobs: Knobs) -> bool:
+def _waits_for_backward(knobs: Knobs) -> bool:
     """Whether the host has only the next forward for its updates; a step of staleness gives it a whole one again."""
-    return knobs.windowed and knobs.clipping and knobs.staleness == 0
+    return knobs.windowed and knobs.final_at_step and knobs.staleness == 0
 
 
 def _hidden(knobs: Knobs, values: Mapping[str, float]) -> float:
     """Seconds of a step in which the host's work costs nothing."""
-    if _clipped(knobs):
+    if _waits_for_backward(knobs):
         return max(values["forward"], values["collectives"])
     return DEVICE_TIME.evaluate(**values)
 
@@ -265,7 +265,7 @@ def smallest_interval(knobs: Knobs, hardware: Hardware, *, parameters: float, fl
         a step. Then a larger ``topk_ratio``, or more tokens per step, helps.
     """
     values = bindings(knobs, hardware, parameters=parameters, flops=flops)
-    if _clipped(knobs):
+    if _waits_for_backward(knobs):
         copied_in = max(values["backward"], values["collectives"])
         fits = max(values["gradients"], values["gradient_memory"]) <= copied_in and values["flushes"] < values["hidden"]
     else:
@@ -276,14 +276,14 @@ def smallest_interval(knobs: Knobs, hardware: Hardware, *, parameters: float, fl
     return max(1, math.ceil(needed - 1e-9))  # rounding must not turn 4.0 into 5
 
 
-def formulas(policy: str = "zenflow", *, clipping: bool = False) -> tuple[Formula, ...]:
+def formulas(policy: str = "zenflow", *, final_at_step: bool = False) -> tuple[Formula, ...]:
     """Every equation that a plan of the policy rests on, in the order in which they build on each other."""
-    knobs = Knobs(policy=policy, clipping=clipping)
+    knobs = Knobs(policy=policy, final_at_step=final_at_step)
     found = [*bytes_formulas(policy), *lanes(policy).values(), DEVICE_TIME]
     if not knobs.windowed:
         stride = (STRIDE_RATIO,) if policy == "deep_optimizer_states" else ()
         return (*stride, *found, BLOCKING_UPDATE, BLOCKING_STEP)
-    parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, clipping)]
+    parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, final_at_step)]
     intervals = [interval_formula(lane) for lane in WINDOWED_LANES]
     return (TRAFFIC, *found, step_formula(knobs), *parts, *intervals)
 
@@ -294,7 +294,7 @@ def explain(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float
     Arguments as for ``step_time``.
     """
     values = bindings(knobs, hardware, parameters=parameters, flops=flops)
-    explained = formulas(knobs.policy, clipping=_clipped(knobs))
+    explained = formulas(knobs.policy, final_at_step=_waits_for_backward(knobs))
     if not math.isfinite(update_stride(**stride_rates(hardware, weight_bytes=knobs.weight_bytes))):
         explained = tuple(formula for formula in explained if formula != STRIDE_RATIO)
     return tuple(formula.explain(values) for formula in explained if formula.evaluate(**values) != 0.0)

@@ -72,7 +72,7 @@ class Knobs:
     Attributes:
         stride: every so many subgroups one is streamed through the device; None: none is.
         in_files: state of what is offloaded lives in files.
-        clipping: gradients are final only after the whole backward.
+        final_at_step: gradients are final only after the whole backward.
         weight_bytes: of a weight and a gradient.
     """
 
@@ -83,11 +83,11 @@ class Knobs:
     update_interval: int = 4
     staleness: int = 0
     in_files: bool = False
-    clipping: bool = False
+    final_at_step: bool = False
     weight_bytes: int = 2
 
     @classmethod
-    def of(cls, options: PlanningOptions, *, clipping: bool = False, weight_bytes: int = 2) -> Knobs:
+    def of(cls, options: PlanningOptions, *, final_at_step: bool = False, weight_bytes: int = 2) -> Knobs:
         """The knobs of checked options."""
         return cls(
             policy=options.policy,
@@ -97,7 +97,7 @@ class Knobs:
             update_interval=options.longest_window,
             staleness=options.staleness,
             in_files=options.policy == "zero_infinity" or options.offload_device == "nvme",
-            clipping=clipping,
+            final_at_step=final_at_step,
             weight_bytes=weight_bytes,
         )
 

@@ -34,7 +34,7 @@ def simulate(
     *,
     tokens: int,
     steps: int | None = None,
-    clipping: bool = False,
+    final_at_step: bool = False,
     overlap: bool = True,
     recompute: bool = False,
     workers: int | None = None,
@@ -50,7 +50,7 @@ def simulate(
         model: gives the work of forward and backward.
         tokens: per device and step.
         steps: to record; None records three cycles of windows, at least four steps.
-        clipping: gradients are final only when the whole backward is over; else each when it is produced.
+        final_at_step: gradients are final only when the whole backward is over; else each when it is produced.
         overlap: False makes every step wait for its host updates, as ``overlap_step=False`` does.
         recompute: activations are computed again in the backward, which costs another forward.
         workers: threads of each device that update on the host; None takes all its cores but two.
@@ -64,13 +64,13 @@ def simulate(
         ValueError: a value is out of range, the plan is another model's, or ``hardware`` lacks a number.
     """
     check_integer("tokens", tokens, 1)
-    for name, value in (("clipping", clipping), ("overlap", overlap), ("recompute", recompute)):
+    for name, value in (("final_at_step", final_at_step), ("overlap", overlap), ("recompute", recompute)):
         check_flag(name, value)
     check_fits_together(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
     threads = _threads(hardware, workers)
-    simulated = Device(work, hardware, threads, clipping)
+    simulated = Device(work, hardware, threads, final_at_step)
     skip = _run_in(work)
     simulated.run(skip + recorded)
     offloaded = [param for param in plan.params if param.offloaded]
@@ -120,7 +120,7 @@ def steady_step(
     model: ModelShape,
     *,
     tokens: int,
-    clipping: bool = False,
+    final_at_step: bool = False,
     overlap: bool = True,
     recompute: bool = False,
     workers: int | None = None,
@@ -128,7 +128,7 @@ def steady_step(
     """A step in numbers, for a fraction of a recording's time; arguments and errors as ``simulate`` has them."""
     check_fits_together(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
-    simulated = Device(work, hardware, _threads(hardware, workers), clipping)
+    simulated = Device(work, hardware, _threads(hardware, workers), final_at_step)
     skip = _run_in(work)
     simulated.run(skip + work.cycle)
     rows = _recorded(simulated, skip)
@@ -209,8 +209,6 @@ def _events(simulated: Device, skip: int, workers: int) -> tuple[Event, ...]:
         for index, lane in enumerate(lanes):
             size = row.size * (index + 1) // len(lanes) - row.size * index // len(lanes)
             events.append(
-                Event(
-                    lane=lane, kind=row.kind, start_ns=begin, end_ns=end, step=row.step, param=row.param, bytes=size
-                )
+                Event(lane=lane, kind=row.kind, start_ns=begin, end_ns=end, step=row.step, param=row.param, bytes=size)
             )
     return tuple(sorted(events, key=lambda event: (event.start_ns, event.end_ns)))

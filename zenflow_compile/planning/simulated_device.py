@@ -37,12 +37,12 @@ class Device:
         step_ends: seconds.
     """
 
-    def __init__(self, work: Workload, hardware: Hardware, workers: int, clipping: bool) -> None:
+    def __init__(self, work: Workload, hardware: Hardware, workers: int, final_at_step: bool) -> None:
         self.machine = Machine(hardware, workers, StateFiles(work))
         self.step_ends: list[float] = []
         self._work = work
         self._hardware = hardware
-        self._clipping = clipping
+        self._final_at_step = final_at_step
         self._step = 0
         self._in_ring = 0  # blocks in the ring of gradients
         self._held = [0] * len(work.blocks)  # copies of held gradients that are under way
@@ -119,7 +119,7 @@ class Device:
             self._unreduced -= 1
             if down:
                 self.machine.copy_down("copy", down, step, block.name, copied)
-            if not self._clipping:
+            if not self._final_at_step:
                 self._finalize(position)
 
         self.machine.exchange(block.gradient, step, block.name, reduced)
@@ -158,7 +158,7 @@ class Device:
 
     def _update(self) -> _Program:
         yield from self._wait(lambda: self._unreduced > 0, "")
-        if self._clipping:
+        if self._final_at_step:
             for position in range(len(self._work.blocks)):
                 self._finalize(position)
         blocking = self._queue_uploads()
