@@ -26,7 +26,8 @@ from torch import nn
 from tests.engine.test_failures import root_of, train_until_it_fails
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
-from zenflow_compile.runtime import file_store
+from zenflow_compile.runtime import file_store, roster
+from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.file_home import block_bytes
 from zenflow_compile.runtime.file_window import FileWindow
 
@@ -258,12 +259,12 @@ def test_nothing_is_left_after_the_end(files: Directories, tmp_path: Path) -> No
     before = set(threading.enumerate())
     training = files.training({"policy": "zero_infinity"}).run(0, 3)
     path = tmp_path / "0"
-    names = {thread.name for thread in set(threading.enumerate()) - before}
-    assert {"zenflow-reader-0", "zenflow-writer-0"} <= names
+    ours = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("zenflow-")]
+    assert {"zenflow-reader-0", "zenflow-writer-0"} <= {thread.name for thread in ours}
     assert len(list(path.iterdir())) == 2
     training.optimizer.close()
     assert list(path.iterdir()) == []
-    assert set(threading.enumerate()) <= before
+    assert not any(thread.is_alive() for thread in ours)
 
 
 def test_a_collected_optimizer_leaves_nothing(tmp_path: Path) -> None:
@@ -298,6 +299,39 @@ def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directorie
         optimizer.close()
         ends.append([param.detach().clone() for param in (*first.parameters(), *second.parameters())])
     assert_same(ends[0], ends[1])
+
+
+def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
+    optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
+    window = optimizer.engine.roster._files
+    assert window is not None
+    before = window.file_bytes, sorted(tmp_path.iterdir())
+
+    def no_memory(*args: Any) -> DeviceSide:
+        raise MemoryError
+
+    group = {"params": list(nn.Linear(32, 64).parameters())}
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceSide, "allocate", no_memory)
+            with pytest.raises(MemoryError):
+                optimizer.add_param_group(group)
+        assert (window.file_bytes, sorted(tmp_path.iterdir())) == before
+    optimizer.add_param_group(group)
+    assert len(list(tmp_path.iterdir())) == len(before[1]) + 1
+    optimizer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(roster, "require_host_memory", needed.append)
+    options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
+    optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=BLOCK_BYTES, **options)
+    optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})
+    optimizer.close()
+    assert needed[0] - needed[1] == BLOCK_BYTES
 
 
 def test_reads_and_writes_are_recorded_and_reported(files: Directories, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -67,6 +68,7 @@ class ScratchDirectory:
             what = "is not a directory" if self.path.exists() else "does not exist"
             raise ValueError(f"nvme_path={str(path)!r} {what}; create it, on a local disk, or name one that is there")
         self._files: list[StateFile] = []
+        self._numbers = itertools.count()
         self._lock = self._locked()
         try:
             for left in self.path.glob(_FILES):
@@ -89,7 +91,7 @@ class ScratchDirectory:
         free, needed = stats.f_bavail * stats.f_frsize, size + PAGE_BYTES
         if free < needed:
             raise self._too_small(needed, free)
-        path = self.path / f"zenflow-{os.getpid()}-{len(self._files)}.state"
+        path = self.path / f"zenflow-{os.getpid()}-{next(self._numbers)}.state"
         try:
             file = StateFile(path, size, {"format": FORMAT, "pid": os.getpid(), **about})
         except OSError as error:
@@ -100,14 +102,18 @@ class ScratchDirectory:
         self._files.append(file)
         return file
 
+    def remove(self, file: StateFile) -> None:
+        """Remove one of the files; no read or write may be under way."""
+        self._files.remove(file)
+        with contextlib.suppress(OSError):  # one that stays is removed by the next optimizer on the directory
+            file.close()
+        with contextlib.suppress(OSError):
+            file.path.unlink()
+
     def close(self) -> None:
         """Remove the files and let others have the directory."""
-        for file in self._files:
-            with contextlib.suppress(OSError):  # one that stays is removed by the next optimizer on the directory
-                file.close()
-            with contextlib.suppress(OSError):
-                file.path.unlink()
-        self._files = []
+        for file in list(self._files):
+            self.remove(file)
         if self._lock >= 0:
             with contextlib.suppress(OSError):
                 (self.path / _LOCK_NAME).unlink()

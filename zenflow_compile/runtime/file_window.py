@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -112,6 +112,17 @@ class FileWindow:
             self._blocks += homes.values()
         self._start()
         return homes
+
+    def remove(self, homes: Collection[FileHome]) -> None:
+        """Forget blocks that one ``add`` made, and their file: nobody will use them."""
+        with self._lock:
+            self._users.wait_for(lambda: all(self._at_rest(block) for block in homes))
+            self._blocks = [block for block in self._blocks if block not in homes]
+            for block in homes:
+                self._leave(block)
+            self._readers.notify_all()
+        for file in {block.file for block in homes}:
+            self._directory.remove(file)
 
     def queue(self, lease: FileLease) -> FileLease:
         """The lease waits for its turn."""

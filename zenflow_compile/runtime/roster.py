@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -108,35 +108,37 @@ class Roster:
         new = plan.params[len(self.plan.params) :]
         needed = sum(param.host_bytes for param in new)
         file_window = self._file_window_bytes(plan)
-        require_host_memory(needed + file_window)
+        require_host_memory(needed + (file_window if self._files is None or file_window > self._files.nbytes else 0))
         up_slots = self._up_slots(plan)
-        homes = self._file_homes(plan, [param for param in new if param.in_file], file_window)
-        on_host = sum(HostSide.arena_bytes(param) for param in new if param.offloaded)
-        arena = HostArena(on_host + arena_bytes(new))
-        hosts = {
-            param.index: HostSide.allocate(
-                param, arena, self._kernel(param), self.transport.workers.workers, homes.get(param.index)
+        with ExitStack() as undo:
+            homes = self._file_homes(plan, [param for param in new if param.in_file], file_window, undo)
+            on_host = sum(HostSide.arena_bytes(param) for param in new if param.offloaded)
+            arena = HostArena(on_host + arena_bytes(new))
+            hosts = {
+                param.index: HostSide.allocate(
+                    param, arena, self._kernel(param), self.transport.workers.workers, homes.get(param.index)
+                )
+                for param in new
+                if param.offloaded
+            }
+            if (flags := make_flags(len(hosts), self._device)) is not None:
+                for number, host in enumerate(hosts.values()):
+                    host.flags = flags, number
+            subgroups = self.interleaved.make(
+                [(plan, param) for plan, (_, param) in zip(new, named, strict=True) if plan.interleaved], arena
             )
-            for param in new
-            if param.offloaded
-        }
-        if (flags := make_flags(len(hosts), self._device)) is not None:
-            for number, host in enumerate(hosts.values()):
-                host.flags = flags, number
-        subgroups = self.interleaved.make(
-            [(plan, param) for plan, (_, param) in zip(new, named, strict=True) if plan.interleaved], arena
-        )
-        self._touch_first(list(hosts.values()))
-        if needed and self._device.type == "cuda":
-            arena.pin(warn=not any(each.total_bytes and not each.pinned for each in self._arenas))
-        self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
-        self.transport.up_ring.fit(up_slots, largest_block(plan))
-        self.interleaved.fit(subgroups)
-        made = {
-            param_plan.index: self._make(param_plan, param, hosts[param_plan.index])
-            for param_plan, (_, param) in zip(new, named, strict=True)
-            if param_plan.offloaded
-        }
+            self._touch_first(list(hosts.values()))
+            if needed and self._device.type == "cuda":
+                arena.pin(warn=not any(each.total_bytes and not each.pinned for each in self._arenas))
+            self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
+            self.transport.up_ring.fit(up_slots, largest_block(plan))
+            self.interleaved.fit(subgroups)
+            made = {
+                param_plan.index: self._make(param_plan, param, hosts[param_plan.index])
+                for param_plan, (_, param) in zip(new, named, strict=True)
+                if param_plan.offloaded
+            }
+            undo.pop_all()
         # What can fail is behind us.
         self._arenas.append(arena)
         self.plan = plan
@@ -155,11 +157,12 @@ class Roster:
         in_file = [param for param in plan.params if param.in_file]
         return window_bytes(in_file, self._options.host_window_bytes) if in_file else 0
 
-    def _file_homes(self, plan: Plan, new: Sequence[ParamPlan], size: int) -> dict[int, FileHome]:
+    def _file_homes(self, plan: Plan, new: Sequence[ParamPlan], size: int, undo: ExitStack) -> dict[int, FileHome]:
         """Places in files for the state of ``new``, by index.
 
         Args:
             size: of the window from now on.
+            undo: gives them back.
         """
         if not new:
             return {}
@@ -167,7 +170,9 @@ class Roster:
         if self._files is None:
             self._files = FileWindow(self._options.nvme_path, self.transport.recorder)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
-        return self._files.add(new, fingerprint, size)
+        homes = self._files.add(new, fingerprint, size)
+        undo.callback(self._files.remove, homes.values())
+        return homes
 
     def _touch_first(self, hosts: Sequence[HostSide]) -> None:
         """Let the workers' cores touch the pages that each will serve, all at once, before anything else does.
