@@ -60,7 +60,14 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of the node (the hardware's)")
     parser.add_argument("--devices", type=int, metavar="N", help="devices in use (all of the hardware's)")
     parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and step ({_TOKENS})")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sequence (the model's context)")
+    parser.add_argument("--dtype", metavar="{bf16,fp16,fp32}", help="of the weights (the model's own, or bf16)")
     parser.add_argument("--epoch-tokens", type=float, metavar="N", help="tokens of an epoch, for its hours")
+    parser.add_argument(
+        "--implicit",
+        action="store_true",
+        help="the update runs in the backward: torch.compile(..., options=...) without an optimizer object",
+    )
     parser.add_argument("--recompute", action="store_true", help="activations are checkpointed at every layer")
     parser.add_argument("--policy", default="auto", help="auto (all, and the fastest that fits) or one policy")
     parser.add_argument("--topk-ratio", type=float, metavar="R", help="share of the columns selected, in [0, 1]")
@@ -69,7 +76,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, metavar="R", help="share of the state off the device, in [0, 1]")
     parser.add_argument(
         "--update-stride",
-        type=lambda text: text if text == "auto" else int(text),
+        type=_update_stride,
         metavar="K",
         help='every K-th subgroup is updated on the device; "auto": by the model',
     )
@@ -78,6 +85,13 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", action="store_true", help="print the equations with their numbers, too")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens per second")
     parser.add_argument("--trace", metavar="FILE", help="write the recommended plan's timeline for ui.perfetto.dev")
+
+
+def _update_stride(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'update_stride={text!r} must be an integer >= 1 or "auto"') from None
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,11 +16,12 @@ from zenflow_compile.measured import hardware_of
 from zenflow_compile.options import Options
 from zenflow_compile.plan_report import print_prediction
 from zenflow_compile.planning import hardware as machines
-from zenflow_compile.planning import models
+from zenflow_compile.planning.forecast import final_at_step
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.predict import Prediction, predict, question, timeline
+from zenflow_compile.planning.models import flops_per_token
+from zenflow_compile.predict import Prediction, predict, timeline
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+from zenflow_compile.question import question
 from zenflow_compile.validate import check_positive
 
 _KNOBS = (
@@ -48,8 +49,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 0
     console = Console()
     print_prediction(prediction, console)
-    for line in _explained(options, prediction).get("explained", ()):
-        console.print(Text(line))
+    _print_explained(_explained(options, prediction), console)
     return 0
 
 
@@ -64,8 +64,11 @@ def _predict(options: argparse.Namespace) -> Prediction:
         _model(options),
         _hardware(options),
         tokens=options.tokens,
+        sequence=options.sequence,
+        dtype=options.dtype,
         devices=options.devices,
         policy=options.policy,
+        implicit=options.implicit,
         recompute=options.recompute,
         epoch_tokens=options.epoch_tokens,
         device_bytes=options.device_bytes,
@@ -75,16 +78,19 @@ def _predict(options: argparse.Namespace) -> Prediction:
     return predict(asked)
 
 
-def _model(options: argparse.Namespace) -> str | ModelShape:
+def _model(options: argparse.Namespace) -> str | Path | float:
     if options.params is not None:
-        return models.of_size(int(check_positive("--params", options.params)))
-    if options.config is not None:
-        return models.from_config(options.config)
-    return str(options.model)
+        return check_positive("--params", options.params)
+    return str(options.model) if options.config is None else Path(options.config)
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
     if options.doctor_json is None and options.hardware != "measured":
+        if options.flops is not None:
+            raise ValueError(
+                f"--flops={options.flops} goes with --hardware measured or --doctor-json; "
+                f"--hardware {options.hardware} has a speed of its own: leave --flops out"
+            )
         return machines.hardware(options.hardware)
     flops = None if options.flops is None else check_positive("--flops", options.flops)
     findings = _measure(options.nvme_path) if options.doctor_json is None else _findings(options.doctor_json)
@@ -108,24 +114,38 @@ def _findings(path: str) -> Mapping[str, Any]:
 
 
 def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentParser) -> None:
-    best = prediction.recommended or prediction.forecasts[0]
+    chosen = Options.from_keywords(**prediction.shown.options)
     try:
-        write_chrome_trace([timeline(prediction.question, Options.from_keywords(**best.options))], path)
+        write_chrome_trace([timeline(prediction.question, chosen)], path)
     except OSError as error:
         parser.error(f"--trace {path} cannot be written: {error.strerror}; choose another place")
 
 
-def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, tuple[str, ...]]:
+def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
+    """What ``--explain`` adds: the equations, and the interval of ``zenflow`` from which on nothing waits."""
     if not options.explain:
         return {}
     from zenflow_compile.planning import perfmodel  # imports sympy
     from zenflow_compile.planning.shares import Knobs
 
     asked = prediction.question
-    best = prediction.recommended or prediction.forecasts[0]
-    chosen = Options.from_keywords(**best.options)
+    chosen = Options.from_keywords(**prediction.shown.options)
     knobs = Knobs.of(
-        chosen, final_at_step=chosen.max_grad_norm is not None, weight_bytes=asked.model.params[0].dtype.itemsize
+        chosen,
+        final_at_step=final_at_step(chosen, implicit=asked.implicit),
+        weight_bytes=asked.model.params[0].dtype.itemsize,
     )
-    flops = models.flops_per_token(asked.model, asked.model.context) * asked.tokens
-    return {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}
+    flops = flops_per_token(asked.model) * asked.tokens
+    explained = {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}
+    if chosen.policy != "zenflow":
+        return explained
+    smallest = perfmodel.smallest_interval(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    return explained | {"smallest_interval": smallest}
+
+
+def _print_explained(explained: Mapping[str, Any], console: Console) -> None:
+    for line in explained.get("explained", ()):
+        console.print(Text(line))
+    if "smallest_interval" in explained:
+        none = "none, since no window is long enough; raise topk_ratio, or the tokens of a step"
+        console.print(Text(f"smallest stall-free update_interval: {explained['smallest_interval'] or none}"))

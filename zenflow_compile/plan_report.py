@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zenflow_compile.planning.forecast import Forecast
-from zenflow_compile.predict import SOME_DISK, Prediction
+from zenflow_compile.predict import Prediction
+from zenflow_compile.question import SOME_DISK, Question
 
 _NOTHING = "-"
 _WIDTH = 60  # of tables at least, so that their captions fit
@@ -20,32 +21,40 @@ _WIDTH = 60  # of tables at least, so that their captions fit
 def print_prediction(prediction: Prediction, console: Console) -> None:
     """Print all of it; widths follow ``console``."""
     asked = prediction.question
-    devices = "1 device" if asked.hardware.devices == 1 else f"{asked.hardware.devices} devices"
-    console.print(
-        f"{asked.model.name}, {asked.model.numel / 1e9:.2f}e9 parameters, on {asked.hardware.name}, {devices}, "
-        f"{asked.tokens} tokens per device and step",
-        style="bold",
-        highlight=False,
-    )
+    console.print(heading(asked), style="bold", highlight=False)
+    if asked.note is not None:
+        console.print(Text(asked.note))
     console.print(times(prediction.forecasts, hours=asked.epoch_tokens is not None))
     console.print(memory(prediction.forecasts))
-    best = prediction.recommended
-    if best is None:
-        nearest = min(prediction.forecasts, key=lambda each: sum(each.shortages.values()))
-        console.print(breakdown(nearest, prediction))
-        console.print(Text(f"Nothing fits. {nearest.label} comes nearest, GB it lacks: {_missing(nearest)}."))
+    shown = prediction.shown
+    console.print(breakdown(shown, prediction))
+    if prediction.recommended is None:
+        console.print(Text(f"Nothing fits. {shown.title} comes nearest, GB it lacks: {_missing(shown)}."))
         return
-    console.print(breakdown(best, prediction))
-    console.print(Text(f"Fastest that fits: {best.label}. Options to pass to ZenFlowAdamW or torch.compile:"))
-    console.print(Text(json.dumps(best.options, indent=4)))
-    if best.options.get("nvme_path") == SOME_DISK:
+    where = "torch.compile" if asked.implicit else "ZenFlowAdamW"
+    console.print(Text(f"Fastest that fits: {shown.title}. Options to pass to {where}:"))
+    console.print(Text(json.dumps(shown.options, indent=4)))
+    if shown.options.get("nvme_path") == SOME_DISK:
         console.print(Text("nvme_path stands for a directory on a local disk."))
+    if prediction.exactness is not None:
+        console.print(Text(prediction.exactness))
+
+
+def heading(asked: Question) -> str:
+    """What is predicted, in a sentence."""
+    devices = "1 device" if asked.hardware.devices == 1 else f"{asked.hardware.devices} devices"
+    sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
+    form = "without" if asked.implicit else "with"
+    return (
+        f"{asked.model.name}, {asked.model.numel / 1e9:.2f}e9 parameters in {asked.dtype}, on {asked.hardware.name}, "
+        f"{devices}, {asked.tokens} tokens per device and step{sequences}, {form} an optimizer object"
+    )
 
 
 def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
     """Time and traffic, a row per policy."""
     table = Table(title="Predicted time", title_justify="left", min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy")
     for column in ("step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
         table.add_column(column, justify="right", no_wrap=True)
     for each in forecasts:
@@ -53,8 +62,12 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
         cells += [f"{each.traffic + each.state:.2f}", f"{each.tokens_per_s:.0f}"]
         if each.hours is not None:
             cells.append(f"{each.hours:.3g}")
-        table.add_row(each.label, *cells, style=_style(each))
-    table.caption = "Host: its updates. Moves: traffic in model sizes per step, streamed state included."
+        table.add_row(each.title, *cells, style=_style(each))
+    table.caption = (
+        "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
+        "which its workers update, together, not added up. Moves: traffic in model sizes per step, streamed state "
+        "included."
+    )
     table.caption_justify = "left"
     return table
 
@@ -69,7 +82,7 @@ def memory(forecasts: Sequence[Forecast]) -> Table:
     for each in forecasts:
         needs = (each.needs.device, each.needs.host, each.needs.disk)
         fits = "yes" if each.fits else f"no: {_missing(each)} missing"
-        table.add_row(each.label, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
+        table.add_row(each.title, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
     table.caption = "Of one device, and of the node. Activations are an estimate."
     table.caption_justify = "left"
     return table
@@ -78,7 +91,7 @@ def memory(forecasts: Sequence[Forecast]) -> Table:
 def breakdown(each: Forecast, prediction: Prediction) -> Table:
     """What one policy needs, item by item, beside what there is."""
     hardware = prediction.question.hardware
-    table = Table(title=f"Memory of {each.label}, GB", title_justify="left", show_header=False, box=None)
+    table = Table(title=f"Memory of {each.title}, GB", title_justify="left", show_header=False, box=None)
     places = (
         ("device", each.needs.device, hardware.device_bytes),
         ("host", each.needs.host, hardware.host_bytes),

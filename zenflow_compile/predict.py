@@ -5,44 +5,20 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zenflow_compile.options import POLICIES, Options
-from zenflow_compile.planning import hardware as machines
-from zenflow_compile.planning import models
+from zenflow_compile.options import Options
 from zenflow_compile.planning.auto import compare, recommended, resolve_stride
-from zenflow_compile.planning.forecast import Forecast, forecast
+from zenflow_compile.planning.forecast import Forecast, final_at_step, forecast
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.planning.policies import make_plan
 from zenflow_compile.planning.simulate import simulate as simulate_plan
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.validate import check_choice, check_flag, check_integer, check_positive
-
-SOME_DISK = "/path/on/a/local/disk"
-"""Stands for ``nvme_path`` in a prediction, where nothing is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked, checked: a run of ``model`` on ``hardware``.
-
-    Attributes:
-        hardware: with the devices and the memory that are in use.
-        policy: one, or ``"auto"`` for all.
-        options: of the run; under ``"auto"`` the knobs that all policies share.
-        tokens: per device and step; epoch_tokens: of an epoch, over all devices.
-    """
-
-    model: ModelShape
-    hardware: Hardware
-    policy: str
-    options: Options
-    tokens: int
-    recompute: bool
-    epoch_tokens: float | None
+from zenflow_compile.question import SOME_DISK, Question, question
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +29,66 @@ class Prediction:
     forecasts: tuple[Forecast, ...]
     recommended: Forecast | None
 
+    @property
+    def shown(self) -> Forecast:
+        """What is broken down, explained and traced: the recommended one, or the one that comes nearest to fitting."""
+        return self.recommended or min(self.forecasts, key=lambda each: each.missing_bytes)
+
+    @property
+    def exactness(self) -> str | None:
+        """In which way the recommended run differs from AdamW; None where it does not."""
+        best = self.recommended
+        if best is None or best.policy != "zenflow" or not best.traffic:
+            return None
+        options = Options.from_keywords(**best.options)
+        most = "up to " if options.update_interval == "auto" else ""
+        window = f"once per window of {most}{options.longest_window} steps"
+        departures = (
+            (options.longest_window > 1, window, "update_interval=1"),
+            (options.staleness > 0, "a step late", "staleness=0"),
+            (options.gradient_compression is not None, "by rounded gradients", "gradient_compression=None"),
+        )
+        ways = ", ".join(how for departs, how, _ in departures if departs)
+        remedies = " and ".join(remedy for departs, _, remedy in departures if departs)
+        return f"Not exactly AdamW: what is not selected is updated {ways}. Exact with {remedies}." if ways else None
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: bytes, seconds, tokens per second."""
+        """Plain data: bytes, seconds, tokens per second. Options name no directory that was not given."""
         asked = self.question
+        best = self.recommended
+        notes = [asked.note, self.exactness]
+        if best is not None and best.options.get("nvme_path") == SOME_DISK:
+            notes.append("nvme_path has to be added to the recommended options: a directory on a local disk.")
         return {
             "model": asked.model.name,
             "parameters": asked.model.numel,
+            "dtype": asked.dtype,
             "hardware": asked.hardware.name,
             "devices": asked.hardware.devices,
             "tokens": asked.tokens,
-            "policies": [each.as_dict() for each in self.forecasts],
-            "recommended": None if self.recommended is None else self.recommended.options,
+            "sequence": asked.model.context,
+            "implicit": asked.implicit,
+            "policies": [each.as_dict() | {"options": _given(each.options)} for each in self.forecasts],
+            "recommended": None if best is None else _given(best.options),
+            "notes": [note for note in notes if note is not None],
         }
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the directory that stands for one."""
+    return {name: value for name, value in options.items() if (name, value) != ("nvme_path", SOME_DISK)}
+
+
 def plan(
-    model: str | ModelShape,
+    model: str | Path | float | ModelShape,
     hardware: str | Hardware,
     *,
     tokens: int = 8192,
+    sequence: int | None = None,
+    dtype: str | None = None,
     devices: int | None = None,
     policy: str = "auto",
+    implicit: bool = False,
     recompute: bool = False,
     epoch_tokens: float | None = None,
     device_bytes: float | None = None,
@@ -83,19 +98,26 @@ def plan(
     """Predict memory, time and traffic of every policy, and which is the fastest that fits.
 
     Args:
-        model: a name, the path of a Hugging Face ``config.json``, or a shape.
+        model: a name, the path of a Hugging Face ``config.json``, a number of parameters, or a shape.
         hardware: a name, or numbers.
         tokens: per device and step.
-        devices: in use, of the node's; None takes all.
+        sequence: of them, those of a sequence, which attention runs over; None takes the model's context, or all
+            ``tokens`` where these are fewer.
+        dtype: of the weights, ``"bf16"``, ``"fp16"`` or ``"fp32"``; None takes the model's own, bf16 where it has none.
+        devices: in use, of the node's; None takes all. Of several each owns an equal share of the optimizer state,
+            which this version predicts and does not run.
         policy: one, or ``"auto"`` for all.
+        implicit: the update runs in the backward, as without an optimizer object; else gradients are final at
+            ``step()``, which leaves the host the next forward. ``max_grad_norm`` makes both alike.
         recompute: activations are computed again in the backward.
         epoch_tokens: of an epoch, over all devices, for its hours.
         device_bytes, host_bytes: memory of a device, of the node; None takes the hardware's.
         options: knobs of ``ZenFlowAdamW``.
 
     Returns:
-        ``model``, ``parameters``, ``hardware``, ``devices``, ``tokens``; ``policies``, a dict per policy with the
-        fields of ``planning.forecast.Forecast``; and ``recommended``, options to pass on, or None if nothing fits.
+        ``model``, ``parameters``, ``dtype``, ``hardware``, ``devices``, ``tokens``, ``sequence``, ``implicit``;
+        ``policies``, a dict per policy with the fields of ``planning.forecast.Forecast``; ``recommended``, options to
+        pass on, or None if nothing fits; and ``notes``, sentences on what the recommended run is not, or still needs.
 
     Raises:
         TypeError: a value is of the wrong type, or an option is unknown.
@@ -105,8 +127,11 @@ def plan(
         model,
         hardware,
         tokens=tokens,
+        sequence=sequence,
+        dtype=dtype,
         devices=devices,
         policy=policy,
+        implicit=implicit,
         recompute=recompute,
         epoch_tokens=epoch_tokens,
         device_bytes=device_bytes,
@@ -117,12 +142,15 @@ def plan(
 
 
 def simulate(
-    model: str | ModelShape,
+    model: str | Path | float | ModelShape,
     hardware: str | Hardware,
     *,
     tokens: int = 8192,
+    sequence: int | None = None,
+    dtype: str | None = None,
     steps: int | None = None,
     devices: int | None = None,
+    implicit: bool = False,
     recompute: bool = False,
     **options: Any,
 ) -> Recording:
@@ -133,40 +161,20 @@ def simulate(
         options: knobs of ``ZenFlowAdamW``, with a ``policy`` other than ``"auto"``. Others as for ``plan``, and so
             are the errors.
     """
-    asked = question(model, hardware, tokens=tokens, devices=devices, recompute=recompute, **options)
+    asked = question(
+        model,
+        hardware,
+        tokens=tokens,
+        sequence=sequence,
+        dtype=dtype,
+        devices=devices,
+        implicit=implicit,
+        recompute=recompute,
+        **options,
+    )
     if asked.policy == "auto":
         raise ValueError('policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends')
     return timeline(asked, resolve_stride(asked.options, asked.hardware), steps=steps)
-
-
-def question(
-    model: str | ModelShape,
-    hardware: str | Hardware,
-    *,
-    tokens: int,
-    devices: int | None = None,
-    policy: str = "zenflow",
-    recompute: bool = False,
-    epoch_tokens: float | None = None,
-    device_bytes: float | None = None,
-    host_bytes: float | None = None,
-    **options: Any,
-) -> Question:
-    """Check everything; arguments and errors as ``plan`` has them."""
-    check_choice("policy", policy, POLICIES)
-    if epoch_tokens is not None:
-        check_positive("epoch_tokens", epoch_tokens)
-    shape = _model(model) if isinstance(model, str) else model
-    machine = machines.hardware(hardware) if isinstance(hardware, str) else hardware
-    return Question(
-        model=shape,
-        hardware=_in_use(machine, devices, device_bytes, host_bytes),
-        policy=policy,
-        options=_options(policy, machine, options),
-        tokens=check_integer("tokens", tokens, 1),
-        recompute=check_flag("recompute", recompute),
-        epoch_tokens=epoch_tokens,
-    )
 
 
 def predict(asked: Question) -> Prediction:
@@ -177,6 +185,7 @@ def predict(asked: Question) -> Prediction:
             asked.hardware,
             asked.model,
             tokens=asked.tokens,
+            implicit=asked.implicit,
             recompute=asked.recompute,
             epoch_tokens=asked.epoch_tokens,
         )
@@ -187,6 +196,7 @@ def predict(asked: Question) -> Prediction:
                 asked.hardware,
                 asked.model,
                 tokens=asked.tokens,
+                implicit=asked.implicit,
                 recompute=asked.recompute,
                 epoch_tokens=asked.epoch_tokens,
             )
@@ -202,42 +212,8 @@ def timeline(asked: Question, options: Options, *, steps: int | None = None) -> 
         asked.model,
         tokens=asked.tokens,
         steps=steps,
-        final_at_step=options.max_grad_norm is not None,
+        final_at_step=final_at_step(options, implicit=asked.implicit),
         overlap=options.overlap_step,
         recompute=asked.recompute,
         workers=options.workers,
     )
-
-
-def _model(name: str) -> ModelShape:
-    """A named model; or one in a file, if the name looks like a path."""
-    if Path(name).suffix == ".json" or Path(name).exists():
-        return models.from_config(name)
-    return models.model(name)
-
-
-def _in_use(machine: Hardware, devices: int | None, device_bytes: float | None, host_bytes: float | None) -> Hardware:
-    remedy = f": {machine.name!r} has no more; leave it at None to use all" if devices else ""
-    count = machine.devices if devices is None else check_integer("devices", devices, 1, machine.devices, remedy=remedy)
-    return replace(
-        machine,
-        devices=count,
-        device_bytes=machine.device_bytes if device_bytes is None else check_positive("device_bytes", device_bytes),
-        host_bytes=machine.host_bytes if host_bytes is None else check_positive("host_bytes", host_bytes),
-    )
-
-
-def _options(policy: str, machine: Hardware, options: dict[str, Any]) -> Options:
-    named = dict(options)
-    if policy != "auto":
-        named["policy"] = policy
-    in_files = policy in ("auto", "zero_infinity") or named.get("offload_device") == "nvme"
-    if in_files and machine.disk_read is not None:
-        named.setdefault("nvme_path", SOME_DISK)
-    elif in_files and policy != "auto" and "nvme_path" not in named:
-        what = f"policy={policy!r}" if policy == "zero_infinity" else "offload_device='nvme'"
-        raise ValueError(
-            f"hardware={machine.name!r} has no disk_read and disk_write, and {what} keeps state in files; choose "
-            "hardware with a disk, or keep state in memory"
-        )
-    return Options.from_keywords(**named)

@@ -74,10 +74,11 @@ def choose(
     found = compare(options, hardware, model or shape_of(specs), tokens=tokens, recompute=recompute)
     if (best := recommended(found)) is not None:
         return Options.from_keywords(**best.options)
-    size, memory, label = min(_worst(each) for each in found)
+    near = min(found, key=lambda each: each.missing_bytes)
+    lacks = " and ".join(f"{size / 1e9:.3g} GB of {memory} memory" for memory, size in near.shortages.items())
     raise ValueError(
-        f"no policy fits {hardware.name!r}: {label} comes nearest and lacks {size / 1e9:.3g} GB of {memory} memory; "
-        "use fewer tokens per step, recompute activations, give nvme_path for state in files, or take a smaller model"
+        f"no policy fits {hardware.name!r}: {near.title} comes nearest and lacks {lacks}; use fewer tokens "
+        "per step, recompute activations, give nvme_path for state in files, or take a smaller model"
     )
 
 
@@ -88,6 +89,7 @@ def compare(
     *,
     tokens: int,
     recompute: bool = False,
+    implicit: bool = False,
     epoch_tokens: float | None = None,
 ) -> list[Forecast]:
     """A forecast of every policy and mixture, the simplest first; of one with several settings the best that fits.
@@ -104,6 +106,7 @@ def compare(
                 model,
                 tokens=tokens,
                 recompute=recompute,
+                implicit=implicit,
                 epoch_tokens=epoch_tokens,
                 label=label,
             )
@@ -154,11 +157,6 @@ def _fits(options: Options, hardware: Hardware, model: ModelShape, tokens: int, 
     plan = make_plan(model.params, options)
     needs = needs_of(plan, model, devices=hardware.devices, tokens=tokens, recompute=recompute)
     return not needs.shortages(hardware)
-
-
-def _worst(each: Forecast) -> tuple[int, str, str]:
-    memory, size = max(each.shortages.items(), key=lambda item: item[1])
-    return size, memory, each.label
 
 
 def shape_of(specs: Sequence[ParamSpec]) -> ModelShape:

@@ -20,11 +20,12 @@ class Forecast:
     """Predicted numbers of one policy with its knobs.
 
     Attributes:
-        label: the policy, and what is mixed in.
+        label: the policy, and what is mixed in; ``title`` adds the numbers that were chosen for it.
         options: what differs from the defaults, and the policy: the block to paste.
         needs: bytes by item; shortages: bytes that are missing, by memory; empty where it fits.
         step_s, stall_s: a step, and the time in it that the device waits, in seconds.
-        host_update_s: time per step in which the host updates.
+        host_update_s: seconds per step in which the host's workers update. They work together and count once: the
+            summary of a recording, which adds up its workers, has as many times that as there are workers.
         traffic: gradients and weights that cross per step, in model sizes; state: likewise what is streamed.
         disk_bytes: read and written per step by the node.
         tokens_per_s: of all devices. hours: for an epoch; None where its length was not given.
@@ -53,6 +54,23 @@ class Forecast:
         """Whether every memory is large enough."""
         return not self.shortages
 
+    @property
+    def missing_bytes(self) -> int:
+        """What all memories together lack. Where nothing fits, the forecast that lacks least comes nearest."""
+        return sum(self.shortages.values())
+
+    @property
+    def title(self) -> str:
+        """The label with ``ratio``, ``update_stride`` and spare GB, where not the default: ``twinflow 0.5``."""
+        settings = []
+        if self.policy in ("twinflow", "deep_optimizer_states") and "ratio" in self.options:
+            settings.append(f"{self.options['ratio']:g}")
+        if self.policy in ("zenflow", "deep_optimizer_states") and "update_stride" in self.options:
+            settings.append(str(self.options["update_stride"]) if self.state else "none")
+        if self.policy == "zenflow" and "spare_device_bytes" in self.options:
+            settings.append(f"{self.options['spare_device_bytes'] / 1e9:.3g} GB")
+        return " ".join([self.label, ", ".join(settings)]).rstrip()
+
 
 def forecast(
     options: Options,
@@ -61,6 +79,7 @@ def forecast(
     *,
     tokens: int,
     recompute: bool = False,
+    implicit: bool = False,
     epoch_tokens: float | None = None,
     label: str | None = None,
 ) -> Forecast:
@@ -70,6 +89,7 @@ def forecast(
         options: with ``update_stride`` resolved, see ``auto.resolve_stride``.
         tokens: per device and step.
         recompute: activations are computed again in the backward.
+        implicit: the update runs in the backward, as it does without an optimizer object.
         epoch_tokens: of an epoch, over all devices.
         label: what to call it; None takes the policy.
 
@@ -82,7 +102,7 @@ def forecast(
         hardware,
         model,
         tokens=tokens,
-        final_at_step=options.max_grad_norm is not None,
+        final_at_step=final_at_step(options, implicit=implicit),
         overlap=options.overlap_step,
         recompute=recompute,
         workers=options.workers,
@@ -105,6 +125,11 @@ def forecast(
         tokens_per_s=rate,
         hours=None if epoch_tokens is None else epoch_tokens / rate / _S_PER_HOUR,
     )
+
+
+def final_at_step(options: Options, *, implicit: bool) -> bool:
+    """Whether gradients are final only after the whole backward: for an optimizer object, and for a global norm."""
+    return not implicit or options.max_grad_norm is not None
 
 
 def changed(options: Options) -> dict[str, Any]:

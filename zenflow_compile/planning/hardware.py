@@ -267,6 +267,6 @@ def hardware(name: str) -> Hardware:
     if name not in HARDWARE:
         raise ValueError(
             f"hardware={name!r} is not known{nearest(name, HARDWARE) or '.'} There are {', '.join(HARDWARE)}; "
-            '"measured" stands for this machine'
+            'on the command line, "measured" stands for this machine'
         )
     return HARDWARE[name]

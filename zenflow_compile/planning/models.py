@@ -229,7 +229,7 @@ def model(name: str, dtype: torch.dtype = BFLOAT16) -> ModelShape:
     if name not in MODELS:
         raise ValueError(
             f"model={name!r} is not known{nearest(name, MODELS) or '.'} There are {', '.join(MODELS)}; "
-            "a path to a config.json, or a number of parameters, does as well"
+            "the path of a config.json does as well, and so does a number of parameters (--params on the command line)"
         )
     configuration, source = MODELS[name]
     return configuration.shape(name, source, dtype)
@@ -292,7 +292,7 @@ def _count(configuration: _Llama) -> int:
     return configuration.layers * block + configuration.hidden * (2 * configuration.vocabulary + 1)
 
 
-def from_config(path: str | Path, dtype: torch.dtype = BFLOAT16) -> ModelShape:
+def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShape:
     """The model of a Hugging Face ``config.json``, or of a folder that has one: Llama, Mistral, Qwen2 or GPT-2.
 
     Raises:
@@ -310,6 +310,7 @@ def from_config(path: str | Path, dtype: torch.dtype = BFLOAT16) -> ModelShape:
             f"model_type={kind!r} in {file} must be one of {', '.join(_KINDS)}; "
             "plan another kind of model by its number of parameters"
         )
+    dtype = dtype or BFLOAT16
     config = _Config(given, file)
     name = file.parent.name or kind
     if kind == "gpt2":

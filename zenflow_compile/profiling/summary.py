@@ -52,7 +52,8 @@ class Summary(TypedDict):
             time of each kind of compute; None for a kind without events.
         slack_by_block: per block of the model the time that host updates had and took, see ``BlockSlack``; the block
             with the smallest margin first.
-        host_update_ms_per_step: busy time of the workers, summed over workers.
+        host_update_ms_per_step: busy time of all workers together: where two update at the same time, both count. What
+            ``planning.forecast`` calls host_update_s counts such time once.
         hidden_fraction: share of the workers' host-update time, within measured time and as a union per
             worker, that did not coincide with a wait on the compute lane.
         workers: worker lanes with at least one event.
