@@ -115,7 +115,8 @@ class Options:
             keeps what was rounded away for the next step; None sends them in the model's dtype.
         ratio: Share, in [0, 1], of the optimizer state that policies ``"twinflow"`` and ``"deep_optimizer_states"``
             keep off the device (DeepSpeed's ``offload_optimizer.ratio``); the others ignore it.
-        sub_group_size: Elements, >= 1, of the groups of whole parameters that updates are interleaved by.
+        sub_group_size: Elements, >= 1, of the groups of whole parameters that updates are interleaved by. None: 100
+            million, or what divides the state that is the host's into four strides' worth of groups, if that is less.
         update_stride: Every so many subgroups, >= 1, one is updated on the device, with state that is streamed there
             from host memory and back: 1 updates all of them there, 2 every other one. ``"auto"`` takes it from the
             performance model and rates that are measured once, before the first step. None: no streaming, and
@@ -161,7 +162,7 @@ class Options:
     accumulate_on_device: bool = False
     gradient_compression: str | None = None
     ratio: float = 1.0
-    sub_group_size: int = 100_000_000
+    sub_group_size: int | None = None
     update_stride: int | Literal["auto"] | None = None
     offload_device: str = "cpu"
     nvme_path: str | None = None
@@ -177,7 +178,6 @@ class Options:
             "select_strategy": check_choice("select_strategy", self.select_strategy, SELECT_STRATEGIES),
             "host_kernel": check_choice("host_kernel", self.host_kernel, HOST_KERNELS),
             "offload_device": check_choice("offload_device", self.offload_device, OFFLOAD_DEVICES),
-            "sub_group_size": check_integer("sub_group_size", self.sub_group_size, 1),
             "weight_grad_order": check_choice("weight_grad_order", self.weight_grad_order, WEIGHT_GRAD_ORDERS),
             "max_update_interval": check_integer("max_update_interval", self.max_update_interval, 1),
             "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
@@ -195,7 +195,7 @@ class Options:
         if self.update_stride not in ("auto", None):
             checked["update_stride"] = check_integer("update_stride", self.update_stride, 1, remedy=' or "auto"')
         integers = ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes", "host_window_bytes")
-        for name in ("tokens_per_step", *integers):
+        for name in ("tokens_per_step", "sub_group_size", *integers):
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_integer(name, value, 1, remedy=" or None")
         if self.min_update_interval is not None:

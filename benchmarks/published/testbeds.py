@@ -23,6 +23,9 @@ H100_RATES = {"cpu_update": 2e9, "gpu_update": 25e9, "link": 55e9 / 4, "cpu_down
 UNPINNED = 2.5e9
 """Bytes/s at which gradients reach the host through an unpinned temporary: Deep Optimizer States, text to Table 1."""
 
+SUB_GROUP = 100_000_000
+"""Elements of a subgroup in the runs of Deep Optimizer States."""
+
 _NS = 1e9
 
 
@@ -101,13 +104,13 @@ def phases(
     """A simulated step of a policy whose windows close in every step.
 
     Args:
-        name: of a model. options: of the policy.
+        name: of a model. options: of the policy; subgroups are the published ones.
         tokens: per device, in sequences of ``context``.
         final_at_step: updates begin after the whole backward, as DeepSpeed's do.
         workers: threads per device; by default all its cores but two.
     """
     shape = replace(model(name), context=context)
-    plan = make_plan(shape.params, Options(**options))
+    plan = make_plan(shape.params, Options(sub_group_size=SUB_GROUP, **options))
     recording = simulate(
         plan, node, shape, tokens=tokens, steps=1, final_at_step=final_at_step, recompute=recompute, workers=workers
     )

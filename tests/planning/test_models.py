@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zenflow_compile.planning.dtypes import FLOAT32
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.models import MODELS, flops_per_token, from_config, model, of_size
 from zenflow_compile.planning.policies import repeated_blocks
 
@@ -147,6 +148,58 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("not json")
     with pytest.raises(ValueError, match="cannot be read"):
         from_config(tmp_path)
+
+
+def test_a_gpt2_configuration_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+    shape = from_config(written(tmp_path, GPT2 | {"tie_word_embeddings": False}))
+    assert shape.numel == 124_439_808 + 50257 * 768
+    assert shape.lookups == (50257 + 1024) * 768
+    assert shape.tied is None
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float16", FLOAT16), (None, BFLOAT16)]
+)
+def test_weights_are_of_the_configurations_dtype(key: str, value: str | None, dtype: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMA | {key: value})
+    assert {spec.dtype for spec in from_config(path).params} == {dtype}
+    assert {spec.dtype for spec in from_config(path, dtype=FLOAT16).params} == {FLOAT16}
+
+
+@pytest.mark.parametrize("value", ["auto", "float8_e4m3fn", 16])
+def test_another_dtype_is_refused(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config.json: torch_dtype=.* must be one of float32, bfloat16, float16"):
+        from_config(written(tmp_path, LLAMA | {"torch_dtype": value}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA | {"num_attention_heads": 8192}, "num_attention_heads=8192 must be a divisor of hidden_size=4096"),
+        (LLAMA | {"num_attention_heads": 24}, "num_attention_heads=24 must be a divisor of hidden_size=4096"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads=5 must be a divisor of num_attention_heads=32"),
+        (LLAMA | {"num_key_value_heads": 64}, "num_key_value_heads=64 must be a divisor of num_attention_heads=32"),
+        (LLAMA | {"head_dim": -64}, "head_dim=-64 must be an integer >= 1"),
+        (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts=8 must be absent: of a mixture of experts there is no"),
+        (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "model_type='mixtral' .*; of a mixture of experts"),
+        (GPT2 | {"n_head": 7}, "n_head=7 must be a divisor of n_embd=768"),
+        (GPT2 | {"n_inner": 0}, "n_inner=0 must be an integer >= 1"),
+    ],
+)
+def test_what_makes_no_model_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_config(written(tmp_path, config))
+
+
+def test_embeddings_are_parameters() -> None:
+    shape = model("qwen2.5-1.5b")
+    assert (shape.embeddings, shape.tied) == (("embed_tokens.weight",), "embed_tokens.weight")
+    with pytest.raises(ValueError, match=r"embeddings=\['wte'\] of 'qwen2.5-1.5b' must be names of its params"):
+        replace(shape, embeddings=("wte",), tied=None)
+    with pytest.raises(ValueError, match=r"tied='norm.weight' of 'qwen2.5-1.5b' must be one of its embeddings"):
+        replace(shape, tied="norm.weight")
 
 
 # Sizes.

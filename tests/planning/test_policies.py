@@ -79,6 +79,34 @@ def test_blocks_repeat_whatever_the_shapes() -> None:
         assert 0 <= start < stop <= len(shapes)
 
 
+def by_counting(shapes: Shapes) -> tuple[int, int, int] | None:
+    """The definition: the longest repetition, of these the shortest period, of these the earliest."""
+    best = None
+    for period in range(2, len(shapes) // 2 + 1):
+        run = 0
+        for index in range(len(shapes) - period):
+            run = run + 1 if shapes[index] == shapes[index + period] else 0
+            length = (1 + run // period) * period
+            if length > period and (best is None or length > best[2] - best[0]):
+                best = (index + 1 - run, period, index + 1 - run + length)
+    return best
+
+
+def test_the_longest_repetition_is_found() -> None:
+    rng = random.Random(4)
+    for _ in range(2000):
+        kinds = rng.randint(1, 4)
+        shapes: Shapes = [(rng.randint(1, kinds),) for _ in range(rng.randint(0, 30))]
+        if rng.random() < 0.5:
+            shapes = [*shapes[:3], *shapes[3:9] * rng.randint(1, 5), *shapes[9:]]
+        assert repeated_blocks(shapes) == by_counting(shapes), shapes
+
+
+def test_blocks_of_many_experts() -> None:
+    block: Shapes = [*[(64, 64)] * 4, *[(768, 64), (768, 64), (64, 768)] * 128, (64,), (64,)]
+    assert repeated_blocks([(300, 64), *block * 48, (64,), (300, 64)]) == (1, 390, 1 + 390 * 48)
+
+
 # Policies.
 
 
@@ -179,7 +207,7 @@ def test_twinflows_share_is_exact_to_a_line(policy: str) -> None:
         shapes.insert(0, (rng.randint(1, 50),))  # stays on the device, and counts
         sizes = [spec.numel for spec in specs(shapes)]
         ratio = rng.random()
-        stride = {"update_stride": 2} if policy != "twinflow" else {}
+        stride = {"update_stride": 2, "sub_group_size": 10**8} if policy != "twinflow" else {}
         plan = plan_of(shapes, policy=policy, ratio=ratio, min_offload_size=1, **stride)
         missing = max(round((1 - ratio) * sum(sizes)), sizes[0]) - resident_elements(plan)
         places = list(plan.params[1:])
@@ -223,6 +251,24 @@ def test_every_kth_subgroup_is_streamed(stride: int, size: int) -> None:
         streamed = param.subgroup % stride == stride - 1
         assert param.placement is (Placement.HOST_INTERLEAVED if streamed else Placement.HOST)
         assert (param.interleaved, param.offloaded, param.blocking) == (streamed, not streamed, not streamed)
+
+
+@pytest.mark.parametrize(("stride", "together"), [(1, 10), (2, 5), (3, 3), (5, 2), (7, 1), (1000, 1)])
+def test_a_small_model_has_four_strides_of_subgroups(stride: int, together: int) -> None:
+    """40 equal parameters on the host: 40 / (4 x stride) of them are a subgroup, rounded down, one at least."""
+    shapes: Shapes = [(64,), *[(64, 64)] * 40]
+    plan = plan_of(shapes, policy="deep_optimizer_states", update_stride=stride)
+    assert [param.subgroup for param in plan.params] == [None, *(index // together for index in range(40))]
+    streamed = sum(param.interleaved for param in plan.params)
+    assert streamed == sum(index // together % stride == stride - 1 for index in range(40))
+
+
+def test_subgroups_of_a_large_model_have_100_million_elements() -> None:
+    shapes: Shapes = [(3000, 10_000)] * 100  # three are 90 million
+    plan = plan_of(shapes, policy="deep_optimizer_states", update_stride=2)
+    assert [param.subgroup for param in plan.params] == [index // 3 for index in range(100)]
+    half = plan_of(shapes, policy="deep_optimizer_states", update_stride=2, ratio=0.2)  # 600 million are the host's
+    assert [param.subgroup for param in half.params[:20]] == [index // 2 for index in range(20)]
 
 
 def test_subgroups_go_on_counting_when_parameters_are_added() -> None:

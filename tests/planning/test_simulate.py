@@ -199,13 +199,13 @@ def test_state_in_files_is_read_ahead_updated_and_written_back() -> None:
 
 
 def test_what_is_not_written_yet_keeps_its_space() -> None:
-    """Two of three fit. The step before is still writing the last layer, and then the first one is in the way."""
+    """Two of three fit, and the step before is still writing. Every second step goes like this, the others in turn."""
     model = layers(3)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=24_000_000)
     recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, final_at_step=True)
-    writes = [("layer2", 4.0, 10.0), ("layer0", 11.0, 17.0), ("layer2", 18.0, 24.0)]
+    writes = [("layer2", 5.0, 11.0), ("layer0", 11.0, 17.0), ("layer2", 18.0, 24.0)]
     assert spans(recording, "disk", "write", 1) == writes
-    assert spans(recording, "disk", "read", 1) == [("layer1", 17.0, 18.0)]
+    assert spans(recording, "disk", "read", 1) == [("layer0", 4.0, 5.0), ("layer1", 17.0, 18.0)]
     updates = [("layer0", 10.0, 11.0), ("layer2", 11.0, 12.0), ("layer1", 18.0, 19.0)]
     assert spans(recording, "worker 0", "host_update", 1) == updates
 
@@ -408,6 +408,9 @@ def test_what_is_refused() -> None:
         simulate(plan, machine(), model, tokens=1, final_at_step=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"workers=4 must be an integer in \[1, 3\]"):
         simulate(plan, machine(), model, tokens=1, workers=4)
+    node = machine(devices=4, cores=32, peer_bandwidth=1e6)
+    with pytest.raises(ValueError, match=r"workers=32 must be an integer in \[1, 8\]: the cores of 'round' for"):
+        steady_step(plan, node, model, tokens=1, workers=32)
     with pytest.raises(ValueError, match="the plan is not one of layers"):
         simulate(plan, machine(), layers(3), tokens=1)
     with pytest.raises(ValueError, match=r"disk_read=None and disk_write=12000000\.0 of hardware 'round' must be"):

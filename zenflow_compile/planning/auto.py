@@ -98,7 +98,7 @@ def compare(
     """
     found = []
     for label, settings in _candidates(options, hardware, model, tokens, recompute):
-        fitting = [each for each in settings if _fits(each, hardware, model, tokens, recompute)]
+        fitting = [each for each in settings if len(settings) == 1 or _fits(each, hardware, model, tokens, recompute)]
         forecasts = [
             forecast(
                 each,

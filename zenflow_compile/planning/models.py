@@ -9,27 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.policies import ParamSpec
-from zenflow_compile.validate import check_integer, nearest
+from zenflow_compile.validate import check_flag, check_integer, nearest
 
 if TYPE_CHECKING:
     import torch
 
+_EMBEDDING = "embed_tokens.weight"
 _HEAD_DIM = 128
 _SMALLEST = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only Transformer.
+    """A model whose tokens go through all matrices, except those that it names as embeddings.
 
     Attributes:
         params: in forward order; ``layers`` repeated blocks among them.
         hidden: width of the residual stream, and of all attention heads together.
         context: tokens of a sequence that attention runs over.
-        lookups: elements of ``params`` that no token is multiplied with: embeddings that are not the head, too.
+        embeddings: names of the parameters in which tokens are looked up where they stand, which costs no FLOPs.
+        tied: the one of them that tokens are multiplied with at the forward's end, as the head; None if none is.
         source: where the configuration comes from.
+
+    Raises:
+        ValueError: ``embeddings`` names no parameter, or ``tied`` no embedding.
     """
 
     name: str
@@ -37,8 +42,21 @@ class ModelShape:
     layers: int
     hidden: int
     context: int
-    lookups: int = 0
+    embeddings: tuple[str, ...] = ()
+    tied: str | None = None
     source: str
+
+    def __post_init__(self) -> None:
+        names = {spec.name for spec in self.params}
+        if unknown := [name for name in self.embeddings if name not in names]:
+            raise ValueError(f"embeddings={unknown!r} of {self.name!r} must be names of its params; correct them")
+        if self.tied is not None and self.tied not in self.embeddings:
+            raise ValueError(f"tied={self.tied!r} of {self.name!r} must be one of its embeddings; add it to them")
+
+    @property
+    def lookups(self) -> int:
+        """Elements of parameters that no token is multiplied with."""
+        return sum(spec.numel for spec in self.params if spec.name in self.embeddings and spec.name != self.tied)
 
     @property
     def numel(self) -> int:
@@ -62,7 +80,7 @@ class _Llama:
     qkv_bias: bool = False
 
     def shape(self, name: str, source: str, dtype: torch.dtype) -> ModelShape:
-        embedding = ("embed_tokens.weight", (self.vocabulary, self.hidden))
+        embedding = (_EMBEDDING, (self.vocabulary, self.hidden))
         blocks = [(f"layers.{i}.{part}", shape) for i in range(self.layers) for part, shape in self._block()]
         head = [] if self.tied else [("lm_head.weight", (self.vocabulary, self.hidden))]
         return ModelShape(
@@ -71,7 +89,8 @@ class _Llama:
             layers=self.layers,
             hidden=self.heads * self.head_dim,
             context=self.context,
-            lookups=0 if self.tied else self.vocabulary * self.hidden,
+            embeddings=(_EMBEDDING,),
+            tied=_EMBEDDING if self.tied else None,
             source=source,
         )
 
@@ -102,8 +121,9 @@ def _gpt2(
     layers: int,
     vocabulary: int,
     context: int,
+    tied: bool,
 ) -> ModelShape:
-    """GPT-2: weights ``[in, out]``, biases everywhere, learned positions, the embedding as the head."""
+    """GPT-2: weights ``[in, out]``, biases everywhere, learned positions."""
     block: list[tuple[str, tuple[int, ...]]] = [
         ("ln_1.weight", (hidden,)),
         ("ln_1.bias", (hidden,)),
@@ -125,6 +145,7 @@ def _gpt2(
         *blocks,
         ("ln_f.weight", (hidden,)),
         ("ln_f.bias", (hidden,)),
+        *([] if tied else [("lm_head.weight", (vocabulary, hidden))]),
     ]
     return ModelShape(
         name=name,
@@ -132,7 +153,8 @@ def _gpt2(
         layers=layers,
         hidden=hidden,
         context=context,
-        lookups=context * hidden,
+        embeddings=("wte.weight", "wpe.weight"),
+        tied="wte.weight" if tied else None,
         source=source,
     )
 
@@ -220,8 +242,8 @@ MODELS: Mapping[str, tuple[_Llama, str]] = {
 its authors ran them. Their names are nominal: the logs count 5.95, 9.14, 9.92, 11.32 and 15.33 billion parameters."""
 
 
-def model(name: str, dtype: torch.dtype = BFLOAT16) -> ModelShape:
-    """The named model, with weights of ``dtype``.
+def model(name: str, dtype: torch.dtype | None = None) -> ModelShape:
+    """The named model, with weights of ``dtype``; None takes bfloat16.
 
     Raises:
         ValueError: there is none of that name.
@@ -232,7 +254,7 @@ def model(name: str, dtype: torch.dtype = BFLOAT16) -> ModelShape:
             "the path of a config.json does as well, and so does a number of parameters (--params on the command line)"
         )
     configuration, source = MODELS[name]
-    return configuration.shape(name, source, dtype)
+    return configuration.shape(name, source, dtype or BFLOAT16)
 
 
 def flops_per_token(model: ModelShape, context: int | None = None) -> float:
@@ -252,8 +274,10 @@ def flops_per_token(model: ModelShape, context: int | None = None) -> float:
 # Other models.
 
 
-def of_size(numel: int, dtype: torch.dtype = BFLOAT16) -> ModelShape:
+def of_size(numel: int, dtype: torch.dtype | None = None) -> ModelShape:
     """A Llama-like model of about ``numel`` parameters: of those within 1%, the one whose depth is most like Llama's.
+
+    Weights are of ``dtype``; None takes bfloat16.
 
     Raises:
         ValueError: fewer than a million parameters.
@@ -266,7 +290,7 @@ def of_size(numel: int, dtype: torch.dtype = BFLOAT16) -> ModelShape:
     near = [each for each, count in counts.items() if abs(count - numel) <= max(closest, numel // 100)]
     # Llama has 128 of width per layer from 7 to 34 billion parameters.
     best = min(near, key=lambda each: abs(math.log(each.hidden / each.layers / 128)))
-    return best.shape(f"{numel / 1e9:.3g}b", "shape of Llama 2, sizes chosen for the count", dtype)
+    return best.shape(f"{numel / 1e9:.3g}b", "shape of Llama 2, sizes chosen for the count", dtype or BFLOAT16)
 
 
 def _sized(hidden: int, numel: int) -> _Llama:
@@ -295,8 +319,12 @@ def _count(configuration: _Llama) -> int:
 def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShape:
     """The model of a Hugging Face ``config.json``, or of a folder that has one: Llama, Mistral, Qwen2 or GPT-2.
 
+    Args:
+        dtype: of the weights; None takes the configuration's, and bfloat16 where it has none.
+
     Raises:
-        ValueError: the file cannot be read, is of another kind of model, or lacks a key.
+        ValueError: the file cannot be read, is of another kind of model, lacks a key, or has a value that makes no
+            model.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -307,47 +335,66 @@ def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShap
     kind = given.get("model_type") if isinstance(given, dict) else None
     if kind not in _KINDS:
         raise ValueError(
-            f"model_type={kind!r} in {file} must be one of {', '.join(_KINDS)}; "
-            "plan another kind of model by its number of parameters"
+            f"model_type={kind!r} in {file} must be one of {', '.join(_KINDS)}; plan another dense model by its number "
+            "of parameters; of a mixture of experts there is no plan"
         )
-    dtype = dtype or BFLOAT16
     config = _Config(given, file)
-    name = file.parent.name or kind
+    config.refuse_experts()
+    name, weights = file.parent.name or kind, dtype or config.dtype()
     if kind == "gpt2":
-        hidden = config.size("n_embd")
-        inner = config.size("n_inner", 4 * hidden)
-        layers, vocabulary, context = (config.size(key) for key in ("n_layer", "vocab_size", "n_positions"))
-        return _gpt2(
-            name, str(file), dtype, hidden=hidden, inner=inner, layers=layers, vocabulary=vocabulary, context=context
-        )
+        return _gpt2_of(config, name, weights)
+    return _llama_of(config, qkv_bias=kind == "qwen2").shape(name, str(file), weights)
+
+
+def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
+    hidden = config.size("n_embd")
+    config.divisor("n_head", 1, of="n_embd")
+    return _gpt2(
+        name,
+        str(config.file),
+        dtype,
+        hidden=hidden,
+        inner=config.size("n_inner", 4 * hidden),
+        layers=config.size("n_layer"),
+        vocabulary=config.size("vocab_size"),
+        context=config.size("n_positions"),
+        tied=config.flag("tie_word_embeddings", default=True),
+    )
+
+
+def _llama_of(config: _Config, *, qkv_bias: bool) -> _Llama:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    configuration = _Llama(
+    if config.given.get("head_dim") is None:
+        config.divisor("num_attention_heads", heads, of="hidden_size")
+    return _Llama(
         hidden=hidden,
         intermediate=config.size("intermediate_size"),
         layers=config.size("num_hidden_layers"),
         heads=heads,
-        kv_heads=config.size("num_key_value_heads", heads),
+        kv_heads=config.divisor("num_key_value_heads", heads, of="num_attention_heads"),
         vocabulary=config.size("vocab_size"),
         context=config.size("max_position_embeddings"),
         head_dim=config.size("head_dim", hidden // heads),
-        tied=bool(given.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
+        tied=config.flag("tie_word_embeddings", default=False),
+        qkv_bias=qkv_bias,
     )
-    return configuration.shape(name, str(file), dtype)
 
 
 _KINDS = ("llama", "mistral", "qwen2", "gpt2")
+_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers writes the first from version 4.56 on
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The keys of a config.json, with errors that name it."""
+    """The keys of a config.json, with errors that name it. A key that is null counts as absent."""
 
     given: Mapping[str, Any]
     file: Path
 
     def size(self, key: str, default: int | None = None) -> int:
-        """An integer >= 1; ``default`` where the key is absent or null."""
+        """An integer >= 1."""
         value = self.given.get(key)
         if value is None and default is not None:
             return default
@@ -360,3 +407,40 @@ class _Config:
             return check_integer(key, value, 1)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.file}: {error}") from error
+
+    def divisor(self, key: str, default: int, *, of: str) -> int:
+        """A size that divides the size ``of``."""
+        value, whole = self.size(key, default), self.size(of)
+        if whole % value:
+            raise ValueError(f"{self.file}: {key}={value} must be a divisor of {of}={whole}; correct one of them")
+        return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.given.get(key)
+        try:
+            return default if value is None else check_flag(key, value)
+        except TypeError as error:
+            raise ValueError(f"{self.file}: {error}") from error
+
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        key = next((key for key in _DTYPE_KEYS if self.given.get(key) is not None), None)
+        if key is None:
+            return BFLOAT16
+        value = self.given[key]
+        if not isinstance(value, str) or value not in _DTYPES:
+            raise ValueError(
+                f"{self.file}: {key}={value!r} must be one of {', '.join(_DTYPES)}; correct it, or give the dtype "
+                "beside the file"
+            )
+        return _DTYPES[value]
+
+    def refuse_experts(self) -> None:
+        """A token goes through some of the experts only, and through which is not known."""
+        for key in _EXPERT_KEYS:
+            if (value := self.given.get(key)) not in (None, 0, 1):
+                raise ValueError(
+                    f"{self.file}: {key}={value!r} must be absent: of a mixture of experts there is no plan; "
+                    "plan a dense model"
+                )

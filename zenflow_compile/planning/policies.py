@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 OFFLOADABLE_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
+LARGEST_SUB_GROUP = 100_000_000
+"""Elements of a subgroup where ``sub_group_size`` is None: those of Deep Optimizer States (arXiv 2410.21316)."""
+
+STRIDES = 4
+"""So many strides' worth of subgroups a smaller model is then divided into, as far as its parameters allow."""
+
 
 class PlanningOptions(Protocol):
     """The options that planning reads."""
@@ -42,7 +48,7 @@ class PlanningOptions(Protocol):
     @property
     def ratio(self) -> float: ...
     @property
-    def sub_group_size(self) -> int: ...
+    def sub_group_size(self) -> int | None: ...
     @property
     def stride(self) -> int | None: ...
     @property
@@ -135,13 +141,17 @@ def _interleaved(plans: list[ParamPlan], subgroup: int, options: PlanningOptions
     """
     if options.stride is None:
         return plans
+    size = options.sub_group_size
+    if size is None:
+        counted = sum(plan.numel for plan in plans if plan.offloaded and not plan.fixed)
+        size = min(LARGEST_SUB_GROUP, counted // (STRIDES * options.stride))
     elements = 0
     grouped = []
     for plan in plans:
         if not plan.offloaded or plan.fixed:
             grouped.append(plan)
             continue
-        if elements and elements + plan.numel > options.sub_group_size:
+        if elements and elements + plan.numel > size:
             subgroup, elements = subgroup + 1, 0
         elements += plan.numel
         on_device = subgroup % options.stride == options.stride - 1
@@ -304,18 +314,45 @@ def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] |
     return _repeated_blocks(tuple(shapes))
 
 
-@lru_cache(maxsize=8)  # quadratic, and the same model is planned many times over when policies are compared
+@lru_cache(maxsize=8)  # the same model is planned many times over when policies are compared
 def _repeated_blocks(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int, int] | None:
+    """Bit ``i`` of an integer stands for ``shapes[i]``, so that one operation looks at all of them."""
+    count = len(shapes)
+    planes = _bit_planes(shapes)
     best: tuple[int, int, int] | None = None
-    for period in range(2, len(shapes) // 2 + 1):
-        run = 0
-        for index in range(len(shapes) - period):
-            run = run + 1 if shapes[index] == shapes[index + period] else 0
-            repeats = 1 + run // period
-            if repeats >= 2 and (best is None or repeats * period > best[2] - best[0]):
-                start = index + 1 - run
-                best = (start, period, start + repeats * period)
+    longest = 0
+    for period in range(2, count // 2 + 1):
+        differs = 0
+        for plane in planes:
+            differs |= plane ^ (plane >> period)
+        # Bit i: here begin ``repeats * period`` shapes, each of which is the same one period later.
+        repeats = max(1, longest // period)
+        begins = _runs(~differs & ((1 << (count - period)) - 1), repeats * period)
+        while begins:
+            start = (begins & -begins).bit_length() - 1
+            longest = (1 + repeats) * period
+            best = (start, period, start + longest)
+            begins &= begins >> period
+            repeats += 1
     return best
+
+
+def _bit_planes(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """The shapes numbered in the order in which they appear; one integer for each binary digit of the numbers."""
+    numbers: dict[tuple[int, ...], int] = {}
+    numbered = [numbers.setdefault(shape, len(numbers)) for shape in reversed(shapes)]
+    digits = max(len(numbers) - 1, 0).bit_length()
+    return [int("".join("01"[number >> digit & 1] for number in numbered), 2) for digit in range(digits)]
+
+
+def _runs(bits: int, length: int) -> int:
+    """Where ``length`` ones in a row begin, the lowest of them."""
+    width = 1
+    while bits and width < length:
+        step = min(width, length - width)
+        bits &= bits >> step
+        width += step
+    return bits
 
 
 def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> list[ParamPlan]:
@@ -324,6 +361,8 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
     Bytes that close per step then differ by at most the largest parameter (list scheduling).
     """
     interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
+    if interval == 1:
+        return list(new)
     load = [0] * interval
     for plan in existing:
         if plan.offloaded:
@@ -334,7 +373,7 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
             phase = min(range(plan.interval), key=lambda phase: max(load[phase :: plan.interval]))
             _add_load(load, plan, phase)
             phases[plan.index] = phase
-    return [replace(plan, phase=phases.get(plan.index, 0)) for plan in new]
+    return [replace(plan, phase=phase) if (phase := phases.get(plan.index, 0)) else plan for plan in new]
 
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:

@@ -5,7 +5,7 @@ It does what the runtime does, in its order; see "From the user's line to the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from zenflow_compile.planning.hardware import Hardware
@@ -34,16 +34,19 @@ class Device:
 
     Attributes:
         machine: everything beside the device, and the timeline.
-        step_ends: seconds.
+        step_ends: seconds, of each step since the first.
     """
 
-    def __init__(self, work: Workload, hardware: Hardware, workers: int, final_at_step: bool) -> None:
+    def __init__(
+        self, work: Workload, hardware: Hardware, workers: int, final_at_step: bool, *, first_step: int = 0
+    ) -> None:
+        """``first_step``: the number of the step that it begins with; state in files begins with a whole cycle."""
         self.machine = Machine(hardware, workers, StateFiles(work))
         self.step_ends: list[float] = []
         self._work = work
         self._hardware = hardware
         self._final_at_step = final_at_step
-        self._step = 0
+        self._step = first_step
         self._in_ring = 0  # blocks in the ring of gradients
         self._held = [0] * len(work.blocks)  # copies of held gradients that are under way
         self._ungathered = [0] * len(work.blocks)  # weights that are still with the peers
@@ -52,8 +55,8 @@ class Device:
         self._jobs: list[list[Job]] = [[] for _ in work.blocks]  # of this step
         self._due: dict[tuple[int, int], list[Job]] = {}  # by step and block: what lands in front of its forward
 
-    def run(self, steps: int) -> None:
-        """Simulate ``steps`` steps, and what is under way at their end."""
+    def run(self, steps: Iterable[int]) -> None:
+        """Simulate ``steps``, numbers that follow each other, and what is under way at their end."""
         program = self._program(steps)
         blocked: _Blocked | None = _not_blocked
         while True:
@@ -64,8 +67,8 @@ class Device:
                 break
         assert blocked is None, f"step {self._step} waits for something that never comes"
 
-    def _program(self, steps: int) -> _Program:
-        for self._step in range(steps):
+    def _program(self, steps: Iterable[int]) -> _Program:
+        for self._step in steps:
             self.machine.step = self._step
             begin = self._now
             yield from self._forward()

@@ -6,6 +6,8 @@ space; what is needed last makes room, unless it was changed and is not written 
 
 from __future__ import annotations
 
+import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +47,11 @@ class FileBlock:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Earliest step first, then earliest use."""
+        """Earliest step first, then earliest use; as long as no job takes it, it stays what it is."""
         return (self.waiting[0][0] if self.waiting else self.next_use, self.position)
+
+    def __lt__(self, other: FileBlock) -> bool:
+        return self.key < other.key
 
 
 class StateFiles:
@@ -54,18 +59,23 @@ class StateFiles:
 
     def __init__(self, work: Workload) -> None:
         self._by_params = _file_blocks(work.blocks)
-        self._blocks = list(self._by_params.values())
+        blocks = list(self._by_params.values())
         self._cycle = work.cycle
-        self._size = max([work.file_window, *(block.size for block in self._blocks)])
+        self._free = max([work.file_window, *(block.size for block in blocks)])
+        self._away = sorted(blocks)  # heap: in files
+        self._clean: list[FileBlock] = []  # sorted: in the window as the file has them, and free to leave it
         self._changed: deque[FileBlock] = deque()
         self._wrote = False  # the last transfer was a write: directions take turns
+        self._moved_on = True  # since there was nothing to read
 
     def need(self, step: int, position: int, params: tuple[str, ...], begin: Callable[[], None]) -> FileBlock:
         """A job of ``step`` has everything but its state; ``begin`` is called once it is there."""
         block = self._by_params[position, params]
         block.waiting.append((step, begin))
         block.next_use = self._use_after(block, step)
-        self._give(block)
+        if block.place is _Place.WINDOW:
+            self._clean.remove(block)
+            self._give(block)
         return block
 
     def changed(self, block: FileBlock) -> None:
@@ -90,29 +100,39 @@ class StateFiles:
     def moved(self, block: FileBlock) -> None:
         """A transfer is over, in either direction."""
         block.place = _Place.WINDOW
-        self._give(block)
+        if block.waiting:
+            self._give(block)
+        else:
+            insort(self._clean, block)
+        self._moved_on = True
+
+    def places(self) -> tuple[str, ...]:
+        """Where every block is, in the order of the forward."""
+        return tuple(block.place.name for block in self._by_params.values())
 
     def _give(self, block: FileBlock) -> None:
-        if block.waiting and block.place is _Place.WINDOW:
-            block.place = _Place.HELD
-            _, begin = block.waiting.popleft()
-            begin()
+        block.place = _Place.HELD
+        _, begin = block.waiting.popleft()
+        begin()
 
     def _next_read(self) -> FileBlock | None:
         """The block in a file that is needed first, if there is space for it."""
-        away = [block for block in self._blocks if block.place is _Place.FILE]
-        if not away:
+        if not self._away or not self._moved_on:
             return None
-        block = min(away, key=lambda each: each.key)
-        present = [each for each in self._blocks if each.place is not _Place.FILE]
-        leaving = [each for each in present if each.place is _Place.WINDOW and each.key > block.key]
-        leaving.sort(key=lambda each: each.key)
-        free = self._size - sum(each.size for each in present)
-        if free + sum(each.size for each in leaving) < block.size:
+        block = self._away[0]
+        free, leaving = self._free, len(self._clean)
+        while free < block.size and leaving and block < self._clean[leaving - 1]:
+            leaving -= 1
+            free += self._clean[leaving].size
+        if free < block.size:
+            self._moved_on = False
             return None
-        while free < block.size:
-            free += leaving[-1].size
-            leaving.pop().place = _Place.FILE
+        heapq.heappop(self._away)
+        for each in self._clean[leaving:]:
+            each.place = _Place.FILE
+            heapq.heappush(self._away, each)
+        del self._clean[leaving:]
+        self._free = free - block.size
         return block
 
     def _use_after(self, block: FileBlock, step: int) -> int:

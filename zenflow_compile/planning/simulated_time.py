@@ -67,24 +67,26 @@ class Clock:
         if not running:
             return False
         speeds = self._speeds()
-        passed = min(span.seconds / speeds[lane] for lane, span in running.items())
+        passed = min([span.seconds / speed for span, speed in zip(running.values(), speeds, strict=True)])
         self.now += passed
         ended = []
-        for lane, span in running.items():
-            span.seconds -= passed * speeds[lane]
+        for (lane, span), speed in zip(running.items(), speeds, strict=True):
+            span.seconds -= passed * speed
             if span.seconds <= _ZERO_S:
                 ended.append(lane)
         for span in [running.pop(lane) for lane in ended]:
             span.done()
         return True
 
-    def _speeds(self) -> dict[str, float]:
+    def _speeds(self) -> list[float]:
         """What share of its own speed everything runs at."""
         spans = self._running.values()
-        asked, busy = sum(span.host_rate for span in spans), sum(span.cores for span in spans)
+        asked = busy = 0.0
+        for span in spans:
+            asked += span.host_rate
+            busy += span.cores
+        if asked <= self._host_bandwidth and busy <= self._cores:
+            return [1.0] * len(spans)
         memory = self._host_bandwidth / asked if asked > self._host_bandwidth else 1.0
         cores = self._cores / busy if busy > self._cores else 1.0
-        return {
-            lane: min(memory if span.host_rate else 1.0, cores if span.cores else 1.0)
-            for lane, span in self._running.items()
-        }
+        return [min(memory if span.host_rate else 1.0, cores if span.cores else 1.0) for span in spans]

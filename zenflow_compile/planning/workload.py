@@ -23,6 +23,14 @@ DEVICE_UPDATE_BYTES = 28
 """Device memory per parameter of AdamW: moments and master (fp32 weights are their own) read and written, 24 bytes;
 gradient read, weights of the model's dtype written. With fp32 weights moments 16, weights 8, gradient 4: as many."""
 
+COARSE_LAYERS = 128
+"""Blocks that a coarse workload makes of a model's layers at most."""
+
+COARSE_CYCLE = 1600
+"""Blocks times steps that a cycle of a coarse workload has at most."""
+
+_FILES_AHEAD = 4  # blocks' state: one is read, one updated, one written, and one waits
+
 _STATE_BYTES = STATE_TENSORS * FP32_BYTES
 
 
@@ -112,14 +120,30 @@ class Workload:
 
 
 def workload_of(
-    plan: Plan, hardware: Hardware, model: ModelShape, *, tokens: int, recompute: bool, overlap: bool
+    plan: Plan,
+    hardware: Hardware,
+    model: ModelShape,
+    *,
+    tokens: int,
+    recompute: bool,
+    overlap: bool,
+    coarse: bool = False,
 ) -> Workload:
-    """See ``simulate`` for the arguments."""
+    """See ``simulate`` for the other arguments.
+
+    Args:
+        coarse: take hardly more time for deep models and long windows than for others. Of more layers than
+            ``COARSE_LAYERS`` equally many that follow each other become one block. Of a cycle that is longer than
+            ``COARSE_CYCLE`` allows there are evenly spaced steps, since about as many bytes close in each; their window
+            of files is smaller by the state that they leave out.
+    """
     flops = _Flops(hardware, model, tokens, recompute)
     cycle = math.lcm(*(param.interval for param in plan.params if param.offloaded))
+    named = _named_blocks(model, COARSE_LAYERS if coarse else len(model.params))
+    steps = _spaced(cycle, COARSE_CYCLE // len(named) if coarse else cycle)
     devices = hardware.devices
     blocks = []
-    for name, indices in _named_blocks(model):
+    for name, indices in named:
         params = [plan.params[index] for index in indices]
         forward = flops.forward_seconds(indices)
         split = 2 * sum(param.numel * param.dtype.itemsize for param in params if param.offloaded)
@@ -130,63 +154,82 @@ def workload_of(
                 backward=flops.backward_factor * forward + split / hardware.device_bandwidth,
                 gradient=_to_peers(sum(param.numel * param.dtype.itemsize for param in params), devices),
                 gathered=_to_peers(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
-                parts=_parts(params, devices, cycle, overlap),
+                parts=_parts(params, devices, steps, overlap),
             )
         )
     own = sum(_own_elements(param) for param in plan.params if not param.interleaved)
     return Workload(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
-        cycle=cycle,
+        cycle=len(steps),
         update=own * DEVICE_UPDATE_BYTES / devices / hardware.device_bandwidth,
-        file_window=plan.file_window_bytes // devices,
+        file_window=_file_window(blocks, plan, devices),
         head=flops.head_seconds,
         backward_head=flops.backward_factor * flops.head_seconds,
     )
 
 
+def _spaced(cycle: int, most: int) -> Sequence[int]:
+    """At most so many steps of a cycle. Each is in the middle of those it stands for: the first closes the largest."""
+    if cycle <= most:
+        return range(cycle)
+    return [(2 * number + 1) * cycle // (2 * most) for number in range(most)]
+
+
+def _file_window(blocks: Sequence[Block], plan: Plan, devices: int) -> int:
+    """Bytes of a device's window; of one that holds the same share where ``blocks`` close only some of the files."""
+    window, whole = plan.file_window_bytes // devices, plan.file_bytes // devices
+    closes = [close.file for block in blocks for part in block.parts for close in part.closes if close and close.file]
+    if sum(closes) >= whole:
+        return window
+    return min(window, max(window * sum(closes) // whole, _FILES_AHEAD * max(closes, default=0)))
+
+
 class _Flops:
     """Spreads the work of a token over the parameters that do it.
 
-    A block's matrices do 2 FLOPs per element and token, its attention what ``flops_per_token`` says of the context. An
-    embedding is only looked up; where it is the head, too (tied), its work comes at the forward's end.
+    A block's matrices do 2 FLOPs per element and token, its attention what ``flops_per_token`` says of the context. In
+    an embedding tokens are only looked up; where it is the head, too, its work comes at the forward's end.
     """
 
     def __init__(self, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool) -> None:
         shapes = [spec.shape for spec in model.params]
         found = repeated_blocks(shapes)
-        self._repeated = range(found[0], found[2]) if found else range(0)
-        self._layers = (found[2] - found[0]) // found[1] if found else len(shapes)
-        self._first = found[0] if found else 0
-        self._matrices = [spec.numel if len(spec.shape) > 1 else 0 for spec in model.params]
+        self._repeated = range(found[0], found[2]) if found else range(len(shapes))
+        self._multiplied = [
+            spec.numel if len(spec.shape) > 1 and spec.name not in model.embeddings else 0 for spec in model.params
+        ]
         self._speed = hardware.device_flops * hardware.utilization
         self._tokens = tokens
         # Of a step's work a third is the forward's (Kaplan et al. 2020, section 2.1: 2N of 6N FLOPs per token).
         attention = (flops_per_token(model, model.context) - flops_per_token(model, 0)) / 3
-        self._attention_per_layer = attention / self._layers
-        untied = found is None or any(self._matrices[found[2] :])
+        self._attention = attention / len(self._repeated)
         self.backward_factor = 3.0 if recompute else 2.0
-        self.head_seconds = 0.0 if untied else self._seconds(2.0 * self._matrices[0])
+        self.head_seconds = self._seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
 
     def forward_seconds(self, indices: Sequence[int]) -> float:
         """Of the parameters that make up a block."""
-        elements = sum(self._matrices[index] for index in indices if index >= self._first)
-        is_layer = indices[0] in self._repeated or not self._repeated
-        return self._seconds(2.0 * elements + (self._attention_per_layer if is_layer else 0.0))
+        elements = sum(self._multiplied[index] for index in indices)
+        attention = self._attention * len(indices) if indices[0] in self._repeated else 0.0
+        return self._seconds(2.0 * elements + attention)
 
     def _seconds(self, flops_per_token: float) -> float:
         return flops_per_token * self._tokens / self._speed
 
 
-def _named_blocks(model: ModelShape) -> list[tuple[str, range]]:
-    """Blocks with the indices of their parameters, in forward order; each parameter alone where nothing repeats."""
+def _named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
+    """Blocks with the indices of their parameters, in forward order; each parameter alone where nothing repeats.
+
+    Layers that follow each other are one block where there are more than ``most`` of them.
+    """
     found = repeated_blocks([spec.shape for spec in model.params])
     count = len(model.params)
     if found is None:
         return [(model.params[index].name, range(index, index + 1)) for index in range(count)]
     start, period, stop = found
-    layers = [range(index, index + period) for index in range(start, stop, period)]
-    named = [(f"layers.{number}", indices) for number, indices in enumerate(layers)]
+    together = period * max(1, math.ceil((stop - start) // period / most))
+    layers = [range(index, min(index + together, stop)) for index in range(start, stop, together)]
+    named = [(f"layers.{(indices.start - start) // period}", indices) for indices in layers]
     before = [(model.params[0].name, range(start))] if start else []
     after = [(model.params[-1].name, range(stop, count))] if stop < count else []
     return [*before, *named, *after]
@@ -202,7 +245,7 @@ def _to_peers(size: int, devices: int) -> int:
     return size * (devices - 1) // devices
 
 
-def _parts(params: Sequence[ParamPlan], devices: int, cycle: int, overlap: bool) -> tuple[Part, ...]:
+def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int], overlap: bool) -> tuple[Part, ...]:
     alike: dict[tuple[bool, int], list[ParamPlan]] = {}
     for param in params:
         if param.offloaded and param.rest:
@@ -212,8 +255,8 @@ def _parts(params: Sequence[ParamPlan], devices: int, cycle: int, overlap: bool)
             blocking=blocking,
             staleness=staleness,
             down=sum(param.slot_bytes // devices for param in group if not param.held),
-            held=tuple(_held_bytes(group, step, devices) for step in range(cycle)),
-            closes=tuple(_close(group, step, devices) for step in range(cycle)),
+            held=tuple(_held_bytes(group, step, devices) for step in steps),
+            closes=tuple(_close(group, step, devices) for step in steps),
         )
         for (blocking, staleness), group in alike.items()
     )
