@@ -13,10 +13,9 @@ from zenflow_compile.options import POLICIES, Options
 from zenflow_compile.planning import hardware as machines
 from zenflow_compile.planning import models
 from zenflow_compile.planning.auto import compare, recommended, resolve_stride
-from zenflow_compile.planning.forecast import Forecast, forecast
+from zenflow_compile.planning.forecast import Forecast, forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.policies import make_plan
 from zenflow_compile.planning.simulate import simulate as simulate_plan
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.validate import check_choice, check_flag, check_integer, check_positive
@@ -197,7 +196,7 @@ def predict(asked: Question) -> Prediction:
 def timeline(asked: Question, options: Options, *, steps: int | None = None) -> Recording:
     """The recording of a run with ``options``, whose stride is resolved."""
     return simulate_plan(
-        make_plan(asked.model.params, options),
+        node_plan(options, asked.hardware, asked.model),
         asked.hardware,
         asked.model,
         tokens=asked.tokens,
