@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     off = [target.measured for target in found]
     if off:
         console.print(f"median deviation of predictions: {statistics.median(off):.0%}", highlight=False)
-    rows.append({"hardware": predictor.described()})
+    rows.append({"hardware": predictor.described(), "stride_ratio": predictor.stride()[0]})
     console.print(f"wrote {write_results('policies', rows, seed=given.seed, targets=found)}")
     return 0
 

@@ -26,6 +26,7 @@ FINDINGS: dict[str, Any] = {
     "host": [{"threads": 1, "copy": 9e9, "add": 1e10, "adam": 2.8e9, "parameters": 1e8}],
     "link": [{"memory": "memmove", "to_host": 5e9, "to_device": 4e9}],
     "device": {"parameters": 1e8, "bytes": 2.8e9},
+    "resident": {"parameters": 1e9, "bytes": 2.8e10},
     "matmul_flops": 1e11,
     "disk": None,
 }
