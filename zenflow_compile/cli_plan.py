@@ -17,6 +17,7 @@ from zenflow_compile.options import Options
 from zenflow_compile.plan_report import print_prediction
 from zenflow_compile.planning import hardware as machines
 from zenflow_compile.planning import models
+from zenflow_compile.planning.forecast import node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.predict import Prediction, predict, question, timeline
@@ -119,13 +120,17 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
     if not options.explain:
         return {}
     from zenflow_compile.planning import perfmodel  # imports sympy
-    from zenflow_compile.planning.shares import Knobs
+    from zenflow_compile.planning.shares import Knobs  # likewise
 
     asked = prediction.question
     best = prediction.recommended or prediction.forecasts[0]
     chosen = Options.from_keywords(**best.options)
     knobs = Knobs.of(
-        chosen, final_at_step=chosen.max_grad_norm is not None, weight_bytes=asked.model.params[0].dtype.itemsize
+        chosen,
+        node_plan(chosen, asked.hardware, asked.model),
+        final_at_step=True,
+        recompute=asked.recompute,
+        workers=chosen.workers,
     )
     flops = models.flops_per_token(asked.model, asked.model.context) * asked.tokens
     return {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}
