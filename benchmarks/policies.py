@@ -261,7 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"median deviation of predictions: {statistics.median(off):.0%}", highlight=False)
     ratio, stride = predictor.stride()
     # JSON knows no infinity, and None is a link that is too slow for the device to update anything.
-    rows.append({"hardware": predictor.described(), "stride_ratio": ratio if math.isfinite(ratio) else None, "stride": stride})
+    said = {"stride_ratio": ratio if math.isfinite(ratio) else None, "stride": stride}
+    rows.append({"hardware": predictor.described(), **said})
     console.print(f"wrote {write_results('policies', rows, seed=given.seed, targets=found)}")
     return 0
 
