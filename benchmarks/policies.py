@@ -12,6 +12,7 @@ and backward: the device's own updates and merges, and what it waits for. Times 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -197,13 +198,20 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
     return found
 
 
+def stride_said(ratio: float, stride: int) -> str:
+    """What Equation 1 gives with the measured rates."""
+    if math.isinf(ratio):
+        return "with the measured rates the link is too slow for the device to update anything"
+    return f"with the measured rates {ratio:.2f} updates on the host for each on the device, every {stride}. there"
+
+
 def stride_verdict(rows: Sequence[dict[str, Any]], predictor: Predictor) -> str:
     """Whether the model's stride is the measured best."""
     by_stride = {each["options"].get("update_stride"): each["step_ms"]["median"] for each in rows}
     best = min(by_stride, key=lambda stride: by_stride[stride])
     ratio, chosen = predictor.stride()
     return (
-        f"the model: {ratio:.2f} updates on the host for each on the device, every {chosen}. on the device; "
+        f"Equation 1: {stride_said(ratio, chosen)}; "
         f"measured best: {'none' if best is None else f'every {best}.'} "
         f"({by_stride[best]:.1f} ms; every {chosen}.: {by_stride.get(chosen, float('nan')):.1f} ms)"
     )
@@ -251,7 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     off = [target.measured for target in found]
     if off:
         console.print(f"median deviation of predictions: {statistics.median(off):.0%}", highlight=False)
-    rows.append({"hardware": predictor.described()})
+    ratio, stride = predictor.stride()
+    # JSON knows no infinity, and None is a link that is too slow for the device to update anything.
+    said = {"stride_ratio": ratio if math.isfinite(ratio) else None, "stride": stride}
+    rows.append({"hardware": predictor.described(), **said})
     console.print(f"wrote {write_results('policies', rows, seed=given.seed, targets=found)}")
     return 0
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +12,16 @@ import torch
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
+from zenflow_compile.cli_doctor import measure
+from zenflow_compile.measured import hardware_of
 from zenflow_compile.options import Options
 from zenflow_compile.planning import perfmodel
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape, flops_per_token
 from zenflow_compile.planning.policies import ParamSpec, make_plan
 from zenflow_compile.planning.simulate import simulate
-from zenflow_compile.planning.workload import HOST_PASS_BYTES
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.runtime import probe
-from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.cores import physical_cores, worker_count
 from zenflow_compile.runtime.disk_probe import disk_rates
 
@@ -47,7 +46,7 @@ class Predictor:
 
     @classmethod
     def measure(cls, model: str, *, threads: int, inner: str, directory: str, dtype: str = "fp32") -> Predictor:
-        """Measure every rate that the simulator asks for; forward and backward of ``model`` give the device's FLOP/s.
+        """What ``doctor`` measures, with the device's FLOP/s from forward and backward of ``model``.
 
         Args:
             model: one of ``WORKLOADS``; threads: intra-op threads of the training.
@@ -55,33 +54,22 @@ class Predictor:
         """
         shape, tokens = shape_of(model, dtype), tokens_of(model)
         seconds = forward_backward_seconds(model, threads=threads, inner=inner, dtype=dtype)
-        cores = physical_cores()
-        alone = probe.host_rates(1, probe.default_bytes(), _ROUNDS)
-        together = probe.host_rates(len(cores), probe.default_bytes(), _ROUNDS)
-        link = probe.link_rates(torch.device("cpu"), probe.default_link_bytes(), _ROUNDS)[0]
-        disk = disk_rates(directory)
-        return cls(
-            Hardware(
-                name="measured",
-                device_flops=step_flops(shape, tokens) / seconds,
-                utilization=1.0,
-                device_bytes=available_host_memory()[0],
-                device_bandwidth=device_bandwidth(threads),
-                link_to_host=link.to_host,
-                link_to_device=link.to_device,
-                host_bytes=available_host_memory()[0],
-                host_bandwidth=together.add,
-                cores=len(cores),
-                device_cores=threads,
-                adam_per_core=alone.adam / HOST_PASS_BYTES,
-                disk_read=disk.read,
-                disk_write=disk.write,
-                disk_bytes=disk.free_bytes,
-                sources={"all": "measured on this machine before the run"},
-            ),
-            shape,
-            tokens,
-        )
+        counts = sorted({1, len(physical_cores())})
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)  # which the device is made of
+        try:
+            found = measure(
+                torch.device("cpu"),
+                counts,
+                probe.default_bytes(),
+                _ROUNDS,
+                disk_rates(directory),
+                dtype=DTYPES[dtype],
+            )
+        finally:
+            torch.set_num_threads(before)
+        hardware = hardware_of(asdict(found), flops=step_flops(shape, tokens) / seconds)
+        return cls(replace(hardware, device_cores=threads), shape, tokens)
 
     def predict(self, policy: str, options: Mapping[str, Any]) -> Prediction:
         """Simulate ``policy`` with ``options``."""
@@ -141,22 +129,3 @@ def forward_backward_seconds(model: str, *, threads: int, inner: str, dtype: str
     with TrainingWorker(case, warm_up=12) as worker:
         worker.start()
         return statistics.median(worker.run(settle=4, steps=48)[1]) / 1e3
-
-
-def device_bandwidth(threads: int) -> float:
-    """Bytes per second that fused AdamW on the training threads reads and writes: what a CPU as the device has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        param = torch.nn.Parameter(torch.zeros(1 << 24))
-        param.grad = torch.full_like(param, 1e-3)
-        optimizer = torch.optim.AdamW([param], fused=True)
-        seconds = []
-        for _ in range(1 + _ROUNDS):
-            begin = time.perf_counter()
-            optimizer.step()
-            seconds.append(time.perf_counter() - begin)
-    finally:
-        torch.set_num_threads(before)
-    touched = (2 * 3 + 1) * param.nbytes  # weight and moments both ways, the gradient once
-    return touched / statistics.median(seconds[1:])

@@ -20,6 +20,7 @@ from zenflow_compile.runtime import probe
 from zenflow_compile.runtime.arena import available_host_memory
 from zenflow_compile.runtime.cores import physical_cores, worker_count
 from zenflow_compile.runtime.disk_probe import DiskRates, disk_rates
+from zenflow_compile.runtime.roster import free_device_bytes
 
 _QUICK_ROUNDS = 2
 
@@ -55,6 +56,7 @@ class Findings:
 
     Attributes:
         kernel: the host kernel behind ``HostRates.adam``.
+        device: AdamW on a tenth of a matrix's columns; resident: on a whole parameter.
         matmul_flops: of a large product of bf16 matrices on the device.
         disk: None without a directory to measure.
     """
@@ -64,6 +66,7 @@ class Findings:
     host: list[probe.HostRates]
     link: list[probe.LinkRates]
     device: probe.DeviceRate
+    resident: probe.DeviceRate
     matmul_flops: float
     disk: DiskRates | None
 
@@ -104,15 +107,26 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def measure(
-    device: torch.device, threads: Sequence[int], total_bytes: int, rounds: int, disk: DiskRates | None
+    device: torch.device,
+    threads: Sequence[int],
+    total_bytes: int,
+    rounds: int,
+    disk: DiskRates | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Findings:
-    """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``."""
+    """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``.
+
+    Args:
+        dtype: of the weights that the device updates whole.
+    """
     return Findings(
         machine=machine(device),
         kernel=probe.host_kernel().name,
         host=[probe.host_rates(count, total_bytes, rounds) for count in threads],
         link=probe.link_rates(device, min(probe.default_link_bytes(), total_bytes), rounds),
         device=probe.device_rate(device, rounds),
+        resident=probe.resident_rate(device, dtype, free_device_bytes(device)),
         matmul_flops=probe.matmul_flops(device, torch.bfloat16),
         disk=disk,
     )
@@ -188,12 +202,12 @@ def tables(findings: Findings) -> list[Table]:
         link.add_column(column, justify="left" if column == "host memory" else "right")
     for rates in findings.link:
         link.add_row(rates.memory, _gb(rates.to_host), _gb(rates.to_device))
-    device = _table("Device", "AdamW on a tenth of a matrix's columns; product of bf16 matrices")
-    for column in ("M parameters/s", "GB/s", "TFLOP/s"):
-        device.add_column(column, justify="right")
-    device.add_row(
-        f"{findings.device.parameters / 1e6:.0f}", _gb(findings.device.bytes), f"{findings.matmul_flops / 1e12:.3g}"
-    )
+    product = f"a product of bf16 matrices reaches {findings.matmul_flops / 1e12:.3g} TFLOP/s"
+    device = _table("AdamW on the device, bf16", product)
+    for column in ("of", "M parameters/s", "GB/s"):
+        device.add_column(column, justify="left" if column == "of" else "right")
+    for name, reached in (("whole parameters", findings.resident), ("a tenth of a matrix's columns", findings.device)):
+        device.add_row(name, f"{reached.parameters / 1e6:.0f}", _gb(reached.bytes))
     found = [about, memory, link, device]
     if findings.disk is not None:
         disk = _table("Disk, GB/s", "two threads, in one direction at a time, with checksums")

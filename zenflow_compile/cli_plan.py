@@ -16,7 +16,7 @@ from zenflow_compile.measured import hardware_of
 from zenflow_compile.options import Options
 from zenflow_compile.plan_report import print_prediction
 from zenflow_compile.planning import hardware as machines
-from zenflow_compile.planning.forecast import final_at_step
+from zenflow_compile.planning.forecast import final_at_step, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import flops_per_token
 from zenflow_compile.predict import Prediction, predict, timeline
@@ -126,14 +126,16 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
     if not options.explain:
         return {}
     from zenflow_compile.planning import perfmodel  # imports sympy
-    from zenflow_compile.planning.shares import Knobs
+    from zenflow_compile.planning.shares import Knobs  # likewise
 
     asked = prediction.question
     chosen = Options.from_keywords(**prediction.shown.options)
     knobs = Knobs.of(
         chosen,
+        node_plan(chosen, asked.hardware, asked.model),
         final_at_step=final_at_step(chosen, implicit=asked.implicit),
-        weight_bytes=asked.model.params[0].dtype.itemsize,
+        recompute=asked.recompute,
+        workers=chosen.workers,
     )
     flops = flops_per_token(asked.model) * asked.tokens
     explained = {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES
+from zenflow_compile.planning.workload import HOST_PASS_BYTES
 
 _SOURCE = "zenflow-compile doctor"
 
@@ -16,7 +16,9 @@ def hardware_of(
 ) -> Hardware:
     """One device with the host that ``doctor`` saw.
 
-    Host updates are taken to be as fast per byte as in the measurement, whatever the length of the window.
+    The device's bandwidth is that of AdamW on a whole parameter; the host's is the best that was reached in place with
+    the most threads. Host updates are taken to be as fast per byte as in the measurement, whatever the length of the
+    window.
 
     Args:
         findings: what ``doctor --json`` prints.
@@ -35,17 +37,17 @@ def hardware_of(
                 f"device_bytes=None must be bytes: doctor does not say how much memory {has['device']} has; pass it"
             )
         disk = findings["disk"] or dict.fromkeys(("read", "write", "free_bytes"))
-        fewest = min(host, key=lambda rates: rates["threads"])
+        fewest, most = (select(host, key=lambda rates: rates["threads"]) for select in (min, max))
         return Hardware(
             name="measured",
             device_flops=findings["matmul_flops"] if flops is None else flops,
             utilization=1.0,
             device_bytes=has["memory_bytes"] if device_bytes is None else device_bytes,
-            device_bandwidth=findings["device"]["parameters"] * DEVICE_UPDATE_BYTES,
+            device_bandwidth=findings["resident"]["bytes"],
             link_to_host=link["to_host"],
             link_to_device=link["to_device"],
             host_bytes=has["memory_bytes"],
-            host_bandwidth=max(max(rates["copy"], rates["add"], rates["adam"]) for rates in host),
+            host_bandwidth=max(most["add"], most["adam"]),
             cores=sum(len(cores) for cores in has["nodes"].values()),
             device_cores=sum(len(cores) for cores in has["nodes"].values()) if on_cpu else None,  # PyTorch's default
             adam_per_core=fewest["adam"] / fewest["threads"] / HOST_PASS_BYTES,

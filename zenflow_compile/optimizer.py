@@ -73,7 +73,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         _check_device_and_owner(params, None)
-        self.options = _resolved(self.options, _named(self.param_groups, 0))
+        self.options = _resolved(self.options, _named(self.param_groups, 0), implicit=implicit)
         engine = Engine(self.param_groups, self.options, params[0].device, implicit=implicit)
         try:
             engine.add_params(_named(self.param_groups, 0))
@@ -298,7 +298,9 @@ def _offloaded_norm(engine: weakref.ref[Engine]) -> Tensor:
     return me.gradient_norm(set(me.offloaded))
 
 
-def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]]) -> Options:
+def _resolved(
+    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, implicit: bool
+) -> Options:
     """``options`` with what is left to the performance model decided, on this machine as it is now."""
     if options.policy != "auto" and not options.measures_stride:
         return options
@@ -309,7 +311,7 @@ def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]]
     if options.policy != "auto":
         return auto.resolve_stride(options, machine)
     assert options.tokens_per_step is not None
-    return auto.choose(specs_of(pairs), options, machine, tokens=options.tokens_per_step)
+    return auto.choose(specs_of(pairs), options, machine, tokens=options.tokens_per_step, implicit=implicit)
 
 
 def _named(groups: Sequence[dict[str, Any]], first: int) -> list[list[tuple[str, Parameter]]]:

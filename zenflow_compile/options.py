@@ -106,8 +106,9 @@ class Options:
             gradients are split and copied in the last of them. None: any number, and they are final at ``step()``.
         device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
             they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
-        spare_device_bytes: Device memory, in bytes, to be filled with the optimizer state of further parameters, whole,
-            in the order of the forward: they are then updated at every step, and the host gets less to do.
+        spare_device_bytes: Device memory, in bytes of each device, to be filled with the optimizer state of further
+            parameters, whole, in the order of the forward: they are then updated at every step, and the host gets less
+            to do.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
         accumulate_on_device: Sum the gradients of a window on the device, which takes 4 bytes per deferred element
             there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).

@@ -12,10 +12,9 @@ from typing import Any
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.auto import compare, recommended, resolve_stride
-from zenflow_compile.planning.forecast import Forecast, final_at_step, forecast
+from zenflow_compile.planning.forecast import Forecast, final_at_step, forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.policies import make_plan
 from zenflow_compile.planning.simulate import simulate as simulate_plan
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.question import SOME_DISK, Question, question
@@ -207,7 +206,7 @@ def predict(asked: Question) -> Prediction:
 def timeline(asked: Question, options: Options, *, steps: int | None = None) -> Recording:
     """The recording of a run with ``options``, whose stride is resolved."""
     return simulate_plan(
-        make_plan(asked.model.params, options),
+        node_plan(options, asked.hardware, asked.model),
         asked.hardware,
         asked.model,
         tokens=asked.tokens,

@@ -28,6 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "host_kernel", lambda: kernel)
     device_rate = probe.device_rate
     monkeypatch.setattr(probe, "_LARGEST_MATRIX", probe._SMALLEST_MATRIX)
+    monkeypatch.setattr(probe, "_CPU_ELEMENTS", 1 << 12)
     monkeypatch.setattr(probe, "device_rate", lambda device, rounds: device_rate(device, rounds, 64, 64))
 
 
@@ -47,6 +48,7 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         "D2H",
         "memmove",
         "copy lanes are threads",
+        "whole parameters",
         "TFLOP/s",
     ):
         assert part in text, part
@@ -55,7 +57,7 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_doctor_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*QUICK, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "kernel", "host", "link", "device", "matmul_flops", "disk"}
+    assert set(found) == {"machine", "kernel", "host", "link", "device", "resident", "matmul_flops", "disk"}
     assert found["disk"] is None
     assert sum(map(len, found["machine"]["nodes"].values())) == len(physical_cores())
     (host,) = found["host"]
@@ -64,6 +66,7 @@ def test_doctor_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str])
     (link,) = found["link"]
     assert link["memory"] == "memmove"
     assert min(link["to_host"], link["to_device"], found["device"]["parameters"], found["matmul_flops"]) > 0
+    assert found["resident"]["bytes"] == pytest.approx(28 * found["resident"]["parameters"])
 
 
 def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

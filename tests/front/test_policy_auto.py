@@ -175,6 +175,28 @@ def test_the_form_without_an_optimizer_object_chooses_as_well(
 
 
 @pytest.mark.parametrize("implicit", [False, True])
+def test_the_choice_knows_whether_updates_run_in_the_backward(
+    implicit: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    choose = auto.choose
+
+    def noted(*args: Any, **keywords: Any) -> Options:
+        seen.append(keywords["implicit"])
+        return choose(*args, **keywords)
+
+    monkeypatch.setattr(auto, "choose", noted)
+    model = mlp()
+    if implicit:
+        compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})
+        compiled(batch(0)[0])
+        optimizer_of(compiled).close()
+    else:
+        ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO).close()
+    assert seen == [implicit]
+
+
+@pytest.mark.parametrize("implicit", [False, True])
 def test_this_machine_is_measured_and_random_numbers_stay_the_users(implicit: bool) -> None:
     model = mlp()
     options = {**OFFLOAD_ALL, **AUTO, "workers": 1}

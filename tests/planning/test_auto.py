@@ -12,9 +12,11 @@ from tests.planning.machines import SLOW_HOST, layers, llama, machine
 from zenflow_compile.options import Options
 from zenflow_compile.planning import auto, perfmodel
 from zenflow_compile.planning.dtypes import BFLOAT16
-from zenflow_compile.planning.forecast import forecast
+from zenflow_compile.planning.forecast import forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.hardware import hardware as named_hardware
 from zenflow_compile.planning.memory import activation_bytes, needs_of
+from zenflow_compile.planning.models import model as named_model
 from zenflow_compile.planning.policies import ParamSpec, make_plan
 from zenflow_compile.planning.shares import Knobs
 
@@ -127,6 +129,55 @@ def test_a_model_that_begins_with_a_scalar() -> None:
     assert auto.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
 
 
+def test_an_optimizer_object_updates_when_the_backward_is_over() -> None:
+    """A host that needs two thirds of a step has all of it in the implicit form, and the forward in the other."""
+    hardware = machine(adam_per_core=0.4e6)
+    steps = {}
+    for implicit in (False, True):
+        found = auto.compare(Options(update_interval=1), hardware, layers(12), tokens=1, implicit=implicit)
+        steps[implicit] = next(each.step_s for each in found if each.label == "zenflow")
+    assert steps[False] > 1.05 * steps[True]
+    with_clipping = auto.compare(
+        Options(update_interval=1, max_grad_norm=1.0), hardware, layers(12), tokens=1, implicit=True
+    )
+    assert next(each.step_s for each in with_clipping if each.label == "zenflow") == steps[False]
+
+
+def test_a_stride_that_is_given_leaves_a_zenflow_that_streams_nothing() -> None:
+    options = Options(update_stride=4, sub_group_size=1)
+    found = {each.label: each for each in auto.compare(options, SLOW_HOST, MODEL, tokens=64)}
+    assert found["zenflow"].state == found["zenflow, device filled"].state == 0.0
+    assert "update_stride" not in found["zenflow"].options
+    for label in ("zenflow, streamed", "deep_optimizer_states"):
+        assert found[label].options["update_stride"] == 4
+    assert found["zenflow, streamed"].state > 0.0
+
+
+def test_the_device_is_filled_with_what_fits() -> None:
+    """Each parameter that stays brings its waiting gradient: filling what is left with state alone would overflow."""
+    hardware = replace(named_hardware("h200"), device_bytes=70e9)
+    found = auto.compare(Options(topk_ratio=0.0), hardware, named_model("llama2-7b"), tokens=2048)
+    by_label = {each.label: each for each in found}
+    filled, plain = by_label["zenflow, device filled"], by_label["zenflow"]
+    assert filled.fits
+    taken, kept = (sum(each.needs.device.values()) for each in (plain, filled))
+    assert taken + 0.85 * (70e9 - taken) < kept <= taken + 0.9 * (70e9 - taken)
+
+
+def test_spare_bytes_are_of_each_device() -> None:
+    hardware = machine(devices=2, peer_bandwidth=1e12)
+    model = layers(8)
+    options = Options(spare_device_bytes=12 * 1_000_000, device_share=0.0)  # the state of a layer; of two, in halves
+    placements = [param.placement for param in node_plan(options, hardware, model).params]
+    assert placements == ["device"] * 2 + ["split_columns"] * 6
+    node = named_hardware("4xa100-40g-pcie4")
+    found = auto.compare(Options(), node, named_model("llama2-7b"), tokens=1024)
+    (filled,) = (each for each in found if each.label == "zenflow, device filled")
+    assert filled.options["spare_device_bytes"] < node.device_bytes
+    assert filled.fits
+    assert filled.needs.device["optimizer state"] > filled.options["spare_device_bytes"]
+
+
 def test_activations_by_hand() -> None:
     model = llama(blocks=2, width=8, vocabulary=10)
     assert activation_bytes(model, tokens=3, recompute=False) == 3 * (34 * 8 * 2 + 6 * 10)
@@ -145,6 +196,9 @@ def test_memory_by_hand() -> None:
     assert needs.host == {
         "optimizer state": 24 * million, "gradients and uploads": 8 * million, "window of files": 0
     }  # fmt: skip
+    assert needs.device["selection"] == 16 * 2 * 1000
+    staged = needs_of(plan, model, devices=1, tokens=1, recompute=False, staging_bytes=9 * million)
+    assert staged.device["rings and buffers"] == (2 + 4) * 2 * million  # what is left over takes no block
     files = make_plan(model.params, Options(policy="zero_infinity", nvme_path="scratch"))
     needs = needs_of(files, model, devices=1, tokens=1, recompute=False)
     assert needs.host["window of files"] == needs.disk["optimizer state"] == 24 * million

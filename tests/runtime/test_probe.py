@@ -100,6 +100,16 @@ def test_device_rate_counts_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> 
     assert rate == probe.DeviceRate(parameters=2 * 4 * 16, bytes=28 * 2 * 4 * 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resident_is_updated_whole_and_takes_half_of_what_is_free(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks(monkeypatch, 0.5)
+    monkeypatch.setattr(probe, "_CPU_ELEMENTS", 1 << 10)
+    assert probe.resident_rate(CPU, dtype, 1 << 30) == probe.DeviceRate(2 * 1024, 28 * 2 * 1024)
+    assert probe.resident_rate(CPU, dtype, 3200).parameters == 2 * 100
+
+
 def test_quick_rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_QUICK_BYTES", SMALL)
     monkeypatch.setattr(probe, "_QUICK_LINK_BYTES", 1 << 16)
@@ -137,4 +147,5 @@ def test_on_cuda_pinned_and_unpinned_memory_are_measured() -> None:
     assert [rates.memory for rates in found] == ["pinned", "unpinned"]
     assert all(rates.to_host > 0 and rates.to_device > 0 for rates in found)
     assert probe.device_rate(device, 2, lines=512, length=512).parameters > 0
+    assert probe.resident_rate(device, torch.bfloat16, 1 << 28).parameters > 0
     assert all(rate > 0 for rate in probe.rates(device, (CORE,)))

@@ -18,7 +18,7 @@ GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_rates, "_CPU_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(probe, "_CPU_ELEMENTS", 1 << 12)
     monkeypatch.setattr(probe, "_MATMUL_S", 0.0)
     monkeypatch.setattr(update_rates, "rates", lambda *args: probe.Rates(host=7e9, to_host=8e9, to_device=4e9))
     monkeypatch.setattr(update_rates, "available_host_memory", lambda: (3_000_000, ""))

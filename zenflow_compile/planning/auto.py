@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from zenflow_compile.options import Options
-from zenflow_compile.planning.forecast import Forecast, forecast
+from zenflow_compile.planning.forecast import Forecast, forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.memory import needs_of
+from zenflow_compile.planning.memory import Needs, needs_of
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.policies import ParamSpec, make_plan, repeated_blocks
+from zenflow_compile.planning.policies import ParamSpec, repeated_blocks
 
 RATIOS = (0.25, 0.5, 0.75)
 """Shares of the state off the device that are tried where ``ratio`` is left at 1."""
@@ -48,6 +50,7 @@ def choose(
     device_bytes: float | None = None,
     host_bytes: float | None = None,
     recompute: bool = False,
+    implicit: bool = False,
 ) -> Options:
     """The fastest plan that fits, by simulation, as options.
 
@@ -61,7 +64,7 @@ def choose(
         tokens: per device and step.
         model: gives the work of forward and backward; None takes it from ``specs``, without attention.
         device_bytes: memory of a device for all of training, host_bytes: of the node; None takes the hardware's.
-        recompute: as for ``simulate``.
+        recompute: as for ``simulate``; implicit: as for ``forecast``.
 
     Raises:
         ValueError: nothing fits.
@@ -71,7 +74,8 @@ def choose(
         device_bytes=hardware.device_bytes if device_bytes is None else device_bytes,
         host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
     )
-    found = compare(options, hardware, model or shape_of(specs), tokens=tokens, recompute=recompute)
+    shape = model or shape_of(specs)
+    found = compare(options, hardware, shape, tokens=tokens, recompute=recompute, implicit=implicit)
     if (best := recommended(found)) is not None:
         return Options.from_keywords(**best.options)
     near = min(found, key=lambda each: each.missing_bytes)
@@ -96,9 +100,10 @@ def compare(
 
     Arguments as for ``choose`` and ``forecast``.
     """
+    run = _Run(hardware, model, tokens, recompute)
     found = []
-    for label, settings in _candidates(options, hardware, model, tokens, recompute):
-        fitting = [each for each in settings if len(settings) == 1 or _fits(each, hardware, model, tokens, recompute)]
+    for label, settings in _candidates(options, run):
+        fitting = [each for each in settings if len(settings) == 1 or not run.needs(each).shortages(hardware)]
         forecasts = [
             forecast(
                 each,
@@ -125,11 +130,30 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast | None:
     return best
 
 
-def _candidates(
-    options: Options, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool
-) -> Iterator[tuple[str, list[Options]]]:
-    """Policies and mixtures with the settings to try."""
-    plain = replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What decides, beside options, how much memory is needed."""
+
+    hardware: Hardware
+    model: ModelShape
+    tokens: int
+    recompute: bool
+
+    def needs(self, options: Options) -> Needs:
+        return needs_of(
+            node_plan(options, self.hardware, self.model),
+            self.model,
+            devices=self.hardware.devices,
+            tokens=self.tokens,
+            recompute=self.recompute,
+            staging_bytes=options.staging_bytes,
+        )
+
+
+def _candidates(options: Options, run: _Run) -> Iterator[tuple[str, list[Options]]]:
+    """Policies and mixtures with the settings to try. A stride that was given is for those that stream."""
+    hardware = run.hardware
+    plain = replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0, update_stride=None)
 
     def of(policy: str, **changes: Any) -> Options:
         return resolve_stride(replace(plain, policy=policy, **changes), hardware)
@@ -138,25 +162,39 @@ def _candidates(
     yield "resident", [of("resident")]
     yield "twinflow", [of("twinflow", ratio=ratio) for ratio in ratios]
     yield "zero_offload", [of("zero_offload")]
-    yield "deep_optimizer_states", [of("deep_optimizer_states", ratio=ratio) for ratio in sorted({*ratios, 1.0})]
+    yield (
+        "deep_optimizer_states",
+        [
+            of("deep_optimizer_states", ratio=ratio, update_stride=options.update_stride)
+            for ratio in sorted({*ratios, 1.0})
+        ],
+    )
     zenflow = of("zenflow")
     yield "zenflow", [zenflow]
-    needs = needs_of(
-        make_plan(model.params, zenflow), model, devices=hardware.devices, tokens=tokens, recompute=recompute
-    )
-    left = hardware.device_bytes - sum(needs.device.values())
-    if left > 0:
-        yield "zenflow, device filled", [of("zenflow", spare_device_bytes=int(_FILLED * left) * hardware.devices)]
+    if spare := _spare_bytes(zenflow, run):
+        yield "zenflow, device filled", [of("zenflow", spare_device_bytes=spare)]
     yield "zenflow, streamed", [of("zenflow", update_stride=options.update_stride or "auto")]
     if options.nvme_path is not None and hardware.disk_read is not None and hardware.disk_write is not None:
         yield "zenflow, files", [of("zenflow", offload_device="nvme", nvme_path=options.nvme_path)]
         yield "zero_infinity", [of("zero_infinity", nvme_path=options.nvme_path)]
 
 
-def _fits(options: Options, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool) -> bool:
-    plan = make_plan(model.params, options)
-    needs = needs_of(plan, model, devices=hardware.devices, tokens=tokens, recompute=recompute)
-    return not needs.shortages(hardware)
+def _spare_bytes(options: Options, run: _Run) -> int:
+    """``spare_device_bytes`` that fill the device with further whole parameters, as far as the estimates are trusted.
+
+    A parameter that stays takes more than its state: its gradient waits for the step, too.
+    """
+    devices = run.hardware.devices
+    offloaded = [param for param in node_plan(options, run.hardware, run.model).params if param.offloaded]
+    spare = [-(-size // devices) for size in accumulate(param.whole_state_bytes for param in offloaded)]
+    taken = sum(run.needs(options).device.values())
+    limit = taken + _FILLED * (run.hardware.device_bytes - taken)
+
+    def filled(size: int) -> int:
+        return sum(run.needs(replace(options, spare_device_bytes=size)).device.values())
+
+    kept = bisect_right(spare, limit, key=filled)
+    return spare[kept - 1] if kept else 0
 
 
 def shape_of(specs: Sequence[ParamSpec]) -> ModelShape:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.memory import Needs, needs_of
 from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.policies import make_plan
 from zenflow_compile.planning.simulate import steady_step
 
@@ -72,6 +73,12 @@ class Forecast:
         return " ".join([self.label, ", ".join(settings)]).rstrip()
 
 
+def node_plan(options: Options, hardware: Hardware, model: ModelShape) -> Plan:
+    """The plan of all devices together: ``spare_device_bytes`` is what each of them spares for its share."""
+    spare = options.spare_device_bytes * hardware.devices
+    return make_plan(model.params, replace(options, spare_device_bytes=spare))
+
+
 def forecast(
     options: Options,
     hardware: Hardware,
@@ -89,14 +96,14 @@ def forecast(
         options: with ``update_stride`` resolved, see ``auto.resolve_stride``.
         tokens: per device and step.
         recompute: activations are computed again in the backward.
-        implicit: the update runs in the backward, as it does without an optimizer object.
+        implicit: updates run in the backward, as they do without an optimizer object; not where something is clipped.
         epoch_tokens: of an epoch, over all devices.
         label: what to call it; None takes the policy.
 
     Raises:
         ValueError: ``hardware`` lacks a number that the policy needs, or has fewer cores than ``options.workers``.
     """
-    plan = make_plan(model.params, options)
+    plan = node_plan(options, hardware, model)
     step = steady_step(
         plan,
         hardware,
@@ -107,7 +114,14 @@ def forecast(
         recompute=recompute,
         workers=options.workers,
     )
-    needs = needs_of(plan, model, devices=hardware.devices, tokens=tokens, recompute=recompute)
+    needs = needs_of(
+        plan,
+        model,
+        devices=hardware.devices,
+        tokens=tokens,
+        recompute=recompute,
+        staging_bytes=options.staging_bytes,
+    )
     size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices
     rate = tokens * hardware.devices / step.seconds
     return Forecast(

@@ -38,8 +38,7 @@ class Formula:
         Raises:
             KeyError: a symbol has no value. Values that the expression does not have are ignored.
         """
-        symbols, function = _compiled(self.expression)
-        return float(function(*[values[name] for name in symbols]))
+        return evaluated(self.expression, values)
 
     def explain(self, values: Mapping[str, float] | None = None) -> str:
         """``name = expression``; with ``values`` also the same with numbers put in, and the result."""
@@ -49,6 +48,12 @@ class Formula:
         # Symbols named like numbers: sympy would evaluate numbers, and there would be nothing to read.
         numbers = {symbol: Symbol(f"{values[str(symbol)]:.4g}") for symbol in self.expression.free_symbols}
         return f"{line} = {self.expression.xreplace(numbers)} = {self.evaluate(**values):.4g}"
+
+
+def evaluated(expression: Expr, values: Mapping[str, float]) -> float:
+    """The expression with a value for each of its symbols, and maybe others. Raises: see ``Formula.evaluate``."""
+    symbols, function = _compiled(expression)
+    return float(function(*[values[name] for name in symbols]))
 
 
 @cache

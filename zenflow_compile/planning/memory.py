@@ -12,6 +12,7 @@ from zenflow_compile.planning.simulated_machine import STREAM_BUFFERS
 
 GRADIENT_SLOTS = 2  # of the device's ring of gradients, each as large as the largest parameter's deferred part
 UPLOAD_SLOTS = 3  # likewise of its ring of new weights (``Options.staging_bytes``)
+LINE_BYTES = 16  # of an offloaded parameter's line: squared norm and score in fp32, its number and place in int32
 
 LAYER_BYTES = 34
 """Bytes of activations per token and unit of width that a layer keeps for its backward, in 16 bits and without the
@@ -38,13 +39,22 @@ class Needs:
         return {memory: count for memory, count in missing.items() if count > 0}
 
 
-def needs_of(plan: Plan, model: ModelShape, *, devices: int, tokens: int, recompute: bool) -> Needs:
-    """What training with ``plan`` takes.
+def needs_of(
+    plan: Plan,
+    model: ModelShape,
+    *,
+    devices: int,
+    tokens: int,
+    recompute: bool,
+    staging_bytes: int | None = None,
+) -> Needs:
+    """What training with ``plan`` takes. Gradients that accumulate over several backwards are not counted.
 
     Args:
         devices: of the node; each has all weights and an equal share of the optimizer state.
         tokens: per device and step; they decide activations, which are an estimate.
         recompute: a layer's activations are computed again in the backward, and only its input is kept.
+        staging_bytes: the option, of each device.
     """
     weights = sum(param.numel * param.dtype.itemsize for param in plan.params)
     offloaded = [param for param in plan.params if param.offloaded and param.rest]
@@ -54,7 +64,8 @@ def needs_of(plan: Plan, model: ModelShape, *, devices: int, tokens: int, recomp
             "gradients": _gradients(plan, devices),
             "activations": activation_bytes(model, tokens=tokens, recompute=recompute),
             "optimizer state": plan.device_bytes // devices,
-            "rings and buffers": _device_buffers(plan, offloaded) // devices,
+            "rings and buffers": _device_buffers(plan, offloaded, devices, staging_bytes) // devices,
+            "selection": LINE_BYTES * sum(param.lines for param in plan.params if param.offloaded) // devices,
         },
         host={
             "optimizer state": sum(_host_state(param) for param in plan.params),
@@ -73,22 +84,38 @@ def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:
 
 
 def _gradients(plan: Plan, devices: int) -> int:
-    """Those that wait for the step, in shares, and the largest at its moment: an offloaded one is gone at once."""
-    waiting = [param for param in plan.params if not param.offloaded]
+    """Those that wait for the step, in shares, and the largest at its moment.
+
+    Of an offloaded one the selected lines wait, and the others only where they are held.
+    """
     largest = max((param.numel * param.dtype.itemsize for param in plan.params), default=0)
-    held = sum(param.slot_shape[0] * param.length * param.dtype.itemsize for param in plan.params if param.held)
-    return (sum(param.numel * param.dtype.itemsize for param in waiting) + held) // devices + largest
+    waiting = 0
+    for param in plan.params:
+        split = param.k + (param.rest if param.held else 0)
+        elements = split * param.length if param.offloaded else param.numel
+        waiting += elements * param.dtype.itemsize
+    return waiting // devices + largest
 
 
-def _device_buffers(plan: Plan, offloaded: list[ParamPlan]) -> int:
-    """Rings for gradients and uploads, and buffers for state that passes through; of all devices together."""
-    gradients = GRADIENT_SLOTS * max((param.slot_bytes for param in offloaded), default=0)
-    uploads = UPLOAD_SLOTS * max((param.rest * param.length * param.dtype.itemsize for param in offloaded), default=0)
+def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, staging_bytes: int | None) -> int:
+    """Rings for gradients and uploads, and buffers for state that passes through; of all devices together.
+
+    What is held passes through no ring of gradients.
+    """
+    gradients = GRADIENT_SLOTS * max((_block_bytes(param) for param in offloaded if not param.held), default=0)
+    largest = max(map(_block_bytes, offloaded), default=0)
+    slots = UPLOAD_SLOTS if staging_bytes is None or not largest else max(1, staging_bytes * devices // largest)
     streamed: dict[int | None, int] = {}
     for param in plan.params:
         if param.interleaved:
             streamed[param.subgroup] = streamed.get(param.subgroup, 0) + param.whole_state_bytes
-    return gradients + uploads + min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
+    passing = min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
+    return gradients + slots * largest + passing
+
+
+def _block_bytes(param: ParamPlan) -> int:
+    """What one gradient or upload of the host's lines takes on the device."""
+    return param.rest * param.length * param.dtype.itemsize
 
 
 def _host_state(param: ParamPlan) -> int:

@@ -10,18 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zenflow_compile.planning.equations import (
+    BLOCKING_IN_BACKWARD_STEP,
     BLOCKING_STEP,
     BLOCKING_UPDATE,
+    BYTES,
     DEVICE_TIME,
     FINAL_AT_STEP_TIME,
+    LANES,
     OVERLAPPED_STEP,
+    PLAN_TRAFFIC,
     STRIDE_RATIO,
     TRAFFIC,
-    WINDOWED_LANES,
-    bytes_formulas,
     interval_formula,
-    lanes,
     window_parts,
+    windowed_lanes,
 )
 from zenflow_compile.planning.formula import Formula
 from zenflow_compile.planning.hardware import Hardware
@@ -77,7 +79,7 @@ def stride_of(cpu_to_gpu: float) -> int:
     return min(NEVER, 1 + round(cpu_to_gpu)) if math.isfinite(cpu_to_gpu) else NEVER
 
 
-def stride_rates(hardware: Hardware, *, weight_bytes: int = 2, window: int = 1) -> dict[str, float]:
+def stride_rates(hardware: Hardware, *, weight_bytes: float = 2, window: int = 1) -> dict[str, float]:
     """The arguments of ``update_stride`` for a machine, per device.
 
     The host's update is as fast as its workers or its memory allow, whichever is slower, and casts by itself. Its one
@@ -85,7 +87,8 @@ def stride_rates(hardware: Hardware, *, weight_bytes: int = 2, window: int = 1) 
     pass reads as many gradients.
     """
     host_bytes = 2 * STATE_BYTES + 2 * weight_bytes  # state both ways, a gradient read, a weight written
-    node = min(_core_rate(hardware), hardware.host_bandwidth / host_bytes)
+    cores = hardware.devices * hardware.workers * hardware.adam_per_core
+    node = min(cores, hardware.host_bandwidth / host_bytes)
     updates_per_pass = window * host_bytes / (host_bytes + (window - 1) * weight_bytes)
     return {
         "cpu_update": updates_per_pass * node / hardware.devices,
@@ -126,13 +129,13 @@ class StateBytes:
 
 
 def bytes_per_parameter(knobs: Knobs) -> StateBytes:
-    """What the policy needs for each parameter of a large model: fp32 state, gradient slots and upload buffers.
+    """What the policy needs for each parameter: fp32 state, gradient slots and upload buffers.
 
-    Agrees with ``ParamPlan.device_bytes``, ``host_bytes`` and ``file_bytes`` up to the rounding of ``k`` to lines.
+    With a plan's own shares these are ``Plan.device_bytes``, ``host_bytes`` and ``file_bytes``; without, those of a
+    large model, up to the rounding of ``k`` to lines.
     """
     values = knobs.values()
-    device, host, file = (formula.evaluate(**values) for formula in bytes_formulas(knobs.policy))
-    return StateBytes(device, host, file)
+    return StateBytes(**{place: formula.evaluate(**values) for place, formula in BYTES.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +161,11 @@ class StepTime:
 
 
 def step_time(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> StepTime:
-    """The time of a step under a policy.
+    """The time of a step under a policy, a lower bound of the one that ``simulate`` finds.
 
     Args:
         parameters: of the model.
-        flops: of a forward and backward on one device; the backward takes two thirds.
+        flops: of a forward and backward on one device without recomputation; the backward takes two thirds.
 
     Raises:
         ValueError: the hardware lacks a number that the policy needs.
@@ -171,16 +174,16 @@ def step_time(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: flo
     update = values["device_update"] if knobs.windowed else BLOCKING_UPDATE.evaluate(**values)
     return StepTime(
         seconds=step_formula(knobs).evaluate(**values),
-        device=DEVICE_TIME.evaluate(**values),
+        device=values["device"],
         update=update,
-        lanes={name: values[name] for name in lanes(knobs.policy)},
+        lanes={name: values[name] for name in LANES},
     )
 
 
 def step_formula(knobs: Knobs) -> Formula:
-    """The equation of a step: blocking, overlapped, or overlapped from the step on."""
+    """The equation of a step: blocking or overlapped, with updates from the step on or from the backward on."""
     if not knobs.windowed:
-        return BLOCKING_STEP
+        return BLOCKING_STEP if knobs.final_at_step else BLOCKING_IN_BACKWARD_STEP
     return FINAL_AT_STEP_TIME if _waits_for_backward(knobs) else OVERLAPPED_STEP
 
 
@@ -191,44 +194,39 @@ def bindings(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: floa
         ValueError: the hardware lacks a number that the policy needs.
     """
     compute = flops / (hardware.device_flops * hardware.utilization)
-    values = {
-        **knobs.values(),
+    values = knobs.values()
+    collectives = _collectives(hardware, parameters * knobs.weight_bytes)
+    on_device = values["streamed"] + values["selected"] + values["resident"]
+    closing = 0.0 if knobs.windowed else values["offloaded"] / values["update_interval"]
+    workers = hardware.workers if knobs.workers is None else knobs.workers
+    values |= {
         "owned": parameters / hardware.devices,
         "devices": float(hardware.devices),
         "forward": compute / 3,
-        "backward": compute * 2 / 3,
-        "collectives": _collectives(hardware, parameters * knobs.weight_bytes),
+        "backward": compute if knobs.recompute else compute * 2 / 3,
+        "collectives": collectives,
+        "gathers": collectives * (on_device + closing),
         "link_to_host": hardware.link_to_host,
         "link_to_device": hardware.link_to_device,
         "device_bandwidth": hardware.device_bandwidth,
         "host_bandwidth": hardware.host_bandwidth,
-        "core_rate": _core_rate(hardware),
+        "core_rate": hardware.devices * workers * hardware.adam_per_core,
         **stride_rates(hardware, weight_bytes=knobs.weight_bytes),
-        "disk_byte": _disk_byte(hardware, needed=bool(knobs.values()["in_files"])),
+        **_disk_bytes(hardware, needed=values["in_files"] > 0),
     }
-    values |= {name: formula.evaluate(**values) for name, formula in lanes(knobs.policy).items()}
+    values |= {name: formula.evaluate(**values) for name, formula in LANES.items()}
+    values["device"] = DEVICE_TIME.evaluate(**values)
+    values["hidden"] = values["device"] - max(values["backward"], values["collectives"])
     if knobs.windowed:
-        parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, _waits_for_backward(knobs))]
+        late = _waits_for_backward(knobs)
+        parts = [part for lane in windowed_lanes(late) for part in window_parts(lane, late)]
         values |= {part.name: part.evaluate(**values) for part in parts}
-        values["hidden"] = _hidden(knobs, values)
     return values
-
-
-def _core_rate(hardware: Hardware) -> float:
-    """Parameters per second that all workers of the node update, if its memory keeps up."""
-    return hardware.devices * hardware.workers * hardware.adam_per_core
 
 
 def _waits_for_backward(knobs: Knobs) -> bool:
     """Whether the host has only the next forward for its updates; a step of staleness gives it a whole one again."""
     return knobs.windowed and knobs.final_at_step and knobs.staleness == 0
-
-
-def _hidden(knobs: Knobs, values: Mapping[str, float]) -> float:
-    """Seconds of a step in which the host's work costs nothing."""
-    if _waits_for_backward(knobs):
-        return max(values["forward"], values["collectives"])
-    return DEVICE_TIME.evaluate(**values)
 
 
 def _collectives(hardware: Hardware, model_bytes: float) -> float:
@@ -243,49 +241,52 @@ def _collectives(hardware: Hardware, model_bytes: float) -> float:
     return model_bytes * (devices - 1) / devices / hardware.peer_bandwidth
 
 
-def _disk_byte(hardware: Hardware, *, needed: bool) -> float:
-    """Seconds to read a byte and write it back: a disk does one at a time."""
+def _disk_bytes(hardware: Hardware, *, needed: bool) -> dict[str, float]:
+    """Seconds to read a byte, and to write one: a disk does one at a time."""
     if not needed:
-        return 0.0
+        return {"disk_read_byte": 0.0, "disk_write_byte": 0.0}
     if hardware.disk_read is None or hardware.disk_write is None:
         raise ValueError(
             f"hardware {hardware.name} has no disk_read and disk_write, which state in files needs; "
             "give both, or keep the state in host memory"
         )
-    return 1 / hardware.disk_read + 1 / hardware.disk_write
+    return {"disk_read_byte": 1 / hardware.disk_read, "disk_write_byte": 1 / hardware.disk_write}
 
 
 def smallest_interval(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> int | None:
-    """The smallest ``update_interval`` of ``zenflow`` at which the device never waits for its host.
+    """The smallest ``update_interval`` of ``zenflow`` at which the device never waits for its host, by the equations.
 
-    Arguments as for ``step_time``; the interval in ``knobs`` is not read.
+    ``profiling.limits`` has the roofline of a run that was measured, from that run's own times and bytes. Arguments as
+    for ``step_time``; the interval in ``knobs`` is not read.
 
     Returns:
-        Steps per window; None where no window is long enough, because the gradients of one step alone take longer than
-        a step. Then a larger ``topk_ratio``, or more tokens per step, helps.
+        Steps per window; None where no window is long enough, because what comes at every step takes longer than a
+        step. Then a larger ``topk_ratio``, or more tokens per step, helps.
     """
     values = bindings(knobs, hardware, parameters=parameters, flops=flops)
-    if _waits_for_backward(knobs):
-        copied_in = max(values["backward"], values["collectives"])
-        fits = max(values["gradients"], values["gradient_memory"]) <= copied_in and values["flushes"] < values["hidden"]
-    else:
-        fits = values["gradients"] + values["flushes"] <= values["hidden"]
-    if not fits or any(values[f"{lane}_per_step"] >= values["hidden"] for lane in WINDOWED_LANES):
+    late = _waits_for_backward(knobs)
+    lanes = windowed_lanes(late)
+    if values["gradients"] + values["flushes"] > values["device"] or values["late_state"] > values["device_update"]:
         return None
-    needed = max(interval_formula(lane).evaluate(**values) for lane in WINDOWED_LANES)
+    copied = values["copied_first"] * max(values["gradients"], values["gradient_memory"])
+    if late and copied > max(values["backward"], values["collectives"]):
+        return None
+    if any(values[f"{lane}_per_step"] >= values[str(time)] for lane, (_, time) in lanes.items()):
+        return None
+    needed = max(interval_formula(lane, late).evaluate(**values) for lane in lanes)
     return max(1, math.ceil(needed - 1e-9))  # rounding must not turn 4.0 into 5
 
 
-def formulas(policy: str = "zenflow", *, final_at_step: bool = False) -> tuple[Formula, ...]:
-    """Every equation that a plan of the policy rests on, in the order in which they build on each other."""
-    knobs = Knobs(policy=policy, final_at_step=final_at_step)
-    found = [*bytes_formulas(policy), *lanes(policy).values(), DEVICE_TIME]
+def formulas(knobs: Knobs) -> tuple[Formula, ...]:
+    """Every equation that a step rests on, in the order in which they build on each other."""
+    found = [PLAN_TRAFFIC, *BYTES.values(), *LANES.values(), DEVICE_TIME]
     if not knobs.windowed:
-        stride = (STRIDE_RATIO,) if policy == "deep_optimizer_states" else ()
-        return (*stride, *found, BLOCKING_UPDATE, BLOCKING_STEP)
-    parts = [part for lane in WINDOWED_LANES for part in window_parts(lane, final_at_step)]
-    intervals = [interval_formula(lane) for lane in WINDOWED_LANES]
-    return (TRAFFIC, *found, step_formula(knobs), *parts, *intervals)
+        stride = (STRIDE_RATIO,) if knobs.policy == "deep_optimizer_states" else ()
+        return (*stride, *found, BLOCKING_UPDATE, step_formula(knobs))
+    late = _waits_for_backward(knobs)
+    parts = [part for lane in windowed_lanes(late) for part in window_parts(lane, late)]
+    intervals = [interval_formula(lane, late) for lane in windowed_lanes(late)]
+    return (*found, step_formula(knobs), *parts, *intervals)
 
 
 def explain(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float) -> tuple[str, ...]:
@@ -294,7 +295,12 @@ def explain(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float
     Arguments as for ``step_time``.
     """
     values = bindings(knobs, hardware, parameters=parameters, flops=flops)
-    explained = formulas(knobs.policy, final_at_step=_waits_for_backward(knobs))
+    explained = formulas(knobs)
     if not math.isfinite(update_stride(**stride_rates(hardware, weight_bytes=knobs.weight_bytes))):
         explained = tuple(formula for formula in explained if formula != STRIDE_RATIO)
-    return tuple(formula.explain(values) for formula in explained if formula.evaluate(**values) != 0.0)
+    lines = [formula.explain(values) for formula in explained if formula.evaluate(**values) != 0.0]
+    times = step_time(knobs, hardware, parameters=parameters, flops=flops)
+    if times.stall:
+        lines.append(f"stall [s] = step - device = {times.seconds:.4g} - {times.device:.4g} = {times.stall:.4g}")
+    step = step_formula(knobs)
+    return (*lines, f"step: {step.meaning} ({step.source})")

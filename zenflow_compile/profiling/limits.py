@@ -153,7 +153,10 @@ def _disk_ms(traffic: Traffic, bandwidths: Bandwidths) -> float | None:
 
 
 def _smallest_interval(traffic: Traffic, bandwidths: Bandwidths, device_ms: float) -> int | None:
-    """The smallest S >= 1 that leaves what comes once a window, and so is divided by S, room beside the rest."""
+    """The smallest S >= 1 that leaves what comes once a window, and so is divided by S, room beside the rest.
+
+    Of a run that was measured; ``planning.perfmodel.smallest_interval`` is the equations' answer before there is one.
+    """
     room = device_ms / _MS
     host_room = room * bandwidths.host - traffic.host_per_gradient  # bytes left to what comes once a window
     upload_room = room * bandwidths.to_device - traffic.state

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.runtime import device_ops
@@ -27,6 +28,7 @@ from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.copies import copy_without_gil
 from zenflow_compile.runtime.cores import SYSTEM, choose_cores, physical_cores, run_pinned
+from zenflow_compile.runtime.device_adam import ResidentState, update_on_device
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 
 SLOTS = 4
@@ -48,6 +50,9 @@ _BUDGET_S = 2.0  # per measurement: after that no further round begins
 _SMALLEST_MATRIX, _LARGEST_MATRIX = 256, 4096  # width: the largest takes 100 MB in 16 bits
 _MATMUL_S = 0.01  # a width whose product takes this long is large enough; the next would take eight times as long
 _SELECTED = 10  # of so many columns one
+_CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 22, 1 << 26  # of a resident: beyond the caches, and long beside a kernel's start
+_RESIDENT_ROUNDS = 15  # short ones, of which the first few wait for pages
+_RESIDENT_BYTES = 16  # memory per element of it: weight, gradient and moments, and an fp32 master or wider others
 _SLOT = SlotCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
 
 
@@ -98,7 +103,7 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRate:
-    """AdamW on the selected tenth of a bf16 matrix's columns: parameters and bytes (28 each) per second."""
+    """AdamW on the device: parameters and bytes (28 each) per second."""
 
     parameters: float
     bytes: float
@@ -186,6 +191,28 @@ def device_rate(device: torch.device, rounds: int, lines: int | None = None, len
 
     seconds = median(_interleaved({"update": update}, rounds)["update"])
     per_s = calls * k * length / seconds
+    return DeviceRate(parameters=per_s, bytes=DEVICE_ADAM_BYTES * per_s)
+
+
+def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> DeviceRate:
+    """Rate of AdamW on a whole parameter whose state is on the device: what planning calls its bandwidth.
+
+    Args:
+        dtype: of the weights.
+        free_bytes: of the device, of which at most half is taken.
+    """
+    elements = _CUDA_ELEMENTS if device.type == "cuda" else _CPU_ELEMENTS
+    elements = max(1, min(elements, free_bytes // (2 * _RESIDENT_BYTES)))
+    param = Parameter(torch.ones(elements, dtype=dtype, device=device))
+    resident = (param, torch.ones_like(param), ResidentState.zeros_like(param))
+
+    def update() -> float:
+        begin = time.perf_counter()
+        update_on_device([resident], _SLOT, eps=1e-8)
+        _finish(device)
+        return time.perf_counter() - begin
+
+    per_s = elements / median(_interleaved({"update": update}, _RESIDENT_ROUNDS)["update"])
     return DeviceRate(parameters=per_s, bytes=DEVICE_ADAM_BYTES * per_s)
 
 

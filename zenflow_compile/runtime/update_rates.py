@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.hardware import LEFT_FREE, Hardware
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.planning.policies import OFFLOADABLE_DTYPES
-from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES
-from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.planning.workload import HOST_PASS_BYTES
 from zenflow_compile.runtime.arena import available_host_memory
-from zenflow_compile.runtime.device_adam import ResidentState, update_on_device
+from zenflow_compile.runtime.cores import physical_cores
 from zenflow_compile.runtime.disk_probe import disk_rates
 from zenflow_compile.runtime.host_adam import make_host_adam
-from zenflow_compile.runtime.probe import matmul_flops, rates
+from zenflow_compile.runtime.probe import matmul_flops, rates, resident_rate
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import free_device_bytes, worker_cores
 from zenflow_compile.runtime.time_bound import host_rate
 from zenflow_compile.runtime.workers import WorkerPool
 
-_CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 22, 1 << 26  # beyond the caches, and long beside the start of a kernel
-_UPDATE_BYTES = 16  # device memory per element of it: weight, gradient and moments, and an fp32 master or wider others
-_ROUNDS = 3
-_SLOT = SlotCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
-
 
 def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     """This machine with one device, in about a second, with the kernels and threads that the optimizer will have.
 
+    Its numbers mean what those of ``measured.hardware_of`` mean, which has longer to measure them.
     ``utilization`` is 1: forward and backward are taken to be as fast as a large product of matrices in the weights'
     dtype. They are slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is what the
     device has free, and what ``params`` take there. Where the CPU plays the device, both memories are the same one.
@@ -52,7 +44,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     device = largest.device
     cores = worker_cores(options)
     free = _unused_device_bytes(device)
-    memory = rates(device, cores)
+    memory = rates(device, tuple(core.logical for core in physical_cores()))
     per_worker = _host_rate(options, dtype, device, cores) / len(cores)
     disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
     return Hardware(
@@ -60,7 +52,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
         device_flops=matmul_flops(device, dtype),
         utilization=1.0,
         device_bytes=free + sum(param.numel() * param.dtype.itemsize for param in params),
-        device_bandwidth=_device_rate(dtype, device, free) * DEVICE_UPDATE_BYTES,
+        device_bandwidth=resident_rate(device, dtype, free).bytes,
         link_to_host=memory.to_host,
         link_to_device=memory.to_device,
         host_bytes=available_host_memory()[0],
@@ -97,25 +89,3 @@ def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores
         return host_rate(kernel, plan, pool)
     finally:
         pool.close()
-
-
-def _device_rate(dtype: torch.dtype, device: torch.device, free: int) -> float:
-    """Parameters per second that the device updates, with state that is there."""
-    elements = _CUDA_ELEMENTS if device.type == "cuda" else _CPU_ELEMENTS
-    elements = max(1, min(elements, free // (2 * _UPDATE_BYTES)))
-    param = Parameter(torch.ones(elements, dtype=dtype, device=device))
-    update = (param, torch.ones_like(param), ResidentState.zeros_like(param))
-
-    def measured() -> float:
-        begin = time.perf_counter()
-        update_on_device([update], _SLOT, eps=1e-8)
-        _finish(device)
-        return time.perf_counter() - begin
-
-    measured()  # makes pages resident
-    return elements / median(measured() for _ in range(_ROUNDS))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
