@@ -95,14 +95,16 @@ def reason(node: Node, ctx: PassContext) -> str | None:
     if node.target is ops.BEGIN_BACKWARD or not isinstance(p, int):
         return template
     param = ctx.plan.params[p]
-    why = template.format(lines=param.lines, k=param.k, rest=param.rest, when=window(param))
+    why = template.format(lines=param.lines, k=param.k, rest=param.rest, when=window(param, adaptive=ctx.plan.adaptive))
     return f"{param.name}: {why}"
 
 
-def window(param: ParamPlan) -> str:
+def window(param: ParamPlan, *, adaptive: bool) -> str:
     """When the host applies gradients, in words."""
     if param.blocking:
         return "the host updates now, and the step waits"
+    if adaptive:
+        return f"the host updates when gradients ask for it, after at most {param.interval} steps"
     return "the host updates every step" if param.interval == 1 else f"the host updates every {param.interval} steps"
 
 
@@ -201,13 +203,19 @@ def plan_table(plan: Plan) -> Table:
         table.add_column(name, justify="left" if name in ("shape", "state") else "right")
     for param in plan.params:
         shape = "x".join(str(size) for size in param.shape) or "scalar"
-        table.add_row(param.name, shape, placement(param), megabytes(param.device_bytes), megabytes(param.host_bytes))
+        table.add_row(
+            param.name,
+            shape,
+            placement(param, adaptive=plan.adaptive),
+            megabytes(param.device_bytes),
+            megabytes(param.host_bytes),
+        )
     table.add_section()
     table.add_row("all", "", "", megabytes(plan.device_bytes), megabytes(plan.host_bytes), style="bold")
     return table
 
 
-def placement(param: ParamPlan) -> str:
+def placement(param: ParamPlan, *, adaptive: bool) -> str:
     """Where state lives and when it is updated, short enough for a table."""
     if param.interleaved:
         return f"host, streamed, {param.subgroup}"
@@ -217,6 +225,8 @@ def placement(param: ParamPlan) -> str:
     where = f"{param.k}/{param.lines} {unit}" if param.k else "host"
     if param.blocking:
         return f"{where}, blocking"
+    if adaptive:
+        return f"{where}, within {param.interval}"
     return f"{where}, every {param.interval}, at {param.phase}"
 
 

@@ -315,6 +315,11 @@ class Options:
         return self.max_update_interval if self.update_interval == "auto" else self.update_interval
 
     @property
+    def adaptive(self) -> bool:
+        """Whether gradient values decide when windows close."""
+        return self.policy == "zenflow" and self.update_interval == "auto"
+
+    @property
     def in_files(self) -> bool:
         """Whether the host's state lives in files."""
         return self.policy == "zero_infinity" or self.offload_device == "nvme"

@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from tests.recording import RecordingEngine
+from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.backend import zenflow
 from zenflow_compile.explanation import explain
 from zenflow_compile.passes.context import Phase
@@ -34,6 +35,17 @@ def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> Non
     full = io.StringIO()
     explain(compiled, full=True, console=Console(file=full))
     assert "more nodes" not in full.getvalue()
+
+
+def test_windows_that_adapt_have_no_fixed_length() -> None:
+    model = nn.Linear(16, 16)
+    with ZenFlowAdamW(
+        model.parameters(), update_interval="auto", max_update_interval=9, min_offload_size=0, device_share=0.0
+    ):
+        printed = " ".join(str(explain(model, console=Console(file=io.StringIO()))).split())
+    assert "2/16 columns, within 9" in printed or "2/16 rows, within 9" in printed
+    assert "the host updates when gradients ask for it, after at most 9 steps" in printed.replace("# ", "")
+    assert "every 9" not in printed
 
 
 def test_before_anything_is_compiled(recording: Callable[..., RecordingEngine]) -> None:

@@ -128,6 +128,7 @@ def test_an_unknown_policy() -> None:
     class Other:
         policy = "fifo"
         host_window_bytes = None
+        adaptive = False
 
     with pytest.raises(ValueError, match="policy='fifo' must be one of resident, zero_offload, twinflow"):
         make_plan([], Other())  # type: ignore[arg-type]

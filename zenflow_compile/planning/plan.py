@@ -188,11 +188,17 @@ class ParamPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The plans of all parameters of one optimizer, in its order. ``host_window_bytes``: the option."""
+    """The plans of all parameters of one optimizer, in its order.
+
+    Attributes:
+        host_window_bytes: the option.
+        adaptive: windows close when gradients say so, after ``interval`` steps at the latest.
+    """
 
     policy: str
     params: tuple[ParamPlan, ...]
     host_window_bytes: int | None = None
+    adaptive: bool = False
 
     @property
     def host_bytes(self) -> int:

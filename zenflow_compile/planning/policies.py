@@ -36,6 +36,8 @@ class PlanningOptions(Protocol):
     @property
     def longest_window(self) -> int: ...
     @property
+    def adaptive(self) -> bool: ...
+    @property
     def staleness(self) -> int: ...
     @property
     def overlap_step(self) -> bool: ...
@@ -80,9 +82,10 @@ class ParamSpec:
 
 def make_plan(specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
     """Plan all parameters of a new optimizer."""
-    return extend_plan(
-        Plan(policy=options.policy, params=(), host_window_bytes=options.host_window_bytes), specs, options
+    empty = Plan(
+        policy=options.policy, params=(), host_window_bytes=options.host_window_bytes, adaptive=options.adaptive
     )
+    return extend_plan(empty, specs, options)
 
 
 def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:

@@ -80,7 +80,7 @@ class Schedule:
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
         self._options = options
-        self._adaptive = options.policy == "zenflow" and options.update_interval == "auto"
+        self._adaptive = options.adaptive
         self._measured = self._adaptive and options.min_update_interval is None and options.longest_window > 1
         self.shortest_window = None if self._measured else options.min_update_interval or 1
         self._windows: dict[int, AdaptiveWindow] = {}
