@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -88,8 +89,8 @@ def forecast(
         workers=options.workers,
     )
     needs = needs_of(plan, model, devices=hardware.devices, tokens=tokens, recompute=recompute)
-    size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices
-    rate = tokens * hardware.devices / step.seconds
+    size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices or 1.0
+    rate = tokens * hardware.devices / step.seconds if step.seconds else math.inf  # nothing to do without an element
     return Forecast(
         label=label or options.policy,
         policy=options.policy,
