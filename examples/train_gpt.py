@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -74,14 +74,17 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     model = initial_model(config)
     if resumed:
         model.load_state_dict(resumed["model"])
+    late: dict[str, Any] = {
+        "update_interval": config.update_interval,
+        "staleness": config.staleness,
+        "full_warm_up_rounds": config.warm_up,
+    }
     optimizer = zf.ZenFlowAdamW(
         model.named_parameters(),
         lr=config.lr,
         weight_decay=config.weight_decay,
         policy=config.policy,
-        update_interval=config.update_interval,
-        staleness=config.staleness,
-        full_warm_up_rounds=config.warm_up,
+        **(late if config.policy == "zenflow" else {}),
         max_grad_norm=config.max_grad_norm,
         pt_reserved_cores_perc=CORES_OF_PYTORCH if device.type == "cpu" else None,
     )

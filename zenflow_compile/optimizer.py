@@ -16,13 +16,14 @@ from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.loss_scaling import Carrier
-from zenflow_compile.options import Options
+from zenflow_compile.options import OPTION_NAMES, Options
 from zenflow_compile.passes.pipeline import fused_step_graph
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.roster import specs_of
 from zenflow_compile.runtime.update_rates import measured_hardware
+from zenflow_compile.unread_options import warn_of_unread
 from zenflow_compile.validate import check_number
 
 
@@ -66,6 +67,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ) -> None:
         implicit = bool(options.pop("_implicit", False))
         self.options = Options.from_keywords(**options)
+        warn_of_unread(self.options, stacklevel=2)
         self._engine: Engine | None = None
         self._carrier: Carrier | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -177,7 +179,16 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used."""
+        """Discard gradients that no step has used.
+
+        Nothing else does: ``model.zero_grad()`` and ``param.grad = None`` do not reach those of offloaded parameters,
+        which then count in the next step. Where that is certain to have happened, a warning says so, once.
+
+        Args:
+            set_to_none: False fills the ``.grad`` of parameters that stay on the device with zeros, and one that gets
+                no gradient until the step takes a step with that, as in PyTorch: its moments and weight decay. One that
+                is offloaded has no ``.grad`` and waits, as it does under True.
+        """
         engine = self.engine
         self._drop_carrier()
         super().zero_grad(set_to_none)
@@ -211,7 +222,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
 
         Raises:
-            ValueError, TypeError: the state belongs to another model or plan, or is none; nothing has changed then.
+            ValueError, TypeError: the state belongs to another model or plan, is not complete, or is none; nothing has
+                changed then. After anything else, such as a failure of memory or disk, no step runs until a state has
+                been loaded.
         """
         engine = self.engine
         if not isinstance(state_dict, dict):
@@ -336,6 +349,13 @@ def _materialized(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_group(group: dict[str, Any]) -> None:
+    for name in OPTION_NAMES:
+        if name in group:
+            raise ValueError(
+                f"a param group has {name}={group[name]!r}, an option of the whole optimizer: pass it to ZenFlowAdamW "
+                "itself, or give those parameters an optimizer of their own; groups may differ in lr, betas, eps and "
+                "weight_decay"
+            )
     lr = group["lr"]
     check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr, 0.0)
     check_number("eps", group["eps"], 0.0)

@@ -55,7 +55,8 @@ class Options:
 
     Numbers are stored as plain ``int`` and ``float``, so that ``torch.load(weights_only=True)`` reads a dict
     of them. A *step* is an attempted optimizer step: one that overflowed counts. Knobs from ``topk_ratio`` to
-    ``auto_ratio`` steer the zenflow policy; the other policies check their ranges and otherwise ignore them.
+    ``auto_ratio`` steer the zenflow policy; the other policies check their ranges and otherwise ignore them. An
+    optimizer warns of options that its policy does not read.
 
     Attributes:
         policy: Where optimizer state lives. ``"resident"``: on the device, as in plain AdamW.
@@ -65,7 +66,8 @@ class Options:
             columns on the device, the rest on the host. ``"auto"``: the one of these, or mixture of them, that is
             predicted to be the fastest of those that fit this machine when the optimizer is made.
         tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step: with the parameters
-            they say how long a step takes and what activations need. ``policy="auto"`` needs it; the others ignore it.
+            they say how long a step takes and what activations need. ``policy="auto"`` needs it, and no other
+            reads it.
         topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
             at every step. 0 defers everything, 1 nothing.
         select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (``steps_per_epoch`` is needed

@@ -326,7 +326,7 @@ def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypa
 
 def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(roster, "require_host_memory", needed.append)
+    monkeypatch.setattr(roster, "require_host_memory", lambda size, hint: needed.append(size))
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=BLOCK_BYTES, **options)
     optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})

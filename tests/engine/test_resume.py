@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
+from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import copies
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -155,3 +156,97 @@ def test_a_file_that_was_cut_changes_nothing() -> None:
         training.optimizer.load_state_dict(saved)
     assert_same(training.weights(), before)
     assert training.optimizer.engine.step == 3
+
+
+def damaged(saved: dict[str, Any], key: str, change: Any) -> dict[str, Any]:
+    """A copy whose first entry has something else at ``key``: what ``change`` makes of it, or nothing."""
+    other = copy.deepcopy(saved)
+    entry = other["state"][0]
+    value = entry.pop(key)
+    if change is not None:
+        entry[key] = change(value)
+    return other
+
+
+DAMAGE: list[tuple[str, Any, str]] = [
+    *((key, None, f"no '{key}' for 0.weight") for key in ("selected", "coefficients", "master", "score", "schedule")),
+    ("master", lambda value: value[:3], r"'master' of shape \[3, 16\]"),
+    ("exp_avg", torch.Tensor.bfloat16, r"'exp_avg' of shape .* torch\.bfloat16, not .* torch\.float32"),
+    ("rest", lambda value: value[:3], r"'rest' of shape \[3\]"),
+    ("rest", torch.zeros_like, "each of the 32 lines once"),
+    ("taken", lambda value: None, "taken=None, which is no number"),
+    ("window", lambda value: value[:-1], "1 gradients for 2 'coefficients'"),
+    ("window", lambda value: [value[0], value[0][:1]], "'window' of shape"),
+    ("coefficients", lambda value: [each[:2] for each in value], "'coefficients' that are not 5 numbers each"),
+    ("residual", lambda value: torch.zeros(1), "'residual', which must be None"),
+    ("schedule", lambda value: {**value, "latest": (1.0,)}, "'latest' that is not a pair"),
+    ("schedule", lambda value: [], "a list instead of a dict"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "message"), DAMAGE)
+def test_a_damaged_state_names_what_is_wrong_and_changes_nothing(key: str, change: Any, message: str) -> None:
+    training = Training(None).run(0, 4)
+    before = training.optimizer.state_dict()
+    assert len(before["state"][0]["window"]) == 2
+    weights = training.weights()
+    bad = damaged(before, key, change)
+    bad["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(ValueError, match=message):
+        training.optimizer.load_state_dict(bad)
+    assert training.optimizer.param_groups[0]["lr"] == 1e-2
+    after = training.optimizer.state_dict()
+    for index, entry in before["state"].items():
+        assert torch.equal(after["state"][index]["exp_avg"], entry["exp_avg"])
+        assert_same(after["state"][index].get("window", []), entry.get("window", []))
+    assert_same(training.weights(), weights)
+    training.step(4)
+
+
+@pytest.mark.parametrize("policy", ["zenflow", "zero_offload", "resident"])
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)],
+)
+def test_a_state_of_another_dtype_is_refused(policy: str, saved: torch.dtype, own: torch.dtype) -> None:
+    state = Training(None, {"policy": policy}, saved).run(0, 2).optimizer.state_dict()
+    training = Training(None, {"policy": policy}, own).run(0, 1)
+    with pytest.raises(ValueError, match=rf"dtype='{saved}' for 0\.weight, this optimizer '{own}'.*another model"):
+        training.optimizer.load_state_dict(state)
+    assert training.optimizer.engine.step == 1
+    training.step(1)
+
+
+def test_an_engine_that_failed_in_a_load_waits_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(None).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 6).weights()
+
+    def no_memory(*args: Any) -> None:
+        raise MemoryError("nothing left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(training.optimizer.engine.schedule), "restore", no_memory)
+        with pytest.raises(MemoryError):
+            training.load(saved)
+    with pytest.raises(RuntimeError, match=r"loading of a state, failed half-way.*load the last saved state"):
+        training.step(3)
+    assert_same(training.load(saved).run(3, 6).weights(), expected)
+
+
+@pytest.mark.parametrize("cause", ["calls", "frozen"])
+def test_a_plan_that_differs_by_calls_or_frozen_parameters_says_so(cause: str) -> None:
+    """Both are planned at the moment they are given: what the device keeps is chosen among the first call's."""
+    first, second = mlp(), mlp()
+    options: dict[str, Any] = {**OFFLOAD_ALL, "policy": "twinflow", "ratio": 0.5}
+    optimizer = ZenFlowAdamW(first[:1].parameters(), **options)
+    optimizer.add_param_group({"params": list(first[1:].parameters())})
+    if cause == "calls":
+        other = ZenFlowAdamW([{"params": second[:1].parameters()}, {"params": second[1:].parameters()}], **options)
+    else:
+        second[0].weight.requires_grad_(False)
+        other = ZenFlowAdamW(second[:1].parameters(), **options)
+        other.add_param_group({"params": list(second[1:].parameters())})
+    message = r"groups were given in other calls, or another parameter was frozen.*same calls.*requires_grad"
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(optimizer.state_dict())

@@ -307,10 +307,41 @@ def test_more_host_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(optimizer.engine.params) == 4
 
 
+REMEDIES = {
+    "zero_offload": ({}, r'policy="twinflow" with a ratio below 1', None),
+    "twinflow": ({"ratio": 0.9}, "a smaller ratio", None),
+    "deep_optimizer_states": ({"update_stride": 1}, "a smaller ratio", None),
+    "zero_infinity": ({"nvme_path": "."}, "a smaller host_window_bytes", None),
+    "zenflow": ({}, "a smaller update_interval.*or offload_device=\"nvme\" with nvme_path", "raise topk_ratio, "),
+    "zenflow, auto": ({"update_interval": "auto"}, "a smaller max_update_interval", "raise topk_ratio, "),
+    "zenflow, nvme": (
+        {"offload_device": "nvme", "nvme_path": "."}, "a smaller host_window_bytes", "raise topk_ratio, "
+    ),
+}
+
+
+@pytest.mark.parametrize("label", REMEDIES)
+def test_remedies_are_those_of_the_policy(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another policy reads would not help."""
+    given, host, device = REMEDIES[label]
+    policy = label.split(",")[0]
+    options = {**OFFLOAD_ALL, "policy": policy, **given}
+    others = {"topk_ratio", "update_interval", "device_share"} if policy != "zenflow" else {"a smaller ratio"}
+    monkeypatch.setattr(arena, "available_host_memory", lambda: (10, "the machine"))
+    with pytest.raises(ValueError, match=rf'{host}.*policy="resident"') as error:
+        ZenFlowAdamW(mlp().parameters(), **options)
+    assert not any(other in str(error.value) for other in others)
+    if policy == "deep_optimizer_states":
+        return  # all of it is streamed: nothing is uploaded
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"raise it, {device or ''}or leave it at None"):
+        ZenFlowAdamW(mlp().parameters(), **options, staging_bytes=64)
+
+
 def test_how_much_memory_is_said_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "available_host_memory", lambda: (5 << 30, "the machine has 8.0 GiB"))
     with pytest.raises(ValueError, match=r"need 7\.5 GiB of host memory, but only 5\.0 GiB are available"):
-        arena.require_host_memory(15 << 29)
+        arena.require_host_memory(15 << 29, "a smaller model")
 
 
 @pytest.fixture

@@ -262,3 +262,49 @@ def test_nan_norms_poison_every_gradient_as_in_pytorch() -> None:
         optimizer.synchronize()
         assert norm.isnan()
         assert all(param.isnan().all() for param in model.parameters())
+
+
+def written(build: Callable[[], nn.Module] = mlp) -> nn.Module:
+    """With ones in every ``.grad``."""
+    model = build()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return model
+
+
+@pytest.mark.parametrize("options", [{"policy": "zero_offload"}, {"update_interval": 1}, {"policy": "resident"}])
+def test_gradients_written_by_hand_are_clipped(options: dict[str, Any]) -> None:
+    mine, reference = written(), written()
+    optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **{**OFFLOAD_ALL, **options}, eps=1.0)  # the scale matters
+    theirs = torch.optim.AdamW(reference.parameters(), **ADAM, eps=1.0)
+    elements = sum(param.numel() for param in mine.parameters())
+    norm = clip_grad_norm_(mine.parameters(), 0.1)
+    assert float(norm) == pytest.approx(elements**0.5)
+    assert float(clip_grad_norm_(mine.parameters(), 1.0)) == pytest.approx(0.1, rel=1e-4)  # once is enough
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    optimizer.step()
+    theirs.step()
+    optimizer.synchronize()
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_only_the_named_parameters_count_of_those_written_by_hand() -> None:
+    model = written()
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **EXACT)
+    first, second = model[0].weight, model[2].weight
+    assert float(clip_grad_norm_([first], 100.0)) == pytest.approx(first.numel() ** 0.5)
+    assert first.grad is None
+    assert second.grad is not None
+    optimizer.step()
+
+
+def test_a_gradient_written_over_a_backwards_own_is_refused_before_anything_is_clipped() -> None:
+    model = mlp()
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **EXACT)
+    inputs, targets = batch(0)
+    F.cross_entropy(model(inputs), targets).backward()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(RuntimeError, match=r"has a gradient from a backward and another in \.grad"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zenflow_compile
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 
@@ -125,7 +126,7 @@ def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch
     state = optimizer.state_dict()
     new = model[4].weight
 
-    def no_room(needed: int) -> None:
+    def no_room(needed: int, knobs_hint: str) -> None:
         raise ValueError("no room")
 
     with monkeypatch.context() as patch:
@@ -227,6 +228,47 @@ def test_zero_grad_discards(entry: dict[str, Any] | None, set_to_none: bool) -> 
             each.step()
             each.zero_grad(set_to_none=set_to_none)
     assert_close(ours, theirs, optimizer)
+
+
+def clear(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("then", ["backward", "step"])
+@pytest.mark.parametrize("clearing", [nn.Module.zero_grad, clear])
+def test_gradients_cleared_past_the_optimizer_are_warned_of_once(
+    entry: dict[str, Any] | None,
+    then: str,
+    clearing: Callable[[nn.Module], None],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    (ours, optimizer), _ = pair()
+    call = torch.compile(ours, **entry) if entry else ours
+    for step in range(3):
+        loss_of(call, step).backward()
+        clearing(ours)
+        if then == "backward":
+            loss_of(call, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len([each for each in recwarn if "call optimizer.zero_grad()" in str(each.message)]) == 1
+
+
+def test_gradients_that_are_cleared_by_right_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    (ours, optimizer), _ = pair()
+    for step in range(3):
+        loss_of(ours, step).backward()
+        optimizer.zero_grad()  # a skipped batch
+        loss_of(ours, step).backward()
+        loss_of(ours, step).backward()  # accumulated
+        optimizer.step()
+        ours.zero_grad()  # they have been used
+    ours[0].weight.grad = torch.ones_like(ours[0].weight)  # alone, by hand
+    zenflow_compile.clip_grad_norm_(ours.parameters(), 1.0)
+    optimizer.step()
+    assert not [each for each in recwarn if "zero_grad" in str(each.message)]
 
 
 def test_parameters_without_a_gradient_wait() -> None:

@@ -212,6 +212,12 @@ def test_this_machine_is_measured_and_random_numbers_stay_the_users(implicit: bo
     optimizer.close()
 
 
+def test_parameters_without_an_element_need_nothing(measured: list[Hardware]) -> None:
+    optimizer = ZenFlowAdamW([nn.Parameter(torch.ones(0, 4))], **OFFLOAD_ALL, **AUTO)
+    assert optimizer.options.policy == "resident"
+    optimizer.close()
+
+
 NEEDS_TOKENS = r'tokens_per_step=None under policy="auto" must be an integer >= 1.*tokens_per_step=batch_size'
 
 

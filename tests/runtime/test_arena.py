@@ -19,7 +19,6 @@ from zenflow_compile import torch_private
 from zenflow_compile.runtime import arena as arena_module
 from zenflow_compile.runtime.arena import (
     ALIGNMENT_BYTES,
-    MEMORY_KNOBS,
     HostArena,
     available_host_memory,
     carved_bytes,
@@ -258,11 +257,12 @@ def test_refused_pinning_warns_once_with_its_cost_and_goes_on(monkeypatch: pytes
     cuda = FakeCuda(monkeypatch, refusal="cudaHostRegister: out of memory")
     arena = HostArena(64)
     with pytest.warns(RuntimeWarning, match="slower, and the training thread waits") as caught:
-        assert not arena.pin()
+        assert not arena.pin("a smaller model")
     assert len(caught) == 1
     assert "out of memory" in str(caught[0].message)
+    assert str(caught[0].message).endswith("make do with less: a smaller model")
     assert cuda.calls == 1
-    assert not HostArena(64).pin(warn=False)  # as for a second arena of an engine
+    assert not HostArena(64).pin()  # as for a second arena of an engine
     assert len(caught) == 1
     assert arena.take((4,), torch.float32).fill_(1.0).sum() == 4
     arena.close()
@@ -305,21 +305,19 @@ def test_a_refusal_leaves_no_error_behind() -> None:
 
 
 def test_enough_memory_passes_and_too_much_says_how_much_and_what_helps() -> None:
-    require_host_memory(0)
-    require_host_memory(1 << 20)
-    with pytest.raises(ValueError, match=r"need 1024\.0 GiB of host memory, but only \d+\.\d GiB") as error:
-        require_host_memory(1 << 40)
-    assert MEMORY_KNOBS in str(error.value)
-    assert "topk_ratio" in MEMORY_KNOBS
+    require_host_memory(0, "a smaller model")
+    require_host_memory(1 << 20, "a smaller model")
+    with pytest.raises(ValueError, match=r"need 1024\.0 GiB of host memory, but only \d+\.\d GiB"):
+        require_host_memory(1 << 40, "a smaller model")
     with pytest.raises(ValueError, match="choose a smaller model"):
         require_host_memory(1 << 40, "a smaller model")
 
 
 def test_the_bound_is_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "available_host_memory", lambda: (1000, "a test"))
-    require_host_memory(1000)
+    require_host_memory(1000, "")
     with pytest.raises(ValueError, match="a test"):
-        require_host_memory(1001)
+        require_host_memory(1001, "")
 
 
 def cgroup(folder: Path, files: dict[str, str]) -> None:

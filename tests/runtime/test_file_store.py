@@ -169,3 +169,15 @@ def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="in use"):
         ScratchDirectory(tmp_path)
     first.close()
+
+
+def test_a_relative_path_outlives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swap").mkdir()
+    monkeypatch.chdir(tmp_path)
+    directory = ScratchDirectory("swap")
+    directory.create(PAGE_BYTES, {})
+    monkeypatch.chdir("/")
+    directory.create(PAGE_BYTES, {})
+    assert len(list((tmp_path / "swap").iterdir())) == 3
+    directory.close()
+    assert not list((tmp_path / "swap").iterdir())

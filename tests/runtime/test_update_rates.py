@@ -53,7 +53,7 @@ def test_the_host_is_measured_with_the_optimizers_own_parts(
 
 
 def test_a_disk_is_measured_where_there_is_a_path_and_nothing_stays(tmp_path: Path) -> None:
-    found = measured_hardware(Options(**GIVEN, nvme_path=str(tmp_path)), [torch.zeros(8, 8)])
+    found = measured_hardware(Options(**GIVEN, offload_device="nvme", nvme_path=str(tmp_path)), [torch.zeros(8, 8)])
     for rate in (found.disk_read, found.disk_write, found.disk_bytes):
         assert rate is not None
         assert 0 < rate < math.inf
@@ -61,5 +61,11 @@ def test_a_disk_is_measured_where_there_is_a_path_and_nothing_stays(tmp_path: Pa
 
 
 def test_a_path_that_is_missing_is_named(tmp_path: Path) -> None:
+    options = Options(**GIVEN, policy="auto", tokens_per_step=1, nvme_path=str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"nvme_path=.*does not exist"):
-        measured_hardware(Options(**GIVEN, nvme_path=str(tmp_path / "none")), [torch.zeros(8, 8)])
+        measured_hardware(options, [torch.zeros(8, 8)])
+
+
+def test_a_path_that_the_policy_does_not_use_is_not_measured(tmp_path: Path) -> None:
+    options = Options(**GIVEN, policy="deep_optimizer_states", nvme_path=str(tmp_path / "none"))
+    assert measured_hardware(options, [torch.zeros(8, 8)]).disk_bytes is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -122,8 +123,8 @@ def forecast(
         recompute=recompute,
         staging_bytes=options.staging_bytes,
     )
-    size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices
-    rate = tokens * hardware.devices / step.seconds
+    size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices or 1.0
+    rate = tokens * hardware.devices / step.seconds if step.seconds else math.inf  # nothing to do without an element
     return Forecast(
         label=label or options.policy,
         policy=options.policy,

@@ -41,17 +41,14 @@ _MEMORY_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
 }
 
-MEMORY_KNOBS = (
-    "a larger topk_ratio, a smaller update_interval or a larger device_share, which move state to the device "
-    'or store fewer gradients, or policy="resident", which needs no host memory'
-)
-"""What a user can turn to need less host memory."""
 
-
-def require_host_memory(needed_bytes: int, knobs_hint: str = MEMORY_KNOBS) -> None:
+def require_host_memory(needed_bytes: int, knobs_hint: str) -> None:
     """Refuses a plan that does not fit, before anything is allocated.
 
     Linux maps more memory than there is, and kills the process that later touches too much of it.
+
+    Args:
+        knobs_hint: what needs less, see ``remedies.less_host_memory``.
 
     Raises:
         ValueError: more is needed than is available to this process; says how much, and which knobs help.
@@ -145,26 +142,26 @@ class HostArena:
         self.used_bytes += needed
         return flat.view(tuple(shape))
 
-    def pin(self, *, warn: bool = True) -> bool:
+    def pin(self, knobs_hint: str | None = None) -> bool:
         """Registers the whole arena with CUDA, once; says whether it is pinned now.
 
         One registration, because a copy may not span two. Where CUDA is missing there is nothing to do. Where
         it refuses, a warning says what that costs, and everything works on unpinned memory.
 
         Args:
-            warn: False for further arenas of an engine that has been warned.
+            knobs_hint: what needs less host memory, for the warning; None: no warning.
         """
         mapping = self._open_mapping()
         if not mapping.registered and len(mapping) and torch.cuda.is_available():
             try:
                 torch_private.register_host_memory(mapping.address, len(mapping))
             except RuntimeError as error:
-                if warn:
+                if knobs_hint is not None:
                     warnings.warn(
                         f"CUDA refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
                         "correct, but copies between host and device go through the driver's small buffers now: "
                         "slower, and the training thread waits for them. Raise the limit on locked memory (ulimit -l), "
-                        f"free host memory, or make do with less: {MEMORY_KNOBS}",
+                        f"free host memory, or make do with less: {knobs_hint}",
                         RuntimeWarning,
                         stacklevel=2,
                     )

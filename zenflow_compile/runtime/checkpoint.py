@@ -7,16 +7,15 @@ bitwise (selection, score, open window, schedule) is stored beside them in the o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.checkpoint_check import CHOSEN, FORMAT, check_state, described
 from zenflow_compile.runtime.compression import Residual
 from zenflow_compile.runtime.copies import ThreadTicket
 from zenflow_compile.runtime.device_adam import ResidentState
@@ -26,10 +25,7 @@ from zenflow_compile.runtime.window_sum import WindowSum
 from zenflow_compile.runtime.windows import Close, Slot
 from zenflow_compile.runtime.workers import Job
 
-FORMAT = 3
 _STATE = ("master", "exp_avg", "exp_avg_sq")
-_CHOSEN = ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device")  # may be by a measurement
-_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -57,10 +53,10 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
         ],
         "zenflow": {
             "format": FORMAT,
-            **{name: getattr(engine.options, name) for name in _CHOSEN},
+            **{name: getattr(engine.options, name) for name in CHOSEN},
             "step": engine.step,
             "shortest_window": engine.schedule.shortest_window if engine.adaptive_windows else None,
-            "params": [_described(param) for param in engine.plan.params],
+            "params": [described(param) for param in engine.plan.params],
         },
     }
 
@@ -69,10 +65,19 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
     """Put a state back into an engine of the same plan.
 
     Raises:
-        ValueError: the state is not of this kind, or of another model or plan; nothing has been changed then.
+        ValueError: the state is not of this kind, not complete, or of another model or plan; nothing has been changed
+            then. Whatever is raised later, such as a failure of memory or disk, leaves an engine that has failed.
     """
-    _check(engine, groups, state)
-    engine.abandon()
+    check_state(engine, groups, state)
+    try:
+        engine.abandon()
+        _load(engine, groups, state)
+    except BaseException as error:
+        engine.failure = error
+        raise
+
+
+def _load(engine: Engine, groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
     for group, saved in zip(groups, state["param_groups"], strict=True):
         group.update({key: _own(value) for key, value in saved.items() if key not in ("params", "param_names")})
     engine.step = int(state["zenflow"]["step"])
@@ -94,70 +99,6 @@ def _whole_state(saved: Mapping[str, Any]) -> ResidentState:
 def _own(value: Any) -> Any:
     """A group's value of its own: schedulers write into learning rates that are tensors."""
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _described(plan: ParamPlan) -> dict[str, Any]:
-    return {"name": plan.name, "shape": list(plan.shape), **{name: _plain(getattr(plan, name)) for name in _PLANNED}}
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value
-
-
-def _check(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
-    meta = state.get("zenflow") if isinstance(state, Mapping) else None
-    if not isinstance(meta, Mapping) or "state" not in state or "param_groups" not in state:
-        raise ValueError("the state dict is not of a ZenFlowAdamW: it has no 'zenflow' entry; load one of its own")
-    if meta["format"] != FORMAT:
-        raise ValueError(f"the state dict has format {meta['format']}, this version reads {FORMAT}")
-    saved_groups = [len(group["params"]) for group in state["param_groups"]]
-    own_groups = [len(group["params"]) for group in groups]
-    if saved_groups != own_groups:
-        raise ValueError(f"the state dict has param groups of sizes {saved_groups}, this optimizer {own_groups}")
-    if meta["policy"] != engine.plan.policy:
-        raise ValueError(
-            f"the state dict was saved with policy={meta['policy']!r}, this optimizer has {engine.plan.policy!r}; "
-            f"create it with the saved policy{_remedy(engine, meta)}"
-        )
-    if len(meta["params"]) != len(engine.plan.params):
-        raise ValueError(
-            f"the state dict has {len(meta['params'])} parameters, this optimizer {len(engine.plan.params)}; "
-            "it belongs to another model"
-        )
-    for saved, plan in zip(meta["params"], engine.plan.params, strict=True):
-        own = _described(plan)
-        for key in ("shape", *_PLANNED):
-            if saved[key] != own[key]:
-                raise ValueError(
-                    f"the state dict has {key}={saved[key]!r} for {saved['name']}, this optimizer {own[key]!r} for "
-                    f"{own['name']}; it belongs to another model, or was saved with other options"
-                    f"{_remedy(engine, meta)}"
-                )
-        entry = state["state"].get(plan.index)
-        if entry is None and plan.offloaded:
-            raise ValueError(f"the state dict has no state for {saved['name']}; it is not complete")
-        if entry is not None and list(entry["exp_avg"].shape) != list(plan.shape):
-            raise ValueError(
-                f"the state dict has moments of shape {list(entry['exp_avg'].shape)} for {saved['name']}, whose shape "
-                f"is {list(plan.shape)}; it is damaged, or belongs to another model"
-            )
-
-
-def _remedy(engine: Engine, meta: Mapping[str, Any]) -> str:
-    """What to pass instead of what was chosen by a measurement, if some of that is what differs."""
-    saved = {name: meta[name] for name in _CHOSEN if name in meta}
-    own = {name: getattr(engine.options, name) for name in saved}
-    if saved == own:
-        return ""
-    default = {each.name: each.default for each in fields(Options)}
-    given = [
-        f"{name}={value!r}"
-        for name, value in saved.items()
-        if name == "policy" or value != own[name] or value != default[name]
-    ]
-    if "nvme" in saved.values() or saved["policy"] == "zero_infinity":
-        given.append("nvme_path=(a directory)")
-    return f": pass {', '.join(given)}"
 
 
 def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any]:

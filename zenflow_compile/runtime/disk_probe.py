@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.file_store import PIECE_BYTES, ScratchDirectory, memory_of
 from zenflow_compile.runtime.file_window import THREADS_PER_DIRECTION
 
-_PIECES = 64
+_PIECES = 64  # at most; and at most half of what is free, but one
 _BUDGET_S = 0.5  # each way: no further piece begins after it
 
 
@@ -39,24 +38,28 @@ def disk_rates(directory: str) -> DiskRates:
         directory: as the option ``nvme_path`` takes it.
 
     Raises:
-        ValueError: it cannot be used; see ``ScratchDirectory``.
+        ValueError: it cannot be used, see ``ScratchDirectory``; or a read or write failed.
     """
     arena = HostArena(THREADS_PER_DIRECTION * PIECE_BYTES)
-    pieces = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(THREADS_PER_DIRECTION)]  # outlive the views
-    buffers = [memory_of(piece) for piece in pieces]
+    memory = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(THREADS_PER_DIRECTION)]  # outlives the views
+    buffers = [memory_of(piece) for piece in memory]
     scratch = ScratchDirectory(directory)
     try:
-        stats = os.statvfs(directory)
-        file = scratch.create(_PIECES * PIECE_BYTES, {"holds": "nothing: a measurement"})
-        written, write_s = _move(file.write, buffers, _PIECES)
+        free = scratch.free_bytes()
+        pieces = max(1, min(_PIECES, free // 2 // PIECE_BYTES))
+        file = scratch.create(
+            pieces * PIECE_BYTES,
+            {"holds": "nothing: a measurement"},
+            purpose="to measure its rates",
+            otherwise="leave nvme_path out, so that no state goes to files",
+        )
+        written, write_s = _move(file.write, buffers, pieces)
         read, read_s = _move(file.read, buffers, written)
+    except OSError as error:
+        raise scratch.unusable(error) from error
     finally:
         scratch.close()
-    return DiskRates(
-        read=read * PIECE_BYTES / read_s,
-        write=written * PIECE_BYTES / write_s,
-        free_bytes=stats.f_bavail * stats.f_frsize,
-    )
+    return DiskRates(read=read * PIECE_BYTES / read_s, write=written * PIECE_BYTES / write_s, free_bytes=free)
 
 
 def _move(transfer: Callable[[int, memoryview], int], buffers: list[memoryview], pieces: int) -> tuple[int, float]:

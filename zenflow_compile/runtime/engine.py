@@ -27,6 +27,7 @@ from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
+from zenflow_compile.runtime.cleared_grads import ClearedGrads
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
 from zenflow_compile.runtime.offloaded import OffloadedParam
@@ -62,6 +63,7 @@ class Engine(ReadableNodes):
         self.roster = Roster(groups, options, device, self.recorder)
         self.offloaded = self.roster.offloaded
         self.landing = Landing(self.roster, self.recorder)
+        self.cleared = ClearedGrads(self.roster)
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
@@ -164,14 +166,15 @@ class Engine(ReadableNodes):
 
     # Graph nodes: backward.
 
-    def begin_backward(self) -> None:
-        """A backward of ours runs: learn when it ends."""
+    def begin_backward(self, arrived: int | None = None) -> None:
+        """A backward of ours runs, perhaps known by a gradient that has ``arrived``: learn when it ends."""
         self._check()
         task = torch_private.current_graph_task()
         if task != self._graph_task:
             if self._graph_task is not None and self.implicit:
                 self._drop_failed_backward()
             self._graph_task = task
+            self.cleared.look(arrived)
             entry.listen_to_end(weakref.ref(self))
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
@@ -200,12 +203,10 @@ class Engine(ReadableNodes):
         self._graph_task = None
         if nested:
             if self.implicit:
-                raise RuntimeError(
-                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
-                    "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
-                )
+                entry.refuse_nested_backward()
             return
         self.backwards += 1
+        self.cleared.note()
         self.recorder.end_phase()
         if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
             self._on_backward_end(optimizer)
@@ -235,11 +236,14 @@ class Engine(ReadableNodes):
         offloaded = self.offloaded[p]
         offloaded.eager = True  # from here on it lands in step()
         if offloaded.due(self.step):
-            raise RuntimeError(
-                f"{name} was read outside of the compiled model while an update of it was on its way, so this gradient "
-                "is of old weights; call optimizer.synchronize() before running the model uncompiled"
-            )
+            entry.refuse_stale_grad(name)
         offloaded.offload(grad, split_now=self._split_now)
+
+    def _accept_written(self, only: set[int] | None = None) -> None:
+        """Take what was written into ``.grad`` by hand, which no backward has seen. Raises: see ``written_grads``."""
+        for p in self.roster.written_grads(only):
+            self.offloaded[p].raise_failures()
+            self.accept_grad(p)
 
     # The final moment.
 
@@ -254,6 +258,7 @@ class Engine(ReadableNodes):
         self, only: set[int] | None = None, *, unscale: float = 1.0, resident_unscale: float = 1.0
     ) -> Tensor:
         """L2 norm over all waiting gradients (of the parameters ``only``), 0-d f32; see ``waiting_norm``."""
+        self._accept_written(only)
         return waiting_norm(self.roster, self.device, only, unscale=unscale, resident_unscale=resident_unscale)
 
     def begin_update(self, *, unscale: float = 1.0, residents_unscaled: bool = True, void: bool = False) -> None:
@@ -265,13 +270,12 @@ class Engine(ReadableNodes):
             void: the step overflowed: it changes nothing.
         """
         self._check()
-        self.roster.check_written_grads()
+        self.cleared.look()
+        self._accept_written()
         self.roster.interleaved.raise_failures()
         self.recorder.begin_phase("update")
-        for p, offloaded in self.offloaded.items():
+        for offloaded in self.offloaded.values():
             offloaded.raise_failures()
-            if offloaded.param.grad is not None:
-                self.accept_grad(p)  # written by hand: no backward of ours has seen it
             if not offloaded.updated:
                 offloaded.notice_foreign_write(self.step)
                 if offloaded.host.closes:
@@ -288,6 +292,7 @@ class Engine(ReadableNodes):
 
     def clip(self, factor: float, only: set[int] | None = None) -> None:
         """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
+        self._accept_written(only)
         scale_waiting(self.roster, factor, only)
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
@@ -338,6 +343,7 @@ class Engine(ReadableNodes):
         self._updating = self._void = False
         self.backwards = 0
         self._unscale = 1.0
+        self.cleared.forget()
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
         self.landing.end_step(self.step)
@@ -356,6 +362,7 @@ class Engine(ReadableNodes):
         self._unscale = 1.0
         self._graph_task = None
         self.backwards = 0
+        self.cleared.forget()
         self.landing.forget()
         self.schedule.forget()
         self._time_bound.forget()
@@ -365,6 +372,7 @@ class Engine(ReadableNodes):
     def discard(self) -> None:
         """Forget gradients that are not final."""
         self.backwards = 0
+        self.cleared.forget()
         for offloaded in self.offloaded.values():
             offloaded.discard()
 
@@ -408,8 +416,8 @@ class Engine(ReadableNodes):
             raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
         if self.failure is not None:
             raise RuntimeError(
-                "an earlier step failed half-way, so weights and optimizer state do not belong together any more; "
-                "load the last saved state of both"
+                "an earlier step, or the loading of a state, failed half-way, so weights and optimizer state do not "
+                "belong together any more; load the last saved state of both"
             ) from self.failure
 
     def close(self, *, flush: bool) -> None:

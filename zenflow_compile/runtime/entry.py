@@ -6,7 +6,7 @@ Parameters live longer than engines, so nothing here keeps an engine alive throu
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,7 +18,7 @@ from zenflow_compile import torch_private
 class Listener(Protocol):
     """What hears of gradients and backwards."""
 
-    def begin_backward(self) -> None: ...
+    def begin_backward(self, arrived: int | None = None) -> None: ...
     def end_backward(self, *, nested: bool) -> None: ...
     def accept_grad(self, p: int) -> None: ...
 
@@ -28,7 +28,7 @@ def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) ->
 
     def accumulated(param: Tensor) -> None:
         if (me := listener()) is not None and param.grad is not None:
-            me.begin_backward()
+            me.begin_backward(p)
             me.accept_grad(p)
 
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
@@ -68,3 +68,25 @@ def refuse_sparse_grad(param: Parameter, name: str) -> None:
             f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
             "or leave the parameter out of this optimizer"
         )
+
+
+def refuse_stale_grad(name: str) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: a gradient came through ``.grad`` while an update of its parameter was on its way.
+    """
+    raise RuntimeError(
+        f"{name} was read outside of the compiled model while an update of it was on its way, so this gradient "
+        "is of old weights; call optimizer.synchronize() before running the model uncompiled"
+    )
+
+
+def refuse_nested_backward() -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: the backward ran inside another one, and nobody else calls the step.
+    """
+    raise RuntimeError(
+        "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
+        "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
+    )

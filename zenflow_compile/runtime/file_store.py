@@ -63,7 +63,7 @@ class ScratchDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).resolve()  # the working directory may change
         if not self.path.is_dir():
             what = "is not a directory" if self.path.exists() else "does not exist"
             raise ValueError(f"nvme_path={str(path)!r} {what}; create it, on a local disk, or name one that is there")
@@ -76,29 +76,48 @@ class ScratchDirectory:
                     left.unlink()
         except OSError as error:
             self.close()
-            raise self._unusable(error) from error
+            raise self.unusable(error) from error
 
-    def create(self, size: int, about: dict[str, object]) -> StateFile:
+    def free_bytes(self) -> int:
+        """What the file system has left for this process."""
+        stats = os.statvfs(self.path)
+        return stats.f_bavail * stats.f_frsize
+
+    def create(
+        self,
+        size: int,
+        about: dict[str, object],
+        *,
+        purpose: str = "for the optimizer's state",
+        otherwise: str = 'keep more state in memory (policy="zero_offload", or zenflow with a larger topk_ratio)',
+    ) -> StateFile:
         """A file with ``size`` bytes for blocks, all of them allocated on the disk now.
 
         Args:
             about: what its header says of it, readable by humans.
+            purpose: what the space is for, otherwise: what needs none of it; for the error.
 
         Raises:
             ValueError: there is not so much space, or the directory cannot be written to.
         """
-        stats = os.statvfs(self.path)
-        free, needed = stats.f_bavail * stats.f_frsize, size + PAGE_BYTES
-        if free < needed:
-            raise self._too_small(needed, free)
+        needed = size + PAGE_BYTES
+
+        def too_small(free: str) -> ValueError:
+            return ValueError(
+                f"nvme_path={str(self.path)!r} has too little space: {needed / 1e9:.3f} GB are needed {purpose}, and "
+                f"{free} is free; free some, name a directory on a larger disk, or {otherwise}"
+            )
+
+        if (free := self.free_bytes()) < needed:
+            raise too_small(f"{free / 1e9:.3f} GB")
         path = self.path / f"zenflow-{os.getpid()}-{next(self._numbers)}.state"
         try:
             file = StateFile(path, size, {"format": FORMAT, "pid": os.getpid(), **about})
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise self._too_small(needed, None) from error
-            raise self._unusable(error) from error
+                raise too_small("less") from error
+            raise self.unusable(error) from error
         self._files.append(file)
         return file
 
@@ -127,12 +146,12 @@ class ScratchDirectory:
             try:
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise self._unusable(error) from error
+                raise self.unusable(error) from error
             try:
                 locked = _try_lock(lock)
             except OSError as error:  # not every file system has locks
                 os.close(lock)
-                raise self._unusable(error) from error
+                raise self.unusable(error) from error
             if locked:
                 # Whoever had it may have removed the file after it was opened here: then others lock another one.
                 with contextlib.suppress(FileNotFoundError):
@@ -152,18 +171,11 @@ class ScratchDirectory:
                 )
             time.sleep(0.05)
 
-    def _unusable(self, error: OSError) -> ValueError:
+    def unusable(self, error: OSError) -> ValueError:
+        """What to raise where an operation on the directory failed."""
         return ValueError(
             f"nvme_path={str(self.path)!r} cannot be used: {error.strerror or error}; name a directory on a local disk "
             "that this process may write to"
-        )
-
-    def _too_small(self, needed: int, free: int | None) -> ValueError:
-        there = "less" if free is None else f"{free / 1e9:.3f} GB"
-        return ValueError(
-            f"nvme_path={str(self.path)!r} has too little space: the optimizer's state needs {needed / 1e9:.3f} GB, "
-            f"and {there} is free; free some, name a directory on a larger disk, or keep more state in memory "
-            '(policy="zero_offload", or a larger topk_ratio and device_share)'
         )
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from zenflow_compile.runtime.file_home import FileHome
 from zenflow_compile.runtime.file_window import FileWindow, window_bytes
 from zenflow_compile.runtime.flags import make_flags
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
-from zenflow_compile.runtime.interleaved import InterleavedAdam, arena_bytes
+from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.transport import Transport
 from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool
@@ -49,6 +50,14 @@ class Owner:
 
     def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
         return torch.Size, ()
+
+
+class _Added(NamedTuple):
+    """Host memory of further parameters, by index, and the subgroups of those that are interleaved."""
+
+    arena: HostArena
+    hosts: dict[int, HostSide]
+    subgroups: list[Subgroup]
 
 
 class Roster:
@@ -105,52 +114,73 @@ class Roster:
         """
         named = [pair for group in groups for pair in group]
         plan = extend_plan(self.plan, specs_of(named), self._options)
-        new = plan.params[len(self.plan.params) :]
-        needed = sum(param.host_bytes for param in new)
         file_window = self._file_window_bytes(plan)
-        require_host_memory(needed + (file_window if self._files is None or file_window > self._files.nbytes else 0))
+        require_host_memory(self._needed_bytes(plan, file_window), less_host_memory(self._options))
         up_slots = self._up_slots(plan)
         with ExitStack() as undo:
-            homes = self._file_homes(plan, [param for param in new if param.in_file], file_window, undo)
-            on_host = sum(HostSide.arena_bytes(param) for param in new if param.offloaded)
-            arena = HostArena(on_host + arena_bytes(new))
-            hosts = {
-                param.index: HostSide.allocate(
-                    param, arena, self._kernel(param), self.transport.workers.workers, homes.get(param.index)
-                )
-                for param in new
-                if param.offloaded
-            }
-            if (flags := make_flags(len(hosts), self._device)) is not None:
-                for number, host in enumerate(hosts.values()):
-                    host.flags = flags, number
-            subgroups = self.interleaved.make(
-                [(plan, param) for plan, (_, param) in zip(new, named, strict=True) if plan.interleaved], arena
-            )
-            self._touch_first(list(hosts.values()))
-            if needed and self._device.type == "cuda":
-                arena.pin(warn=not any(each.total_bytes and not each.pinned for each in self._arenas))
+            added = self._allocate(plan, [param for _, param in named], file_window, undo)
             self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
             self.transport.up_ring.fit(up_slots, largest_block(plan))
-            self.interleaved.fit(subgroups)
+            self.interleaved.fit(added.subgroups)
             made = {
-                param_plan.index: self._make(param_plan, param, hosts[param_plan.index])
-                for param_plan, (_, param) in zip(new, named, strict=True)
-                if param_plan.offloaded
+                index: self._make(plan.params[index], named[index - len(self.params)][1], host)
+                for index, host in added.hosts.items()
             }
             undo.pop_all()
         # What can fail is behind us.
-        self._arenas.append(arena)
+        self._arenas.append(added.arena)
         self.plan = plan
         self.offloaded.update(made)
-        self.interleaved.add(subgroups)
+        self.interleaved.add(added.subgroups)
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
-        for param_plan, (_, param) in zip(new, named, strict=True):
-            self.params.append(param)
-            self._index_of[id(param)] = param_plan.index
-            if param.requires_grad:
-                self._hooks.append(entry.listen_to_grad(param, param_plan.index, listener))
-            param._zenflow_owner = Owner()  # type: ignore[attr-defined]
+        for _, param in named:
+            self._own(param, listener)
+
+    def _needed_bytes(self, plan: Plan, file_window: int) -> int:
+        """Host memory for what ``plan`` has beyond our parameters, a larger window for files included."""
+        needed = sum(param.host_bytes for param in plan.params[len(self.params) :])
+        return needed + (file_window if self._files is None or file_window > self._files.nbytes else 0)
+
+    def _allocate(self, plan: Plan, params: Sequence[Parameter], file_window: int, undo: ExitStack) -> _Added:
+        """Host memory for the parameters that ``plan`` has beyond ours.
+
+        Args:
+            params: those.
+            file_window: host memory that state in files passes through from now on.
+            undo: gives back what is not memory.
+
+        Raises:
+            ValueError: ``nvme_path`` cannot hold the state.
+        """
+        new = plan.params[len(self.params) :]
+        homes = self._file_homes(plan, [param for param in new if param.in_file], file_window, undo)
+        on_host = [param for param in new if param.offloaded]
+        arena = HostArena(sum(map(HostSide.arena_bytes, on_host)) + arena_bytes(new))
+        workers = self.transport.workers.workers
+        hosts = {
+            param.index: HostSide.allocate(param, arena, self._kernel(param), workers, homes.get(param.index))
+            for param in on_host
+        }
+        if (flags := make_flags(len(hosts), self._device)) is not None:
+            for number, host in enumerate(hosts.values()):
+                host.flags = flags, number
+        subgroups = self.interleaved.make(
+            [(plan, param) for plan, param in zip(new, params, strict=True) if plan.interleaved], arena
+        )
+        self._touch_first(list(hosts.values()))
+        if arena.total_bytes and self._device.type == "cuda":
+            warned = any(each.total_bytes and not each.pinned for each in self._arenas)
+            arena.pin(None if warned else less_host_memory(self._options))
+        return _Added(arena, hosts, subgroups)
+
+    def _own(self, param: Parameter, listener: weakref.ref[entry.Listener]) -> None:
+        """The next of the plan's parameters is ours."""
+        index = len(self.params)
+        self.params.append(param)
+        self._index_of[id(param)] = index
+        if param.requires_grad:
+            self._hooks.append(entry.listen_to_grad(param, index, listener))
+        param._zenflow_owner = Owner()  # type: ignore[attr-defined]
 
     def _file_window_bytes(self, plan: Plan) -> int:
         """Host memory that state in files passes through."""
@@ -212,7 +242,7 @@ class Roster:
             name = max((p for p in plan.params if p.offloaded), key=block_bytes).name
             raise ValueError(
                 f"staging_bytes={staging_bytes} must be at least {largest}, what {name} uploads at once; raise it, "
-                "raise topk_ratio, or leave it at None for three times that"
+                f"{smaller_uploads(self._options)}or leave it at None for three times that"
             )
         return staging_bytes // largest
 
@@ -240,24 +270,29 @@ class Roster:
             if index not in self.offloaded and param.grad is not None and (only is None or index in only)
         ]
 
-    def check_written_grads(self) -> None:
-        """Look at what is in ``.grad`` at the final moment, before anything is changed.
+    def written_grads(self, only: set[int] | None = None) -> list[int]:
+        """Offloaded parameters (of those in ``only``) with something in ``.grad``, where no backward leaves anything.
 
         Raises:
-            TypeError: a gradient that somebody wrote there is sparse.
-            RuntimeError: one appeared there after a backward's own had been taken out.
+            TypeError: a gradient in ``.grad``, of any parameter, is sparse.
+            RuntimeError: one appeared there after a backward's own had been taken out. Nothing has been changed then.
         """
+        written = []
         for index, (param, plan) in enumerate(zip(self.params, self.plan.params, strict=True)):
-            if param.grad is None:
+            if param.grad is None or (only is not None and index not in only):
                 continue
             entry.refuse_sparse_grad(param, plan.name)
-            if index in self.offloaded and self.offloaded[index].contributions:
+            if index not in self.offloaded:
+                continue
+            if self.offloaded[index].contributions:
                 raise RuntimeError(
                     f"{plan.name} has a gradient from a backward and another in .grad. DistributedDataParallel puts "
                     "one there, after every process has taken its own: train the bare module (model.module) in one "
                     "process, several devices are not supported in this version. If you wrote it, call zero_grad() "
                     "between the backward and that"
                 )
+            written.append(index)
+        return written
 
     def drop_resident_grads(self) -> None:
         """Discard the gradients of the parameters that the device updates whole."""

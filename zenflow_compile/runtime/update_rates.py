@@ -46,7 +46,8 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     free = _unused_device_bytes(device)
     memory = rates(device, tuple(core.logical for core in physical_cores()))
     per_worker = _host_rate(options, dtype, device, cores) / len(cores)
-    disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
+    path = options.nvme_path if options.policy == "auto" or options.in_files else None
+    disk = None if path is None else disk_rates(path)
     return Hardware(
         name="this machine",
         device_flops=matmul_flops(device, dtype),
