@@ -309,8 +309,13 @@ class Engine(ReadableNodes):
     ) -> None:
         for offloaded, param in zip(columns, params, strict=True):
             self.roster.check_storage(offloaded.plan.index, param)
-        if not self._void:
+        if self._void:
+            return
+        try:
             update_columns([each for each in columns if each.contributions and self._may_update(each)], in_force)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def _update_on_host(self, params: Iterable[OffloadedParam], in_force: Coefficients) -> None:
         closes: list[Close] = []
@@ -319,8 +324,10 @@ class Engine(ReadableNodes):
                 if (close := end_on_host(offloaded, in_force, self.schedule, self.step, void=self._void)) is not None:
                     closes.append(close)
                     self.recorder.mark("close", param=offloaded.plan.name)
-        finally:  # a window that has closed is waited for, whatever happened to the others
             self.roster.transport.workers.submit(*(close.job for close in closes))
+        except BaseException as error:  # what closed and was not queued is withdrawn by ``Landing``, before any wait
+            self.failure = error
+            raise
         self.windows_closed += len(closes)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
@@ -356,7 +363,7 @@ class Engine(ReadableNodes):
         self._unscale = 1.0
         self._graph_task = None
         self.backwards = 0
-        self.landing.forget()
+        self.landing.abandon()
         self.schedule.forget()
         self._time_bound.forget()
         self.roster.drop_resident_grads()
@@ -395,7 +402,8 @@ class Engine(ReadableNodes):
         self._check()
         for offloaded in self.landing.by_deadline():
             offloaded.raise_failures()
-            offloaded.notice_foreign_write(self.step)
+            if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
+                offloaded.notice_foreign_write(self.step)
             self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
