@@ -315,8 +315,12 @@ class OffloadedParam:
         begin = time.perf_counter_ns()
         before = self.device.selection
         wanted = wanted.cpu()  # before the state is borrowed, as in ``Weights.reseed``
-        with self.host.borrowed(write=True) as state:
-            self.device.selection, moved = exchange_lines(self.device.state(), state, before, wanted)
+        try:
+            with self.host.borrowed(write=True) as state:
+                self.device.selection, moved = exchange_lines(self.device.state(), state, before, wanted)
+        except BaseException as error:
+            self._torn = error
+            raise
         if self.held is not None:
             self.held.lines_changed(before.rest != self.device.selection.rest)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
