@@ -226,3 +226,26 @@ def test_every_job_fails_and_the_ring_keeps_its_blocks(monkeypatch: pytest.Monke
     training.optimizer.load_state_dict(saved)
     assert ring.free == blocks
     training.run(2, 2)
+
+
+@pytest.mark.parametrize("policy", [{"update_interval": 1}, {"policy": "deep_optimizer_states", "update_stride": 1}])
+def test_copies_that_cannot_start_keep_their_buffers(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are buffers."""
+    training = Training(None, policy)
+    saved = training.saved()
+    submit = copies.ThreadLane.submit
+
+    def refused(self: copies.ThreadLane, *args: Any, **keywords: Any) -> Any:
+        if self._name == "H2D":
+            raise RuntimeError("can't start new thread")
+        return submit(self, *args, **keywords)
+
+    for _ in range(5):
+        with monkeypatch.context() as patch:
+            patch.setattr(copies.ThreadLane, "submit", refused)
+            for _ in range(4):
+                with pytest.raises(RuntimeError, match=r"new thread|half-way"):
+                    training.step(0)
+        training.load(saved)
+    expected = Training(None, policy).run(0, 3).weights()
+    assert_same(training.run(0, 3).weights(), expected)

@@ -73,6 +73,29 @@ def test_closing_leaves_weights_that_somebody_loaded() -> None:
     assert_same(training.weights_as_they_are(), list(best.values()))
 
 
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_closing_applies_the_windows_of_a_loaded_state(weights_first: bool, dtype: torch.dtype) -> None:
+    training = Training(None, {"update_interval": 4}, dtype).run(0, 6)
+    saved = training.saved()
+    training.optimizer.close()
+    resumed = Training(None, {"update_interval": 4}, dtype).load(saved, weights_first=weights_first)
+    before = resumed.weights_as_they_are()
+    resumed.optimizer.close()
+    assert_same(resumed.weights_as_they_are(), training.weights_as_they_are())
+    assert not all(torch.equal(a, b) for a, b in zip(resumed.weights_as_they_are(), before, strict=True))
+
+
+def test_closing_applies_no_window_of_a_loaded_state_to_other_weights() -> None:
+    training = Training(None, {"update_interval": 4}).run(0, 6)
+    saved = training.optimizer.state_dict()
+    resumed = Training(None, {"update_interval": 4})
+    before = resumed.weights_as_they_are()
+    resumed.optimizer.load_state_dict(saved)
+    resumed.optimizer.close()
+    assert_same(resumed.weights_as_they_are(), before)
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_a_closed_optimizer_refuses_everything(entry: dict[str, Any] | None) -> None:
     training = Training(entry).run(0, 2)

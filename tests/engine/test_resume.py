@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import copies
 
@@ -116,6 +116,51 @@ def test_low_precision_weights_keep_their_masters_in_any_order() -> None:
         for index, entry in resumed.optimizer.state_dict()["state"].items():
             assert torch.equal(entry["master"], state[index]["master"])
             assert not torch.equal(entry["master"], entry["master"].bfloat16().float())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("between", ["synchronize", "optimizer", "model"])
+@pytest.mark.parametrize("weights_before", [True, False])
+def test_masters_wait_for_their_weights_whatever_is_read_between(
+    between: str, staleness: int, weights_before: bool
+) -> None:
+    """Saving, or what saves on its own, is no first use; with staleness the weights are an update behind."""
+    options = {"update_interval": 1, "staleness": staleness}
+    training = Training(EAGER_BACKEND, options, torch.bfloat16).run(0, 5)
+    saved = training.saved()
+    state = training.optimizer.state_dict()["state"]
+    expected = training.run(5, 8).weights()
+    resumed = Training(EAGER_BACKEND, options, torch.bfloat16).run(0, 1)
+    loaded = torch.load(io.BytesIO(saved), weights_only=True)
+    if weights_before:
+        resumed.model.load_state_dict(loaded["model"])
+    resumed.optimizer.load_state_dict(loaded["optimizer"])
+    read: dict[str, Any] = {
+        "synchronize": resumed.optimizer.synchronize,
+        "optimizer": resumed.optimizer.state_dict,
+        "model": resumed.model.state_dict,
+    }
+    for _ in range(2):
+        read[between]()
+    resumed.model.load_state_dict(loaded["model"])
+    read[between]()
+    for index, entry in resumed.optimizer.state_dict()["state"].items():
+        assert torch.equal(entry["master"], state[index]["master"])
+    assert_same(resumed.run(5, 8).weights(), expected)
+
+
+def test_weights_that_do_not_belong_to_a_loaded_state_count_at_the_first_step() -> None:
+    training = Training(None, {"update_interval": 1}).run(0, 3)
+    state = training.optimizer.state_dict()
+    resumed = Training(None, {"update_interval": 1})
+    with torch.no_grad():
+        resumed.model[0].weight.fill_(0.5)
+    resumed.optimizer.load_state_dict(state)
+    resumed.optimizer.synchronize()
+    resumed.step(3)
+    resumed.optimizer.synchronize()
+    moved = resumed.model[0].weight.detach() - 0.5
+    assert 0 < moved.abs().max() < 0.1
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)

@@ -1,4 +1,4 @@
-"""Lanes copy in order without the GIL; rings hand a buffer out only when the copy that read it is done."""
+"""Lanes copy in order without the GIL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zenflow_compile.runtime import copies
-from zenflow_compile.runtime.copies import CopyError, StagingRing, ThreadLane, ThreadTicket, copy_without_gil, make_lane
+from zenflow_compile.runtime.copies import CopyError, ThreadLane, ThreadTicket, copy_without_gil, make_lane
 from zenflow_compile.runtime.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -124,60 +124,6 @@ def test_a_lane_knows_its_thread(lane: ThreadLane) -> None:
     assert [thread.name for thread in threading.enumerate() if lane.runs(thread)] == ["zenflow-D2H"]
 
 
-# Rings.
-
-
-def test_a_ring_waits_for_the_copy_that_read_its_buffer() -> None:
-    ring = StagingRing(1, 64, CPU)
-    block = ring.take((2, 4), torch.float32)
-    ticket = ThreadTicket()
-    ring.give_back(block, ticket)
-    threading.Timer(0.05, ticket.finish).start()
-    begin = time.perf_counter()
-    again = ring.take((4, 8), torch.bfloat16)
-    assert time.perf_counter() - begin > 0.04
-    assert again.tensor.shape == (4, 8)
-    assert again.tensor.dtype == torch.bfloat16
-    assert again.tensor.data_ptr() == block.tensor.data_ptr()
-
-
-def test_buffers_go_round() -> None:
-    ring = StagingRing(3, 16, CPU)
-    seen = []
-    for _ in range(6):
-        block = ring.take((1, 4), torch.float32)
-        seen.append(block.tensor.data_ptr())
-        ring.give_back(block)
-    assert seen[:3] == seen[3:]
-    assert len(set(seen)) == 3
-    assert ring.nbytes == 48
-
-
-def test_a_failed_copy_does_not_lose_its_buffer() -> None:
-    ring = StagingRing(1, 16, CPU)
-    ticket = ThreadTicket()
-    ticket.finish(ValueError("on purpose"))
-    ring.give_back(ring.take((1, 4), torch.float32), ticket)
-    for _ in range(2):
-        with pytest.raises(CopyError):
-            ring.take((1, 4), torch.float32)
-        assert ring.free == 1
-    ring.settle()
-    ring.take((1, 4), torch.float32)
-    assert ring.free == 0
-
-
-def test_a_ring_grows_when_nothing_is_in_use() -> None:
-    ring = StagingRing(2, 0, CPU)
-    ring.fit(2, 64)
-    assert ring.nbytes == 128
-    ring.fit(2, 32)
-    assert ring.nbytes == 128
-    ring.fit(4, 32)
-    assert (ring.nbytes, ring.free) == (256, 4)
-    assert ring.take((4, 4), torch.float32).tensor.shape == (4, 4)
-
-
 def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is started for them; what fails is kept for who waits, as for copies of the thread."""
     monkeypatch.setattr(copies, "INLINE_BYTES", 16)
@@ -198,12 +144,57 @@ def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lane.close()
 
 
-def test_a_ring_that_grows_forgets_the_views_of_its_old_buffers() -> None:
-    ring = StagingRing(1, 64, torch.device("cpu"))
-    first = ring.take((2, 4), torch.float32)
-    ring.give_back(first)
-    again = ring.take((2, 4), torch.float32)
-    assert again.tensor is first.tensor
-    ring.give_back(again)
-    ring.fit(1, 128)
-    assert ring.take((2, 4), torch.float32).tensor.data_ptr() == ring._buffers[0].data_ptr()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_copy_made_at_once_is_the_callers(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a failed copy, which ``except RuntimeError`` would take; one that comes in the thread is."""
+
+    def interrupted(*ends: torch.Tensor) -> None:
+        raise error
+
+    monkeypatch.setattr(copies, "copy_without_gil", interrupted)
+    monkeypatch.setattr(copies, "INLINE_BYTES", 16)
+    lane = ThreadLane("D2H", Recorder(CPU))
+    with pytest.raises(error):
+        lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
+    monkeypatch.setattr(copies, "INLINE_BYTES", 0)
+    ticket = lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
+    with pytest.raises(CopyError):
+        ticket.wait()
+    lane.close()
+
+
+def test_a_settled_lane_has_nothing_in_flight(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it stopped by a copy that failed."""
+    lane.settle()
+    monkeypatch.setattr(copies, "INLINE_BYTES", 0)
+    gate = ThreadTicket()
+    lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w", behind=gate)
+    target = torch.zeros(4)
+    late = lane.submit(target, torch.ones(4), step=0, param="w")
+    assert not late.done()
+    threading.Timer(0.02, gate.finish, [ValueError("on purpose")]).start()
+    lane.settle()
+    assert late.done()
+    assert target.all()
+
+
+def test_a_thread_whose_start_was_interrupted_serves_beside_no_other(
+    lane: ThreadLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "INLINE_BYTES", 0)
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
+    started[0].join(20)
+    assert not started[0].is_alive()
+    lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()

@@ -16,8 +16,9 @@ from zenflow_compile import ZenFlowAdamW, torch_private
 from zenflow_compile.options import Options
 from zenflow_compile.runtime import cores, roster
 from zenflow_compile.runtime.columns import DeviceSide
-from zenflow_compile.runtime.copies import StagingRing, ThreadLane
+from zenflow_compile.runtime.copies import ThreadLane
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.staging import StagingRing
 from zenflow_compile.runtime.windows import HostSide
 
 pytestmark = [

@@ -289,6 +289,26 @@ def test_without_any_thread_a_job_fails_at_once(monkeypatch: pytest.MonkeyPatch)
     pool.close()
 
 
+def test_only_jobs_that_were_never_queued_are_withdrawn() -> None:
+    pool = pool_of(1)
+    gate, begun = threading.Event(), threading.Event()
+    running = job(lambda: begun.set() or int(gate.wait(20)))
+    waiting, never = job(lambda: 0), job(lambda: 0)
+    pool.submit(running, waiting)
+    assert begun.wait(20)
+    pool.withdraw([running, waiting, never])
+    never.settle()
+    with pytest.raises(RuntimeError, match="host update") as caught:
+        never.wait()
+    assert "interrupted" in str(caught.value.__cause__)
+    gate.set()
+    for each in (running, waiting):
+        each.wait()
+    pool.withdraw([running, waiting, job()])
+    assert (running.error, waiting.error) == (None, None)
+    pool.close()
+
+
 def test_workers_prefer_the_part_of_a_block_that_is_theirs() -> None:
     """Every worker holds its first task until all have one: so each is seen to take one of its own first."""
     pool = pool_of(3)

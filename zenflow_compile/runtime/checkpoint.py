@@ -118,7 +118,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Any
         **_open_window(offloaded),
         "residual": None if (residual := _residual(offloaded)) is None else residual.lost.to("cpu", copy=True),
         "visible_at": [close.visible_at for close in host.closes],
-        "shown": offloaded.shown_weights() if host.closes else None,
+        "shown": offloaded.weights.shown(selection) if host.closes else None,
         "accumulates": offloaded.accumulates,
         "eager": offloaded.eager,
         "single": offloaded.single,
@@ -192,4 +192,4 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, saved: Mapping[st
         host.closes.append(Close(job=job, upload=upload, closed_at=engine.step - 1, visible_at=visible_at))
     offloaded.accumulates, offloaded.eager, offloaded.single = saved["accumulates"], saved["eager"], saved["single"]
     engine.schedule.restore(plan.index, saved["schedule"])
-    offloaded.expect_weights(saved["shown"])
+    offloaded.weights.expect(saved["shown"])

@@ -13,8 +13,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +92,10 @@ class CopyLane(Protocol):
 
     def can_wait_for(self, job: Job) -> bool:
         """Whether the lane itself can wait until ``job`` is done, so that no thread has to."""
+        ...
+
+    def settle(self) -> None:
+        """Block until every copy that was submitted has ended, whether it failed or not."""
         ...
 
     def close(self) -> None:
@@ -191,11 +194,13 @@ class ThreadLane:
         assert after is None or behind is None
         first = after if behind is None else behind
         if source.nbytes <= INLINE_BYTES and (first is None or first.done()):
-            return self._copy(target, source, step, param, kind, first)
+            try:
+                self._copy(target, source, step, param, kind, first)
+            except Exception as error:  # not an interrupt, which is the calling thread's
+                return DoneTicket(error)
+            return _DONE
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"zenflow-{self._name}", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._start()
         ticket = ThreadTicket()
         self._queue.put((target, source, ticket, step, param, kind, first))
         return ticket
@@ -203,6 +208,13 @@ class ThreadLane:
     def can_wait_for(self, job: Job) -> bool:
         """Always: the lane is a thread."""
         return True
+
+    def settle(self) -> None:
+        if self._thread is not None:
+            ticket = ThreadTicket()
+            nothing = torch.empty(0)
+            self._queue.put((nothing, nothing, ticket, 0, "", "", None))
+            ticket.settle()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -214,26 +226,38 @@ class ThreadLane:
         """Whether ``thread`` is the lane's own."""
         return thread is self._thread
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+    def _start(self) -> None:
+        # A queue of its own: a thread whose start was interrupted may run, and must not serve beside another one.
+        items: queue.SimpleQueue[_ThreadCopy | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(items,), name=f"zenflow-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            items.put(None)
+            raise
+        self._queue, self._thread = items, thread
+
+    def _run(self, items: queue.SimpleQueue[_ThreadCopy | None]) -> None:
+        while (item := items.get()) is not None:
             target, source, ticket, step, param, kind, first = item
-            ticket.finish(self._copy(target, source, step, param, kind, first).error)
+            try:
+                self._copy(target, source, step, param, kind, first)
+            except BaseException as error:
+                ticket.finish(error)
+            else:
+                ticket.finish()
 
     def _copy(
         self, target: Tensor, source: Tensor, step: int, param: str, kind: str, first: Job | Ticket | None
-    ) -> DoneTicket:
-        try:
-            if first is not None:
-                first.wait()
-            timeline = self._recorder.timeline
-            begin = 0 if timeline is None else time.perf_counter_ns()
-            copy_without_gil(target, source)
-        except BaseException as error:
-            return DoneTicket(error)
-        if timeline is not None:
+    ) -> None:
+        if first is not None:
+            first.wait()
+        timeline = self._recorder.timeline
+        begin = 0 if timeline is None else time.perf_counter_ns()
+        copy_without_gil(target, source)
+        if timeline is not None and source.nbytes:
             end = time.perf_counter_ns()
             timeline.add(self._name, kind, begin, end, step=step, param=param, bytes=source.nbytes)
-        return _DONE
 
 
 def copy_without_gil(target: Tensor, source: Tensor) -> None:
@@ -338,6 +362,9 @@ class StreamLane:
         """Whether the job raises a counter when it is done."""
         return job.flag is not None
 
+    def settle(self) -> None:
+        self._stream.synchronize()
+
     def _raise_flag(self) -> Flag | None:
         if self._flags is None:
             return None
@@ -351,73 +378,3 @@ class StreamLane:
 
     def runs(self, thread: threading.Thread) -> bool:
         return False
-
-
-class StagedBlock(NamedTuple):
-    """A buffer of a ring, in use."""
-
-    number: int
-    tensor: Tensor
-
-
-class StagingRing:
-    """A few equal device buffers that copies pass through.
-
-    Compiler-owned memory never takes part in an asynchronous copy, since the compiler reuses it while the copy runs.
-    A buffer that was read by a copy is handed out again only once the device has waited for that copy.
-    """
-
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self._free: deque[tuple[int, Ticket | None]] = deque((number, None) for number in range(slots))
-        # Three operators make a view; the same few blocks come again and again.
-        self._views: dict[tuple[int, tuple[int, int], torch.dtype], Tensor] = {}
-
-    def fit(self, slots: int, slot_bytes: int) -> None:
-        """Be ``slots`` buffers of at least ``slot_bytes``; none may be in use."""
-        slot_bytes = max(slot_bytes, self._buffers[0].numel())
-        if slots != len(self._buffers) or slot_bytes > self._buffers[0].numel():
-            self.settle()
-            self._views.clear()
-            device = self._buffers[0].device
-            self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
-            self._free = deque((number, None) for number in range(slots))
-
-    @property
-    def free(self) -> int:
-        """Buffers that can be taken now."""
-        return len(self._free)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the ring."""
-        return sum(buffer.numel() for buffer in self._buffers)
-
-    @property
-    def busy(self) -> bool:
-        """Whether ``take`` would wait."""
-        ticket = self._free[0][1]
-        return ticket is not None and not ticket.done()
-
-    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
-        """The buffer that was free longest, as ``[line, length]``."""
-        number, ticket = self._free[0]
-        if ticket is not None:
-            ticket.wait_on_device()  # if the copy failed this raises, and the buffer stays where it is
-        self._free.popleft()
-        view = self._views.get((number, shape, dtype))
-        if view is None:
-            size = shape[0] * shape[1] * dtype.itemsize
-            view = self._views[number, shape, dtype] = self._buffers[number][:size].view(dtype).view(shape)
-        return StagedBlock(number, view)
-
-    def give_back(self, block: StagedBlock, after: Ticket | None = None) -> None:
-        """The block is free, once ``after`` (a copy that reads it) is done."""
-        self._free.append((block.number, after))
-
-    def settle(self) -> None:
-        """Wait for the copies that read free buffers, and forget how they ended."""
-        for _, ticket in self._free:
-            if ticket is not None:
-                ticket.settle()
-        self._free = deque((number, None) for number, _ in self._free)

@@ -76,8 +76,7 @@ class Engine(ReadableNodes):
         self._optimizer: weakref.ref[Any] | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._graph_task: int | None = None
-        self._updating = False
-        self._void = False
+        self._updating = self._void = False
         self._unscale = 1.0
         self._resident_unscale = 1.0
         ops.register_engine(self)
@@ -302,38 +301,42 @@ class Engine(ReadableNodes):
             params: those of them that have columns on the device, in the order of ``ps``.
         """
         final = [self.offloaded[p] for p in ps]
-        in_force = self._in_force()
-        self._update_columns([each for each in final if each.plan.k], params, in_force)
-        self._update_on_host(final, in_force)
+        now = self._in_force()
+        self._update_columns([each for each in final if each.plan.k], params, now)
+        self._update_on_host(final, now)
 
     def _in_force(self) -> Coefficients:
         return Coefficients(self.roster, self._unscale)
 
-    def _update_columns(
-        self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], in_force: Coefficients
-    ) -> None:
+    def _update_columns(self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], now: Coefficients) -> None:
         for offloaded, param in zip(columns, params, strict=True):
             self.roster.check_storage(offloaded.plan.index, param)
-        if not self._void:
-            update_columns([each for each in columns if each.contributions and self._may_update(each)], in_force)
+        if self._void:
+            return
+        try:
+            update_columns([each for each in columns if each.contributions and self._may_update(each)], now)
+        except BaseException as error:
+            self.failure = error
+            raise
 
-    def _update_on_host(self, params: Iterable[OffloadedParam], in_force: Coefficients) -> None:
+    def _update_on_host(self, params: Iterable[OffloadedParam], now: Coefficients) -> None:
         closes: list[Close] = []
         try:
             for offloaded in filter(self._may_update, params):
-                if (close := end_on_host(offloaded, in_force, self.schedule, self.step, void=self._void)) is not None:
+                if (close := end_on_host(offloaded, now, self.schedule, self.step, void=self._void)) is not None:
                     closes.append(close)
                     self.recorder.mark("close", param=offloaded.plan.name)
-        finally:  # a window that has closed is waited for, whatever happened to the others
             self.roster.transport.workers.submit(*(close.job for close in closes))
+        except BaseException as error:  # what closed and was not queued is withdrawn by ``Landing``, before any wait
+            self.failure = error
+            raise
         self.windows_closed += len(closes)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         if offloaded.updated or self._updating:
             return not offloaded.updated
         # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final.
-        in_one_piece = offloaded.single and offloaded.uses == 1
-        return self.finalizes_in_backward and in_one_piece and self._split_now
+        return self.finalizes_in_backward and offloaded.single and offloaded.uses == 1 and self._split_now
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
@@ -363,7 +366,7 @@ class Engine(ReadableNodes):
         self._graph_task = None
         self.backwards = 0
         self.cleared.forget()
-        self.landing.forget()
+        self.landing.abandon()
         self.schedule.forget()
         self._time_bound.forget()
         self.roster.drop_resident_grads()
@@ -403,7 +406,8 @@ class Engine(ReadableNodes):
         self._check()
         for offloaded in self.landing.by_deadline():
             offloaded.raise_failures()
-            offloaded.notice_foreign_write(self.step)
+            if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
+                offloaded.notice_foreign_write(self.step)
             self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
@@ -413,12 +417,9 @@ class Engine(ReadableNodes):
 
     def _check(self) -> None:
         if self.closed:
-            raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
+            entry.refuse_closed()
         if self.failure is not None:
-            raise RuntimeError(
-                "an earlier step, or the loading of a state, failed half-way, so weights and optimizer state do not "
-                "belong together any more; load the last saved state of both"
-            ) from self.failure
+            entry.refuse_failed(self.failure)
 
     def close(self, *, flush: bool) -> None:
         """Land everything, stop the threads, free host memory. Safe to call twice.

@@ -1,4 +1,4 @@
-"""How an engine hears of gradients without a graph: hooks on ``.grad``, and the callback at the end of a backward.
+"""How an engine is called without a graph: hooks on ``.grad``, the callback at the end of a backward; what is refused.
 
 Parameters live longer than engines, so nothing here keeps an engine alive through its parameters.
 """
@@ -90,3 +90,22 @@ def refuse_nested_backward() -> NoReturn:
         "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
         "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
     )
+
+
+def refuse_closed() -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
+
+
+def refuse_failed(cause: BaseException) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always, chained to what failed.
+    """
+    raise RuntimeError(
+        "an earlier step, or the loading of a state, failed half-way, so weights and optimizer state do not belong "
+        "together any more; load the last saved state of both"
+    ) from cause

@@ -91,20 +91,29 @@ class FileHome:
         """See :meth:`StateHome.lease`."""
         plan = self._plan
         following = step + 1 + (plan.phase - step - 1) % plan.interval
-        return self._window.queue(
-            FileLease(self._window, self, (_WANTED, step, deadline), next_use=(_AHEAD, following, deadline))
-        )
+        lease = FileLease(self._window, self, (_WANTED, step, deadline), next_use=(_AHEAD, following, deadline))
+        try:
+            self._window.queue(lease)
+        except BaseException:  # an interrupt: nobody would end it
+            lease.end()
+            raise
+        return lease
 
     @contextmanager
     def borrowed(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
         """See :meth:`StateHome.borrowed`."""
-        lease = self._window.queue(FileLease(self._window, self, _NOW, next_use=None, writes=write, fresh=fresh))
+        lease = FileLease(self._window, self, _NOW, next_use=None, writes=write, fresh=fresh)
         try:
+            self._window.queue(lease)
             self._window.wait_for(lease)
             lease.ready()
             yield self.state()
         finally:
-            lease.end()
+            try:
+                lease.end()
+            except BaseException:  # an interrupt on the way: a block that stays held stops its jobs, and others'
+                lease.end()
+                raise
 
     def raise_error(self) -> None:
         """

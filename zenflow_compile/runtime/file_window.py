@@ -124,13 +124,12 @@ class FileWindow:
         for file in {block.file for block in homes}:
             self._directory.remove(file)
 
-    def queue(self, lease: FileLease) -> FileLease:
+    def queue(self, lease: FileLease) -> None:
         """The lease waits for its turn."""
         with self._lock:
             lease.block.leases.append(lease)
             lease.block.order()
             self._readers.notify_all()
-        return lease
 
     def hold(self, lease: FileLease) -> bool:
         """Give the lease its turn, if it can have it now; True also if the block is lost."""
@@ -154,10 +153,11 @@ class FileWindow:
                 self._users.wait()
 
     def end(self, lease: FileLease) -> None:
-        """The turn is over, or will not come."""
+        """The turn is over, or will not come; what an earlier call has done already is left as it is."""
         with self._lock:
             block = lease.block
-            block.leases.remove(lease)
+            if lease in block.leases:
+                block.leases.remove(lease)
             block.next_use = lease.next_use or block.next_use
             block.order()
             if block.holder is lease:

@@ -218,15 +218,20 @@ class InterleavedAdam:
                 continue
             if not self._free:
                 return
-            buffer = self._free.popleft()
-            ticket = self._to_device.submit(
-                buffer.tensor[: subgroup.host.numel()],
-                subgroup.host,
-                step=self._recorder.step,
-                param=subgroup.name,
-                kind="state",
-                behind=_later(buffer.flush, subgroup.flush),
-            )
+            buffer = self._free[0]
+            try:
+                ticket = self._to_device.submit(
+                    buffer.tensor[: subgroup.host.numel()],
+                    subgroup.host,
+                    step=self._recorder.step,
+                    param=subgroup.name,
+                    kind="state",
+                    behind=_later(buffer.flush, subgroup.flush),
+                )
+            except BaseException:
+                self._to_device.settle()  # an interrupt may have come behind the submission, and the buffer stays free
+                raise
+            self._free.popleft()
             self._loaded[subgroup.number] = Loaded(buffer, ticket)
 
     def _drop(self, number: int) -> None:

@@ -51,7 +51,7 @@ class Landing:
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
         offloaded.uses += 1
-        if offloaded.written_by_others:
+        if offloaded.weights.written_by_others:
             offloaded.notice_foreign_write(now)
         if offloaded.host.closes and offloaded.due(now):
             self._prefetch(now)
@@ -67,7 +67,7 @@ class Landing:
     def before_load(self, now: int) -> None:
         """Weights are about to be loaded: land what is due, except over weights that somebody wrote already."""
         for offloaded in self.by_deadline():
-            if offloaded.due(now) and not offloaded.written_by_others:
+            if offloaded.due(now) and not offloaded.weights.written_by_others:
                 with suppress(RuntimeError):  # what failed raises at the next step; loading may be the way out of it
                     self.land(offloaded, now)
 
@@ -80,9 +80,11 @@ class Landing:
         Raises:
             RuntimeError: work in flight failed. The other parameters have landed all the same.
         """
+        self._withdraw()
         errors: list[Exception] = []
         for offloaded in self.by_deadline():
             try:
+                offloaded.raise_if_torn()
                 # Weights that somebody wrote since the last step stay: what waits was meant for weights that are gone.
                 if not offloaded.notice_foreign_write(now) and flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
@@ -100,9 +102,20 @@ class Landing:
         if errors:
             raise errors[0]
 
-    def forget(self) -> None:
-        """Nothing is in flight any more."""
+    def abandon(self) -> None:
+        """A state is about to be loaded: what is in flight ends, whether it failed or not, and counts no more.
+
+        That includes copies that an interrupt has kept from being known to whoever started them.
+        """
         self._in_flight = []
+        self._withdraw()
+        self._roster.transport.to_host.settle()
+        self._roster.transport.to_device.settle()
+
+    def _withdraw(self) -> None:
+        """Nobody waits for a job that an interrupt has kept from being queued, and no lane first of all."""
+        jobs = [job for offloaded in self._roster.offloaded.values() for job in offloaded.host.jobs]
+        self._roster.transport.workers.withdraw(jobs)
 
     def _prefetch(self, now: int) -> None:
         self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.closes]

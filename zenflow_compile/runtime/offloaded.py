@@ -17,9 +17,11 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
-from zenflow_compile.runtime.copies import CopyError, StagedBlock, Ticket
+from zenflow_compile.runtime.copies import CopyError, Ticket
 from zenflow_compile.runtime.held import Held, Outgoing
+from zenflow_compile.runtime.staging import StagedBlock
 from zenflow_compile.runtime.transport import Transport, Upload
+from zenflow_compile.runtime.weights import Weights
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
 
 
@@ -42,6 +44,7 @@ class OffloadedParam:
     ) -> None:
         self.plan = plan
         self.param = param
+        self.weights = Weights(plan, param)
         self.host = host
         self.device = device
         self.deadline = plan.index
@@ -60,10 +63,8 @@ class OffloadedParam:
         self._staged: StagedBlock | None = None
         self._copy: tuple[int, Ticket] | None = None
         self._upload: Upload | None = None
-        self._view: Tensor | None = None
-        self._version = -1
-        self._shown: Tensor | None = None
-        self.reseed()
+        self._torn: BaseException | None = None
+        self.weights.reseed(device, host)
 
     # Gradients in.
 
@@ -125,11 +126,11 @@ class OffloadedParam:
 
     def copy_to_host(self) -> None:
         """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
-        if self._staged is None:
+        if (staged := self._staged) is None:
             return
-        self._copy = self._send(self._staged.tensor)
-        self.transport.down_ring.give_back(self._staged, self._copy[1])
-        self._staged = None
+        self._copy = self._send(staged.tensor)
+        self._staged = None  # first: after an interrupt between the two, nobody gives it back again
+        self.transport.down_ring.give_back(staged, self._copy[1])
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
@@ -165,9 +166,9 @@ class OffloadedParam:
         self._give_back_staged()
 
     def _give_back_staged(self) -> None:
-        if self._staged is not None:  # an error came between split and copy
-            self.transport.down_ring.give_back(self._staged)
-            self._staged = None
+        staged, self._staged = self._staged, None
+        if staged is not None:  # an error came between split and copy
+            self.transport.down_ring.give_back(staged)
 
     def _rebuild(self) -> None:
         rest_in = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
@@ -180,7 +181,7 @@ class OffloadedParam:
             self._give_back_staged()
         elif self.held is not None and self.held.gradient is not None:
             rest_in = self.held.gradient
-        target = self._accumulator_like(self._matrix())
+        target = self._accumulator_like(self.weights.matrix)
         device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
         self._split_done, self._copy = False, None
         self.accumulates = True
@@ -193,12 +194,8 @@ class OffloadedParam:
     # The final moment.
 
     def next_step(self) -> device_ops.LineState:
-        """The selected lines for one AdamW step, in place in the parameter; ``note_write`` follows."""
-        return self.device.next_step(self._matrix())
-
-    def note_write(self) -> None:
-        """The version that the parameter has now is our own doing."""
-        self._version = self.param._version
+        """The selected lines for one AdamW step, in place in the parameter; ``weights.note_write`` follows."""
+        return self.device.next_step(self.weights.matrix)
 
     def update_on_host(self, slot: SlotCoefficients | None) -> None:
         """The gradient is final: its slot joins the open window. None: the step is void for this parameter."""
@@ -258,7 +255,12 @@ class OffloadedParam:
             return False
         block = self.transport.up_ring.take((self.plan.rest, self.plan.length), self.plan.dtype)
         step = self.transport.recorder.step
-        ticket = lane.submit(block.tensor, close.upload, step=step, param=self.plan.name, after=close.job)
+        try:
+            ticket = lane.submit(block.tensor, close.upload, step=step, param=self.plan.name, after=close.job)
+        except BaseException:
+            lane.settle()  # an interrupt may have come behind the submission
+            self.transport.up_ring.give_back(block)
+            raise
         self._upload = Upload(close, block, ticket)
         return True
 
@@ -286,121 +288,101 @@ class OffloadedParam:
                 self._drop_upload()
                 next_close.job.wait()  # if that failed, it is what there is to know
                 raise
+        try:
+            self._show(upload)
+        except BaseException as error:
+            self._torn = error
+            raise
+        return upload.close
+
+    def _show(self, upload: Upload) -> None:
+        """The upload has arrived: weights, window and selection follow it."""
+        recorder = self.transport.recorder
         with recorder.compute("merge", param=self.plan.name):
-            device_ops.merge_columns(self._matrix(), self.plan.dim, self.device.selection.rest, upload.block.tensor)
-            self._written()
-        self.transport.up_ring.give_back(upload.block)
+            rest = self.device.selection.rest
+            device_ops.merge_columns(self.weights.matrix, self.plan.dim, rest, upload.block.tensor)
+            self.weights.written()
         self._upload = None
+        self.transport.up_ring.give_back(upload.block)
         self.host.closes.pop(0)
-        self.host.landed, self.host.landing = upload.ticket, next_close.job
+        self.host.landed, self.host.landing = upload.ticket, upload.close.job
         if upload.close.selection is not None:
             with recorder.compute("select", param=self.plan.name):
                 self._reselect(upload.close.selection)
-        return upload.close
 
     def _reselect(self, wanted: Tensor) -> None:
         self.host.wait()
         begin = time.perf_counter_ns()
         before = self.device.selection
-        # Before the state is borrowed: the device may be waiting for jobs that wait for the space which that takes.
-        wanted = wanted.cpu()
-        with self.host.borrowed(write=True) as state:
-            self.device.selection, moved = exchange_lines(self.device.state(), state, before, wanted)
+        wanted = wanted.cpu()  # before the state is borrowed, as in ``Weights.reseed``
+        try:
+            with self.host.borrowed(write=True) as state:
+                self.device.selection, moved = exchange_lines(self.device.state(), state, before, wanted)
+        except BaseException as error:
+            self._torn = error
+            raise
         if self.held is not None:
             self.held.lines_changed(before.rest != self.device.selection.rest)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
-    # Weights and masters.
-
-    def reseed(self) -> None:
-        """Take the fp32 masters of both sides from the parameter where they do not agree with it.
-
-        A master whose cast equals the weight is kept, so that loading a checkpoint's weights after (or before) its
-        optimizer state loses no precision.
-        """
-        selection = self.device.selection
-        if selection.selected.numel():
-            _follow(self.device.master, self._weights(selection.selected))
-        if selection.rest.numel():
-            weights = self._weights(selection.rest).cpu()  # see _reselect
-            with self.host.borrowed(write=True) as state:
-                _follow(state.master, weights)
-        self._shown = None
-        self._version = self.param._version
-
-    @property
-    def written_by_others(self) -> bool:
-        """Whether somebody else wrote the weights since our last write."""
-        return self.param._version != self._version
+    # Writes of others, and failures.
 
     def notice_foreign_write(self, now: int) -> bool:
         """If somebody else wrote the weights since our last write, those weights count: re-seed the masters.
 
-        An update in flight at that moment is dropped: it was computed from weights that are no more.
+        An update in flight at that moment is dropped: it was computed from weights that are no more. Of weights that
+        are to be compared, those count that belong to the loaded state.
 
         Returns:
-            Whether there was such a write.
+            Whether there was such a write, and it has changed a weight.
 
         Raises:
             RuntimeError: an update that the writer should have seen was dropped.
         """
-        if not self.written_by_others:
+        if not self.weights.written_by_others:
             return False
         self.host.wait()
-        if self._shown is not None and self._shows(self._shown):
-            self._shown = None
-            self._version = self.param._version
+        if self.weights.are_as_expected(self.device):
+            self.weights.accept()
             return False
         lost = self.due(now)
+        dropped = bool(self.host.closes)
         self._drop_upload()
         for close in self.host.closes:
             if close.selection is not None:
                 self._reselect(close.selection)
         self.host.closes.clear()
-        self.reseed()
+        differs = self.weights.reseed(self.device, self.host)
         if lost:
             raise RuntimeError(
                 f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
                 "optimizer.synchronize() before weights are read or written outside of the compiled model"
             )
-        return True
-
-    def expect_weights(self, shown: Tensor | None) -> None:
-        """Compare weights and masters at the next use: a checkpoint may be loaded in any order.
-
-        Args:
-            shown: [rest, length] on the host, the weights of the host's lines, where an update that has not landed puts
-                them behind their masters.
-        """
-        self._version, self._shown = -1, shown
-
-    def shown_weights(self) -> Tensor:
-        """The weights of the host's lines as they are now, [rest, length] on the host."""
-        return self._weights(self.device.selection.rest).cpu().contiguous()
-
-    def _shows(self, shown: Tensor) -> bool:
-        """Whether the weights are those that a checkpoint was taken with, one update of the host behind its master."""
-        selected = self._weights(self.device.selection.selected)
-        return torch.equal(self.shown_weights(), shown) and torch.equal(
-            selected, self.device.master.to(self.plan.dtype)
-        )
-
-    def _weights(self, lines: Tensor) -> Tensor:
-        """The weights of ``lines``, [n, length]."""
-        weights = self._matrix().index_select(self.plan.dim, lines)
-        return weights if self.plan.dim == 0 else weights.t()
+        return differs or dropped
 
     def raise_failures(self) -> None:
         """Raise what failed in the background by now; waits for nothing.
 
         Raises:
-            RuntimeError: a job or a copy failed; chained to the original error.
+            RuntimeError: a job or a copy failed, or see ``raise_if_torn``; chained to the original error.
         """
+        self.raise_if_torn()
         self.host.raise_failures()
         if self._copy is not None and self._copy[1].error is not None:
             self._copy[1].wait()
         if self._upload is not None and self._upload.ticket.error is not None:
             self._upload.ticket.wait()
+
+    def raise_if_torn(self) -> None:
+        """Raise if an update, or lines that change sides, landed half-way.
+
+        Raises:
+            RuntimeError: so it was; chained to what interrupted it.
+        """
+        if self._torn is not None:
+            raise RuntimeError(
+                f"an update of {self.plan.name} was interrupted while it landed; load the last saved state"
+            ) from self._torn
 
     def abandon(self) -> None:
         """Drop gradients, windows and uploads, failed ones too: a state is about to be loaded."""
@@ -408,36 +390,20 @@ class OffloadedParam:
             self._copy[1].settle()  # or it would write into a slot that is loaded next
         self.discard()
         self.updated = False
+        self._torn = None
         self._drop_upload()
         if self.held is not None:
             self.held.abandon()
         self.host.clear_windows()
 
     def _drop_upload(self) -> None:
-        if self._upload is not None:
-            self._upload.ticket.settle()
-            self.transport.up_ring.give_back(self._upload.block)
+        if (upload := self._upload) is not None:
+            upload.ticket.settle()
             self._upload = None
-
-    def _matrix(self) -> Tensor:
-        view = self._view
-        if view is None or view.data_ptr() != self.param.data_ptr():  # its storage was replaced
-            view = self._view = self.param.detach().view(self.param.shape[0], -1)
-        return view
-
-    def _written(self) -> None:
-        # Raw writes below autograd must show, or a graph that saved the old weights would use the new ones silently.
-        torch.autograd.graph.increment_version(self.param)
-        self.note_write()
+            self.transport.up_ring.give_back(upload.block)
 
     @property
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
         accumulator = 0 if self._accumulator is None else self._accumulator.nbytes
         return self.device.nbytes + accumulator + (0 if self.held is None else self.held.nbytes)
-
-
-def _follow(master: Tensor, weights: Tensor) -> None:
-    """Take ``weights`` into ``master`` where it is not what casts to them."""
-    same = master.to(weights.dtype) == weights
-    master.copy_(torch.where(same, master, weights.float()))

@@ -22,7 +22,7 @@ from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, available_host_memory, require_host_memory
 from zenflow_compile.runtime.columns import DeviceSide
-from zenflow_compile.runtime.copies import StagingRing, make_lane
+from zenflow_compile.runtime.copies import make_lane
 from zenflow_compile.runtime.cores import choose_cores, nodes_of, physical_cores, run_pinned, worker_count
 from zenflow_compile.runtime.device_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.file_home import FileHome
@@ -33,6 +33,7 @@ from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
+from zenflow_compile.runtime.staging import StagingRing
 from zenflow_compile.runtime.transport import Transport
 from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool

@@ -37,7 +37,7 @@ class Lease(Protocol):
         ...
 
     def end(self) -> None:
-        """The job is over, whether it ran or not."""
+        """The job is over, whether it ran or not. Once more is harmless."""
         ...
 
 

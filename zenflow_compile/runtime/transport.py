@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zenflow_compile.runtime.copies import CopyLane, StagedBlock, StagingRing, Ticket
+from zenflow_compile.runtime.copies import CopyLane, Ticket
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.staging import StagedBlock, StagingRing
 from zenflow_compile.runtime.windows import Close
 from zenflow_compile.runtime.workers import WorkerPool
 

@@ -49,7 +49,7 @@ def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> 
     # Raw writes below autograd must show, or a graph that saved the old weights would use the new ones silently.
     torch.autograd.graph.increment_version([each.param for each in params])
     for offloaded in params:
-        offloaded.note_write()
+        offloaded.weights.note_write()
     feed_scores([each.device for each in params], in_force.unscale)
 
 

@@ -181,20 +181,24 @@ class HostSide:
             inputs.append(self.landed)
         deadline = deadline if before is None else max(deadline, before.deadline)
         lease = self.home.lease(step=at, deadline=deadline)
-        job = Job(
-            self._tasks(slots, upload, step=self.taken, eps=eps),
-            deadline=deadline,
-            step=at,
-            param=self.plan.name,
-            ready=_after(inputs, before, lease),
-            arrived=_arrived(inputs, before, lease),
-            flag=Flag(*self.flags, self._closed) if self.flags else None,
-            settled=lease.end,
-        )
-        for slot in slots:
-            self._slot_users[slot.index] = job
-        close = Close(job=job, upload=upload, closed_at=at, visible_at=at + 1 + self.plan.staleness)
-        self.closes.append(close)
+        try:
+            job = Job(
+                self._tasks(slots, upload, step=self.taken, eps=eps),
+                deadline=deadline,
+                step=at,
+                param=self.plan.name,
+                ready=_after(inputs, before, lease),
+                arrived=_arrived(inputs, before, lease),
+                flag=Flag(*self.flags, self._closed) if self.flags else None,
+                settled=lease.end,
+            )
+            for slot in slots:
+                self._slot_users[slot.index] = job
+            close = Close(job=job, upload=upload, closed_at=at, visible_at=at + 1 + self.plan.staleness)
+            self.closes.append(close)
+        except BaseException:  # an interrupt: perhaps no job will end it
+            lease.end()
+            raise
         return close
 
     def next_upload(self) -> Tensor:
@@ -210,11 +214,19 @@ class HostSide:
         """See :meth:`StateHome.borrowed`."""
         return self.home.borrowed(write=write, fresh=fresh)
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that may still use this memory."""
+        users = (*self._slot_users, *(close.job for close in self.closes), self.landing)
+        return [job for job in users if job is not None]
+
     def clear_windows(self) -> None:
-        """Forget the open window and closes that have not landed, once nothing reads or writes their memory."""
-        for job in (*self._slot_users, *(close.job for close in self.closes), self.landing):
-            if job is not None:
-                job.settle()
+        """Forget the open window and closes that have not landed, once nothing reads or writes their memory.
+
+        Jobs that were never queued have been withdrawn.
+        """
+        for job in self.jobs:
+            job.settle()
         for slot in self.open:
             slot.copied.settle()
         self.open, self.closes, self.landing = [], [], None

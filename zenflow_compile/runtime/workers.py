@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zenflow_compile.profiling.timeline import worker_lane
 from zenflow_compile.runtime.copies import CopyError
@@ -53,6 +53,7 @@ class Job:
         self.ready = ready
         self.arrived = arrived
         self._on_settled = settled
+        self.taken = False  # a worker has taken one of its tasks; written under the pool's lock
         self._lock = threading.Lock()
         self._left = len(tasks)
         self._done = threading.Event()
@@ -85,7 +86,7 @@ class Job:
         self._settled.wait()
 
     def abort(self, error: BaseException) -> None:
-        """The job was never queued: it counts as failed, so that nobody waits for it."""
+        """The job was never queued: it counts as failed, so that nobody waits for it for ever."""
         self.error = error
         if not self._settled.is_set():  # one without tasks has settled already
             self._settle()
@@ -133,6 +134,7 @@ class _Queued:
     def take(self, worker: int) -> Callable[[], int]:
         """The next task of ``worker``; none of its own being left, the last of whoever has the most."""
         self.left -= 1
+        self.job.taken = True
         if own := self._of_worker[worker]:
             return own.popleft()
         return max(self._of_worker, key=len).pop()
@@ -157,7 +159,9 @@ class WorkerPool:
         self._recorder = recorder
         self._heap: list[tuple[int, int, int, _Queued]] = []
         self._order = itertools.count()
-        self._wake = threading.Condition()
+        # Taken by itself in the training thread: an interrupt within a condition's own entry leaves it locked.
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
         self._closing = False
 
@@ -174,15 +178,24 @@ class WorkerPool:
                 for job in jobs:
                     job.abort(error)
                 raise
-        queued = [_Queued(job, len(self._threads)) for job in jobs if job.tasks]
-        with self._wake:
-            for each in queued:
-                heapq.heappush(self._heap, (each.job.step, each.job.deadline, next(self._order), each))
+        queued = [_Queued(job, self.workers) for job in jobs if job.tasks]
+        entries = [(each.job.step, each.job.deadline, next(self._order), each) for each in queued]
+        with self._lock:
+            # Workers that wake wait for the lock. Then one assignment: an interrupt leaves all jobs queued, or none.
             self._wake.notify(sum(each.left for each in queued))
+            self._heap = sorted(self._heap + entries)
+
+    def withdraw(self, jobs: Iterable[Job]) -> None:
+        """Abort those of ``jobs`` that were never queued, because an interrupt came between: nobody would run them."""
+        with self._lock:
+            queued = {id(entry[-1].job) for entry in self._heap}
+            lost = [job for job in jobs if not (job.taken or job.done() or id(job) in queued)]
+        for job in lost:
+            job.abort(RuntimeError("the step was interrupted before this update was queued"))
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads."""
-        with self._wake:
+        with self._lock:
             self._closing = True
             self._wake.notify_all()
         for thread in self._threads:

@@ -1,0 +1,177 @@
+"""Wherever Ctrl-C comes: nothing hangs, no update is lost without a word, and the last saved state goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zenflow_compile
+from tests.engine.training import EAGER_BACKEND, Training, assert_same
+
+pytestmark = pytest.mark.timeout(120)
+
+_PACKAGE = str(Path(zenflow_compile.__file__).parent)
+
+
+@contextmanager
+def interrupted_at(point: int, functions: set[str]) -> Iterator[list[int]]:
+    """KeyboardInterrupt at one of the moments at which the interpreter delivers signals: behind a call.
+
+    Args:
+        point: how many of these moments within ``functions`` of the package go by before it.
+
+    Yields:
+        How many have gone by.
+    """
+    passed = [0]
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event in ("call", "c_return") and code.co_name in functions and code.co_filename.startswith(_PACKAGE):
+            passed[0] += 1
+            if passed[0] == point + 1:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(watch)
+    try:
+        yield passed
+    finally:
+        sys.setprofile(None)
+
+
+def every_point(do: Callable[[], object], functions: set[str], then: Callable[[], object]) -> int:
+    """``do`` interrupted at each point within ``functions`` in turn, each time followed by ``then``; how many."""
+    point = 0
+    while True:
+        with interrupted_at(point, functions) as passed:
+            try:
+                do()
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert passed[0] <= point
+                return point
+        then()
+        point += 1
+
+
+CLOSING = {"_update_on_host", "end_on_host", "close_window", "submit", "lease", "moment"}
+
+
+def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:
+    if policy == "zero_infinity":
+        return {"policy": policy, "nvme_path": tmp_path, "host_window_bytes": 1 << 16}
+    return {"policy": policy} if policy != "zenflow" else {"update_interval": 1}
+
+
+@pytest.mark.parametrize("policy", ["zenflow", "zero_infinity"])
+def test_a_loaded_state_goes_on_after_an_interrupt_while_windows_close(policy: str, tmp_path: Path) -> None:
+    training = Training(None, options_of(policy, tmp_path)).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 5).weights()
+    training.load(saved).backward(3)
+
+    def recover() -> None:
+        with pytest.raises(RuntimeError, match="half-way"):
+            training.optimizer.synchronize()
+        assert_same(training.load(saved).run(3, 5).weights(), expected)
+        training.load(saved).backward(3)
+
+    assert every_point(training.optimizer.step, CLOSING, recover) > 30
+    training.optimizer.close()
+
+
+def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
+    """An update that was closed and never queued is not lost without a word."""
+    made = [Training(None, {"policy": "zero_offload"})]
+    raised = []
+
+    def close() -> None:
+        try:
+            made[-1].optimizer.close()
+        except RuntimeError as error:
+            raised.append(error)
+        made.append(Training(None, {"policy": "zero_offload"}))
+        made[-1].backward(0)
+
+    made[-1].backward(0)
+    assert every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "close_window", "submit"}, close) > 10
+    assert raised
+    assert all("host update" in str(error) for error in raised)
+
+
+def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
+    """In the implicit form no step() of the user's hears of it."""
+    model = nn.Linear(16, 32)
+    keywords = {"inner": "eager", "policy": "zero_offload", "min_offload_size": 100, "host_kernel": "aten"}
+    call = torch.compile(model, backend="zenflow", options=keywords)
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        call(inputs).square().mean().backward()
+    loss = call(inputs).square().mean()
+    with interrupted_at(0, {"close_window"}), pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    optimizer = zenflow_compile.optimizer_of(call)
+    with pytest.raises(RuntimeError, match="half-way"):
+        call(inputs)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("functions", [{"_land_one", "_show", "_reselect"}, {"exchange_lines"}])
+def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[str]) -> None:
+    options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
+    training = Training(EAGER_BACKEND, options).run(0, 3)
+    saved = training.saved()
+    training.step(3)
+    expected = training.weights()
+    outcomes = set()
+
+    def go_on() -> None:
+        try:
+            actual = training.weights()
+        except RuntimeError:
+            outcomes.add("raised")
+        else:
+            outcomes.add("repaired")
+            assert_same(actual, expected)
+        training.load(saved).step(3)
+        ring = training.optimizer.engine.roster.transport.up_ring
+        assert len({number for number, _ in ring._free}) == ring.free
+
+    training.load(saved).step(3)
+    assert every_point(training.optimizer.synchronize, functions, go_on) > 5
+    assert "raised" in outcomes
+
+
+@pytest.mark.parametrize("method", ["begin_update", "synchronize"])
+def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: str, tmp_path: Path) -> None:
+    """A block that stayed held would stop the next job on it."""
+    training = Training(None, options_of("zero_infinity", tmp_path)).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 5).weights()
+    do = {"begin_update": training.optimizer.step, "synchronize": lambda: training.optimizer.state_dict()}[method]
+
+    def go_on() -> None:
+        if method == "begin_update":  # nothing has changed: the same gradients are taken
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            assert_same(training.run(4, 5).weights(), expected)
+            training.load(saved).backward(3)
+        else:
+            assert_same(training.run(3, 5).weights(), expected)
+            training.load(saved)
+
+    training.load(saved)
+    if method == "begin_update":
+        training.backward(3)
+    assert every_point(do, {"borrowed", "end"}, go_on) > 5
+    training.optimizer.close()

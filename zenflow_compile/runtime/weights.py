@@ -1,0 +1,114 @@
+"""The weights of one offloaded parameter, and whose they are: ours, somebody else's, or yet to be compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.device_ops import Selection
+from zenflow_compile.runtime.windows import HostSide
+
+
+class Weights:
+    """A parameter as the 2-D matrix that plans speak of, with the version that our own last write gave it.
+
+    Attributes:
+        to_be_compared: a state was loaded whose weights may come before or after it: its masters stay as they are until
+            the first use.
+    """
+
+    def __init__(self, plan: ParamPlan, param: Parameter) -> None:
+        self.to_be_compared = False
+        self._plan = plan
+        self._param = param
+        self._view: Tensor | None = None
+        self._version = -1
+        self._shown: Tensor | None = None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The parameter's own memory, [rows, columns]."""
+        view = self._view
+        if view is None or view.data_ptr() != self._param.data_ptr():  # its storage was replaced
+            view = self._view = self._param.detach().view(self._param.shape[0], -1)
+        return view
+
+    def of(self, lines: Tensor) -> Tensor:
+        """A copy of the weights of ``lines``, [n, length]."""
+        weights = self.matrix.index_select(self._plan.dim, lines)
+        return weights if self._plan.dim == 0 else weights.t()
+
+    def written(self) -> None:
+        """We have written below autograd: this must show, or a graph that saved the old weights would use the new ones
+        silently.
+        """
+        torch.autograd.graph.increment_version(self._param)
+        self.note_write()
+
+    def note_write(self) -> None:
+        """The version that the parameter has now is our own doing."""
+        self._version = self._param._version
+
+    @property
+    def written_by_others(self) -> bool:
+        """Whether somebody else wrote the weights since our last write, or may have, since they are to be compared."""
+        return self.to_be_compared or self._param._version != self._version
+
+    def expect(self, shown: Tensor | None) -> None:
+        """Compare weights and masters at the first use: a checkpoint may be loaded in any order.
+
+        Args:
+            shown: [rest, length] on the host, the weights of the host's lines, where an update that has not landed puts
+                them behind their masters.
+        """
+        self.to_be_compared, self._shown = True, shown
+
+    def shown(self, selection: Selection) -> Tensor:
+        """The weights of the host's lines that belong to the state as it is, [rest, length] on the host."""
+        if self._shown is not None:
+            return self._shown.clone()
+        return self.of(selection.rest).cpu().contiguous()
+
+    def are_as_expected(self, device: DeviceSide) -> bool:
+        """Whether they are those that a checkpoint was taken with, one update of the host behind its master."""
+        if self._shown is None or not torch.equal(self.of(device.selection.rest).cpu(), self._shown):
+            return False
+        return torch.equal(self.of(device.selection.selected), device.master.to(self._plan.dtype))
+
+    def accept(self) -> None:
+        """The weights as they are now belong to the state."""
+        self.to_be_compared, self._shown = False, None
+        self.note_write()
+
+    def reseed(self, device: DeviceSide, host: HostSide) -> bool:
+        """Take the fp32 masters of both sides from the weights where they do not agree with them.
+
+        A master whose cast equals the weight is kept, so that loading a checkpoint's weights after (or before) its
+        optimizer state loses no precision.
+
+        Returns:
+            Whether any of them did not.
+        """
+        selection = device.selection
+        differs = False
+        if selection.selected.numel():
+            differs = _follow(device.master, self.of(selection.selected))
+        if selection.rest.numel():
+            # Before the state is borrowed: the device may be waiting for jobs that wait for the space which that takes.
+            weights = self.of(selection.rest).cpu()
+            with host.borrowed(write=True) as state:
+                differs = _follow(state.master, weights) or differs
+        self.accept()
+        return differs
+
+
+def _follow(master: Tensor, weights: Tensor) -> bool:
+    """Take ``weights`` into ``master`` where it is not what casts to them; whether there is such a place."""
+    same = master.to(weights.dtype) == weights
+    if bool(same.all()):
+        return False
+    master.copy_(torch.where(same, master, weights.float()))
+    return True
