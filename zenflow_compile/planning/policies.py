@@ -82,10 +82,14 @@ class ParamSpec:
 
 def make_plan(specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
     """Plan all parameters of a new optimizer."""
-    empty = Plan(
+    return extend_plan(empty_plan(options), specs, options)
+
+
+def empty_plan(options: PlanningOptions) -> Plan:
+    """The plan of an optimizer that has no parameters yet."""
+    return Plan(
         policy=options.policy, params=(), host_window_bytes=options.host_window_bytes, adaptive=options.adaptive
     )
-    return extend_plan(empty, specs, options)
 
 
 def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:

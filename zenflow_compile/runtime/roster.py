@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.planning.policies import ParamSpec, extend_plan, make_plan
+from zenflow_compile.planning.policies import ParamSpec, empty_plan, extend_plan
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import HostArena, available_host_memory, require_host_memory
@@ -77,7 +77,7 @@ class Roster:
     ) -> None:
         cores = worker_cores(options)
         self.groups = groups
-        self.plan = make_plan((), options)
+        self.plan = empty_plan(options)
         self.params: list[Parameter] = []
         self.offloaded: dict[int, OffloadedParam] = {}
         self.resident = ResidentAdam()
