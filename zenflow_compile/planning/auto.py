@@ -13,7 +13,7 @@ from zenflow_compile.planning.forecast import Forecast, forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.memory import Needs, needs_of
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.policies import ParamSpec, repeated_blocks
+from zenflow_compile.planning.policies import ParamSpec, repeated_blocks, stride_weight_bytes
 
 RATIOS = (0.25, 0.5, 0.75)
 """Shares of the state off the device that are tried where ``ratio`` is left at 1."""
@@ -24,19 +24,22 @@ WORTH_IT = 0.01
 _FILLED = 0.9  # of the device memory that is left: estimates may be short of it
 
 
-def resolve_stride(options: Options, hardware: Hardware) -> Options:
+def resolve_stride(options: Options, hardware: Hardware, *, weight_bytes: int) -> Options:
     """``options`` with ``update_stride`` as a number, where it was to come from the performance model.
 
     Deep Optimizer States' Equation 1, with the workers that the host has by default. The host's single pass over a
     window of S steps counts as S updates: what it is weighed against is a device that updates in each of those steps,
     and streams the state for it every time. So mixtures with ``zenflow`` stream less than a blocking policy would.
-    Weights are counted as 16-bit ones.
+
+    Args:
+        weight_bytes: of a weight and a gradient: the model's ``policies.stride_weight_bytes``.
     """
     if not options.measures_stride:
         return options
     from zenflow_compile.planning import perfmodel  # sympy takes a third of a second to import
 
-    ratio = perfmodel.update_stride(**perfmodel.stride_rates(hardware, window=options.longest_window))
+    rates = perfmodel.stride_rates(hardware, weight_bytes=weight_bytes, window=options.longest_window)
+    ratio = perfmodel.update_stride(**rates)
     return replace(options, update_stride=perfmodel.stride_of(ratio))
 
 
@@ -153,10 +156,11 @@ class _Run:
 def _candidates(options: Options, run: _Run) -> Iterator[tuple[str, list[Options]]]:
     """Policies and mixtures with the settings to try. A stride that was given is for those that stream."""
     hardware = run.hardware
+    weight_bytes = stride_weight_bytes(run.model.params)
     plain = replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0, update_stride=None)
 
     def of(policy: str, **changes: Any) -> Options:
-        return resolve_stride(replace(plain, policy=policy, **changes), hardware)
+        return resolve_stride(replace(plain, policy=policy, **changes), hardware, weight_bytes=weight_bytes)
 
     ratios = RATIOS if options.ratio == 1.0 else (options.ratio,)
     yield "resident", [of("resident")]
