@@ -122,7 +122,7 @@ def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentPar
 
 
 def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """What ``--explain`` adds: the equations, and the interval of ``zenflow`` from which on nothing waits."""
+    """What ``--explain`` adds: the equations, and for overlapped windows the interval from which on nothing waits."""
     if not options.explain:
         return {}
     from zenflow_compile.planning import perfmodel  # imports sympy
@@ -139,7 +139,7 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
     )
     flops = flops_per_token(asked.model) * asked.tokens
     explained = {"explained": perfmodel.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)}
-    if chosen.policy != "zenflow":
+    if not knobs.windowed:
         return explained
     smallest = perfmodel.smallest_interval(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
     return explained | {"smallest_interval": smallest}

@@ -18,6 +18,7 @@ from zenflow_compile import torch_private
 from zenflow_compile.loss_scaling import Carrier
 from zenflow_compile.options import OPTION_NAMES, Options
 from zenflow_compile.passes.pipeline import fused_step_graph
+from zenflow_compile.planning.policies import stride_weight_bytes
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
@@ -321,10 +322,11 @@ def _resolved(
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
+    specs = specs_of(pairs)
     if options.policy != "auto":
-        return auto.resolve_stride(options, machine)
+        return auto.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
     assert options.tokens_per_step is not None
-    return auto.choose(specs_of(pairs), options, machine, tokens=options.tokens_per_step, implicit=implicit)
+    return auto.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
 
 
 def _named(groups: Sequence[dict[str, Any]], first: int) -> list[list[tuple[str, Parameter]]]:

@@ -54,8 +54,8 @@ class Options:
     """What a user chose, checked; planners and the engine read it and nothing changes it.
 
     Numbers are stored as plain ``int`` and ``float``, so that ``torch.load(weights_only=True)`` reads a dict
-    of them. A *step* is an attempted optimizer step: one that overflowed counts. Knobs from ``topk_ratio`` to
-    ``auto_ratio`` steer the zenflow policy; the other policies check their ranges and otherwise ignore them. An
+    of them. A *step* is an attempted optimizer step: one that overflowed counts. Every policy checks the ranges of all
+    options and ignores those that it does not read; "read by" in docs/options.md has the policies that read each. An
     optimizer warns of options that its policy does not read.
 
     Attributes:

@@ -15,6 +15,7 @@ from zenflow_compile.planning.auto import compare, recommended, resolve_stride
 from zenflow_compile.planning.forecast import Forecast, final_at_step, forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
+from zenflow_compile.planning.policies import stride_weight_bytes
 from zenflow_compile.planning.simulate import simulate as simulate_plan
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.question import SOME_DISK, Question, question
@@ -173,7 +174,7 @@ def simulate(
     )
     if asked.policy == "auto":
         raise ValueError('policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends')
-    return timeline(asked, resolve_stride(asked.options, asked.hardware), steps=steps)
+    return timeline(asked, _resolved(asked), steps=steps)
 
 
 def predict(asked: Question) -> Prediction:
@@ -191,7 +192,7 @@ def predict(asked: Question) -> Prediction:
     else:
         forecasts = [
             forecast(
-                resolve_stride(asked.options, asked.hardware),
+                _resolved(asked),
                 asked.hardware,
                 asked.model,
                 tokens=asked.tokens,
@@ -201,6 +202,11 @@ def predict(asked: Question) -> Prediction:
             )
         ]
     return Prediction(asked, tuple(forecasts), recommended(forecasts))
+
+
+def _resolved(asked: Question) -> Options:
+    weight_bytes = stride_weight_bytes(asked.model.params)
+    return resolve_stride(asked.options, asked.hardware, weight_bytes=weight_bytes)
 
 
 def timeline(asked: Question, options: Options, *, steps: int | None = None) -> Recording:

@@ -1,4 +1,7 @@
-"""Options that were given and have no effect under the policy in use."""
+"""Which policies read an option, and the options that have no effect under the policy in use.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ _OF_FILES = ("nvme_path", "host_window_bytes")
 
 _READERS: dict[str, tuple[str, ...]] = {
     "tokens_per_step": ("auto",),
+    "offload_device": ("zero_infinity", "zenflow"),
     "ratio": ("twinflow", "deep_optimizer_states"),
     "sub_group_size": _STREAMING,
     "update_stride": _STREAMING,
@@ -29,6 +33,7 @@ _READERS: dict[str, tuple[str, ...]] = {
             "full_warm_up_rounds",
             "overlap_step",
             "staleness",
+            "offload",
             "auto_ratio",
             "steps_per_epoch",
             "device_share",
@@ -39,25 +44,33 @@ _READERS: dict[str, tuple[str, ...]] = {
         ("zenflow",),
     ),
 }
-"""Which policies read an option. Those that are not here say how the machine is used, or hold under every policy."""
+"""Which policies read an option. Those that are not here say how the machine is used, or hold under every policy.
+``"auto"`` may choose any policy, and is named where no other reads the option."""
 
 
-def warn_of_unread(options: Options, *, stacklevel: int) -> None:
-    """One ``UserWarning`` that names the options at other values than their defaults that the policy does not read.
+def readers(name: str) -> str:
+    """The policies that read an option, as text: ``"all"``, or their names."""
+    if name in _OF_FILES:
+        return 'zero_infinity, zenflow with offload_device="nvme"'
+    return ", ".join(_READERS[name]) if name in _READERS else "all"
+
+
+def unread(options: Options) -> list[str]:
+    """Names of the options at other values than their defaults that the policy does not read.
 
     None under ``policy="auto"``, which may choose any policy.
     """
     if options.policy == "auto":
-        return
+        return []
     default = {each.name: each.default for each in fields(Options)}
-    unread = [
-        f"{name} (read by {_named(name)})"
-        for name in _READERS
-        if getattr(options, name) != default[name] and not _reads(options, name)
-    ]
-    if unread:
+    return [name for name in _READERS if getattr(options, name) != default[name] and not _reads(options, name)]
+
+
+def warn_of_unread(options: Options, *, stacklevel: int) -> None:
+    """One ``UserWarning`` that names ``unread`` options and who reads them."""
+    if named := [f"{name} (read by {readers(name)})" for name in unread(options)]:
         warnings.warn(
-            f"policy={options.policy!r} does not read {', '.join(unread)}: leave out what has no effect, or choose a "
+            f"policy={options.policy!r} does not read {', '.join(named)}: leave out what has no effect, or choose a "
             "policy that reads it",
             UserWarning,
             stacklevel=stacklevel + 1,
@@ -66,9 +79,3 @@ def warn_of_unread(options: Options, *, stacklevel: int) -> None:
 
 def _reads(options: Options, name: str) -> bool:
     return options.policy in _READERS[name] and (name not in _OF_FILES or options.in_files)
-
-
-def _named(name: str) -> str:
-    if name in _OF_FILES:
-        return 'zero_infinity, zenflow with offload_device="nvme"'
-    return ", ".join(_READERS[name])

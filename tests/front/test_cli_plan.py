@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -15,11 +16,14 @@ import pytest
 import zenflow_compile as zf
 from tests.planning.machines import SLOW_HOST, llama, machine
 from zenflow_compile import cli, cli_plan
+from zenflow_compile.cli_plan import _explained
 from zenflow_compile.options import Options
 from zenflow_compile.planning import hardware as machines
 from zenflow_compile.planning import models
 from zenflow_compile.planning import simulate as simulation
+from zenflow_compile.predict import predict
 from zenflow_compile.profiling.summary import summarize
+from zenflow_compile.question import question
 
 SMALL = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "1024"]
 POLICIES = {"resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"}
@@ -225,6 +229,12 @@ def test_explain_has_the_smallest_interval_without_a_stall(
     assert cli.main([*arguments, "zenflow"]) == 0
     assert f"smallest stall-free update_interval: {smallest or 'none'}" in capsys.readouterr().out
     assert "smallest_interval" not in answer([*arguments, "zero_offload"], capsys)
+
+
+def test_explain_has_no_interval_for_windows_that_block() -> None:
+    asked = question(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
+    explained = _explained(argparse.Namespace(explain=True), predict(asked))
+    assert set(explained) == {"explained"}
 
 
 def test_what_comes_nearest_is_broken_down_explained_and_traced(

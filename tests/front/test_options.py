@@ -18,6 +18,7 @@ import torch
 
 import zenflow_compile
 from zenflow_compile.options import OPTION_NAMES, Options
+from zenflow_compile.unread_options import readers
 
 
 def test_defaults() -> None:
@@ -226,6 +227,14 @@ def test_every_option_is_documented() -> None:
             json.dumps(field.default) if not isinstance(field.default, bool | None) else repr(field.default)
         )
         assert row[1] == written, f"default of {field.name} in docs/options.md"
+
+
+def test_the_column_of_readers_is_the_one_that_warnings_name() -> None:
+    table = (Path(__file__).parents[2] / "docs/options.md").read_text()
+    for name in OPTION_NAMES:
+        row = re.search(rf"^\| `{name}` \| .*", table, re.MULTILINE)
+        assert row, f"{name} in docs/options.md"
+        assert row[0].split(" | ")[4] == readers(name), name
 
 
 def test_options_import_neither_torch_nor_the_runtime() -> None:

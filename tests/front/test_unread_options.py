@@ -11,7 +11,10 @@ import pytest
 
 from tests.engine.training import mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.options import Options
+from zenflow_compile.options import POLICIES, Options
+from zenflow_compile.planning.auto import compare
+from zenflow_compile.planning.hardware import hardware
+from zenflow_compile.planning.models import of_size
 
 ATEN: dict[str, Any] = {"host_kernel": "aten"}
 
@@ -57,6 +60,32 @@ def test_what_is_read_or_left_at_its_default_is_not_named(tmp_path: Path) -> Non
         {"policy": "auto", "tokens_per_step": 8, "ratio": 0.5, "topk_ratio": 0.2},
     ):
         assert warned(**options) == []
+
+
+COMPRESSED: dict[str, Any] = {"gradient_compression": "int8"}
+KNOBS: dict[str, Any] = {
+    "tokens_per_step": 8, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 8, "update_interval": 2,
+    "max_update_interval": 8, "min_update_interval": 2, "full_warm_up_rounds": 1, "overlap_step": False, "staleness": 1,
+    "auto_ratio": 0.5, "steps_per_epoch": 8, "device_share": 0.0, "spare_device_bytes": 8, "min_offload_size": 1,
+    "ratio": 0.5, "sub_group_size": 1, "update_stride": 2, "host_window_bytes": 1 << 20, "staging_bytes": 1 << 20,
+    "weight_grad_order": "forward", "weight_grad_bytes": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
+def test_the_blocks_that_a_plan_recommends_warn_of_nothing(gradients: dict[str, Any], tmp_path: Path) -> None:
+    given = KNOBS | gradients | {"nvme_path": str(tmp_path)}
+    found = compare(Options(**given), hardware("h200"), of_size(10**7), tokens=64)
+    assert {each.policy for each in found} == {*POLICIES} - {"auto"}
+    for each in found:
+        assert warned(**each.options) == [], each.label
+    blocks = {each.label: each.options for each in found}
+    assert blocks["resident"] == {"policy": "resident"}
+    assert set(blocks["twinflow"]) == {"policy", "ratio", "min_offload_size", "staging_bytes", "weight_grad_order",
+                                       "weight_grad_bytes"}  # fmt: skip
+    read = {*given} - {"tokens_per_step", "ratio", "spare_device_bytes"}
+    assert set(blocks["zenflow, files"]) - {"policy"} == read - {"update_stride"} | {"offload_device"}
+    assert set(blocks["zenflow, streamed"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}
 
 
 def test_options_alone_warn_of_nothing() -> None:

@@ -7,17 +7,18 @@ from math import inf
 from typing import Any
 
 import pytest
+import torch
 
 from tests.planning.machines import SLOW_HOST, layers, llama, machine
 from zenflow_compile.options import Options
 from zenflow_compile.planning import auto, perfmodel
-from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT32
 from zenflow_compile.planning.forecast import forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.hardware import hardware as named_hardware
 from zenflow_compile.planning.memory import activation_bytes, needs_of
 from zenflow_compile.planning.models import model as named_model
-from zenflow_compile.planning.policies import ParamSpec, make_plan
+from zenflow_compile.planning.policies import ParamSpec, make_plan, stride_weight_bytes
 from zenflow_compile.planning.shares import Knobs
 
 MODEL = llama()
@@ -29,7 +30,7 @@ def chosen(hardware: Hardware, **options: Any) -> Options:
 
 
 def bytes_of(hardware: Hardware, **options: Any) -> int:
-    plan = make_plan(MODEL.params, auto.resolve_stride(Options(**options), hardware))
+    plan = make_plan(MODEL.params, auto.resolve_stride(Options(**options), hardware, weight_bytes=2))
     return sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).device.values())
 
 
@@ -100,22 +101,49 @@ def test_the_stride_comes_from_the_equation() -> None:
     """Of three cores one works, as in the simulation."""
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1.5e9)
     ratio = perfmodel.update_stride(cpu_update=1.5e9, gpu_update=1e9, link=1e9, cpu_downscale=inf)
-    resolved = auto.resolve_stride(Options(policy="deep_optimizer_states"), hardware)
+    resolved = auto.resolve_stride(Options(policy="deep_optimizer_states"), hardware, weight_bytes=2)
     assert resolved.update_stride == perfmodel.stride_of(ratio)
-    mixed = auto.resolve_stride(Options(policy="zenflow", update_stride="auto", update_interval=1), hardware)
+    mixture = Options(policy="zenflow", update_stride="auto", update_interval=1)
+    mixed = auto.resolve_stride(mixture, hardware, weight_bytes=2)
     assert mixed.update_stride == resolved.update_stride
     given = Options(policy="deep_optimizer_states", update_stride=5)
-    assert auto.resolve_stride(given, hardware) is given
+    assert auto.resolve_stride(given, hardware, weight_bytes=2) is given
 
 
 def test_a_pass_over_a_window_counts_for_each_of_its_steps() -> None:
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
-    resolved = auto.resolve_stride(Options(update_stride="auto", update_interval=8), hardware)
+    resolved = auto.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, weight_bytes=2)
     cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
     ratio = perfmodel.update_stride(cpu_update=cpu_update, gpu_update=1e9, link=1e9, cpu_downscale=inf)
     assert resolved.update_stride == perfmodel.stride_of(ratio)
-    every_step = auto.resolve_stride(Options(update_stride="auto", update_interval=1), hardware)
+    every_step = auto.resolve_stride(Options(update_stride="auto", update_interval=1), hardware, weight_bytes=2)
     assert resolved.stride > every_step.stride
+
+
+@pytest.mark.parametrize(("dtypes", "weight_bytes"), [((BFLOAT16,), 2), ((FLOAT32,), 4), ((FLOAT32, BFLOAT16), 4)])
+def test_the_equation_that_is_explained_is_the_one_that_chose(dtypes: tuple[Any, ...], weight_bytes: int) -> None:
+    """The first parameter is the largest. A pass takes 24 bytes of state both ways, a gradient and a weight."""
+    first, *others = MODEL.params
+    params = tuple(replace(spec, dtype=dtypes[-1]) for spec in others)
+    model = replace(MODEL, params=(replace(first, dtype=dtypes[0]), *params))
+    node = machine(device_bandwidth=28e9, link_to_host=8e9, link_to_device=8e9, host_bandwidth=5.2e9, adam_per_core=1e9)
+    cpu_update = 5.2e9 / (24 + 2 * weight_bytes)
+    expected = (3 / 2e9 + 1 / 1e9) / (1 / cpu_update - 1 / 4e9)
+    options = auto.resolve_stride(
+        Options(policy="deep_optimizer_states"), node, weight_bytes=stride_weight_bytes(model.params)
+    )
+    (tried,) = (each for each in auto.compare(Options(ratio=0.5), node, model, tokens=64) if "deep" in each.label)
+    assert options.update_stride == tried.options["update_stride"] == perfmodel.stride_of(expected)
+    knobs = Knobs.of(options, make_plan(model.params, options))
+    equation, *_ = perfmodel.explain(knobs, node, parameters=model.numel, flops=1e9)
+    assert equation.startswith("stride_ratio")
+    assert equation.endswith(f"= {expected:.4g}")
+
+
+def test_weights_that_the_host_may_have_decide_the_stride() -> None:
+    assert stride_weight_bytes([]) == 0
+    assert stride_weight_bytes([ParamSpec("", (9,), torch.float64), ParamSpec("", (2,), torch.float16)]) == 2
+    assert stride_weight_bytes([ParamSpec("", (9,), torch.float64)]) == 8
 
 
 def test_a_model_of_which_only_parameters_are_known() -> None:

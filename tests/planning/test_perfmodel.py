@@ -298,6 +298,33 @@ def test_no_interval_hides_what_comes_at_every_step() -> None:
     assert smallest_interval(Knobs(policy="zenflow"), slow, parameters=100.0, flops=12.0) is None
 
 
+@pytest.mark.parametrize("knobs", [Knobs(policy="zenflow", overlap=False), Knobs(policy="zero_offload")])
+def test_a_step_that_waits_has_no_smallest_interval(knobs: Knobs) -> None:
+    with pytest.raises(ValueError, match=rf"policy='{knobs.policy}' with overlap={knobs.overlap} must be 'zenflow'"):
+        smallest_interval(knobs, MACHINE, parameters=100.0, flops=12.0)
+
+
+@pytest.mark.parametrize("final_at_step", [False, True])
+@pytest.mark.parametrize("given", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}, {}], ids=str)
+@pytest.mark.parametrize("link", [1e8, 8e9])
+def test_the_interval_of_a_plan_does_not_decide_its_smallest(
+    link: float, given: dict[str, Any], final_at_step: bool
+) -> None:
+    """It is the first whose own plan has no stall. Over the slow link a sum, which crosses once per window, decides."""
+    model = llama()
+    node = replace(SLOW_HOST, link_to_host=link, link_to_device=8e9, host_bandwidth=1e10, adam_per_core=2e8)
+    flops = 6.0 * model.numel * 2
+
+    def of(interval: int) -> Knobs:
+        options = Options(update_interval=interval, **given)
+        return Knobs.of(options, make_plan(model.params, options), final_at_step=final_at_step)
+
+    found = {smallest_interval(of(each), node, parameters=model.numel, flops=flops) for each in (2, 3, 8)}
+    times = (step_time(of(each), node, parameters=model.numel, flops=flops) for each in range(2, 200))
+    expected = next((each for each, time in enumerate(times, 2) if time.stall <= 1e-9), None)
+    assert found == {expected}
+
+
 # A plan's own shares: what is explained is what is forecast.
 
 LOWER_BOUND = 2.0

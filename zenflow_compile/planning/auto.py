@@ -13,7 +13,8 @@ from zenflow_compile.planning.forecast import Forecast, forecast, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.memory import Needs, needs_of
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.policies import ParamSpec, repeated_blocks
+from zenflow_compile.planning.policies import ParamSpec, repeated_blocks, stride_weight_bytes
+from zenflow_compile.unread_options import unread
 
 RATIOS = (0.25, 0.5, 0.75)
 """Shares of the state off the device that are tried where ``ratio`` is left at 1."""
@@ -24,19 +25,22 @@ WORTH_IT = 0.01
 _FILLED = 0.9  # of the device memory that is left: estimates may be short of it
 
 
-def resolve_stride(options: Options, hardware: Hardware) -> Options:
+def resolve_stride(options: Options, hardware: Hardware, *, weight_bytes: int) -> Options:
     """``options`` with ``update_stride`` as a number, where it was to come from the performance model.
 
     Deep Optimizer States' Equation 1, with the workers that the host has by default. The host's single pass over a
     window of S steps counts as S updates: what it is weighed against is a device that updates in each of those steps,
     and streams the state for it every time. So mixtures with ``zenflow`` stream less than a blocking policy would.
-    Weights are counted as 16-bit ones.
+
+    Args:
+        weight_bytes: of a weight and a gradient: the model's ``policies.stride_weight_bytes``.
     """
     if not options.measures_stride:
         return options
     from zenflow_compile.planning import perfmodel  # sympy takes a third of a second to import
 
-    ratio = perfmodel.update_stride(**perfmodel.stride_rates(hardware, window=options.longest_window))
+    rates = perfmodel.stride_rates(hardware, weight_bytes=weight_bytes, window=options.longest_window)
+    ratio = perfmodel.update_stride(**rates)
     return replace(options, update_stride=perfmodel.stride_of(ratio))
 
 
@@ -52,7 +56,7 @@ def choose(
     recompute: bool = False,
     implicit: bool = False,
 ) -> Options:
-    """The fastest plan that fits, by simulation, as options.
+    """The fastest plan that fits, by simulation, as options: with those of the user that its policy does not read.
 
     All policies are tried and the mixtures of ``zenflow`` with streamed state, with whole parameters on the device and,
     given ``nvme_path``, with files. Knobs that steer convergence stay as they are.
@@ -77,7 +81,7 @@ def choose(
     shape = model or shape_of(specs)
     found = compare(options, hardware, shape, tokens=tokens, recompute=recompute, implicit=implicit)
     if (best := recommended(found)) is not None:
-        return Options.from_keywords(**best.options)
+        return _with_unread(Options.from_keywords(**best.options), options)
     near = min(found, key=lambda each: each.missing_bytes)
     lacks = " and ".join(f"{size / 1e9:.3g} GB of {memory} memory" for memory, size in near.shortages.items())
     raise ValueError(
@@ -153,10 +157,11 @@ class _Run:
 def _candidates(options: Options, run: _Run) -> Iterator[tuple[str, list[Options]]]:
     """Policies and mixtures with the settings to try. A stride that was given is for those that stream."""
     hardware = run.hardware
-    plain = replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0, update_stride=None)
+    weight_bytes = stride_weight_bytes(run.model.params)
+    plain = _plain(options)
 
     def of(policy: str, **changes: Any) -> Options:
-        return resolve_stride(replace(plain, policy=policy, **changes), hardware)
+        return resolve_stride(replace(plain, policy=policy, **changes), hardware, weight_bytes=weight_bytes)
 
     ratios = RATIOS if options.ratio == 1.0 else (options.ratio,)
     yield "resident", [of("resident")]
@@ -177,6 +182,18 @@ def _candidates(options: Options, run: _Run) -> Iterator[tuple[str, list[Options
     if options.nvme_path is not None and hardware.disk_read is not None and hardware.disk_write is not None:
         yield "zenflow, files", [of("zenflow", offload_device="nvme", nvme_path=options.nvme_path)]
         yield "zero_infinity", [of("zero_infinity", nvme_path=options.nvme_path)]
+
+
+def _plain(options: Options) -> Options:
+    """Without what candidates are given for themselves."""
+    return replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0, update_stride=None)
+
+
+def _with_unread(chosen: Options, options: Options) -> Options:
+    """``chosen`` with the values of ``options`` for what its policy does not read."""
+    place = {name: getattr(chosen, name) for name in ("policy", "offload_device", "nvme_path")}
+    plain = replace(_plain(options), **place)
+    return replace(chosen, **{name: getattr(plain, name) for name in unread(plain)})
 
 
 def _spare_bytes(options: Options, run: _Run) -> int:

@@ -26,7 +26,7 @@ from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYT
 # What a plan decides: see ``shares``.
 offloaded, streamed, selected, resident, in_files = positive_symbols("offloaded streamed selected resident in_files")
 kept_in_window, prefetched, copied_first = positive_symbols("kept_in_window prefetched copied_first")
-gradient_bytes, slots = positive_symbols("gradient_bytes slots")
+slot_bytes, summed, slots = positive_symbols("slot_bytes summed slots")
 held_bytes, uploads_kept, weight_bytes = positive_symbols("held_bytes uploads_kept weight_bytes")
 whole_state, update_interval = positive_symbols("whole_state update_interval")
 # What a model and a machine bring. A device owns the optimizer state of ``owned`` parameters and has its own link;
@@ -40,6 +40,7 @@ disk_read_byte, disk_write_byte = positive_symbols("disk_read_byte disk_write_by
 _ALLOCATED = "what ParamPlan counts and the runtime allocates"
 _FLUID = "fluid limit, a lower bound: no lane works less, and no phase is shorter than its busiest lane"
 _CLOSING = offloaded / update_interval  # updated on the host in one step, on average
+_SENT = slot_bytes * (1 - summed + summed / update_interval)  # per step, of a gradient that is offloaded
 
 
 # The stride of Deep Optimizer States, and ZenFlow's traffic.
@@ -90,7 +91,7 @@ TRAFFIC = Formula(
 
 PLAN_TRAFFIC = Formula(
     "traffic [model sizes per step]",
-    (offloaded * gradient_bytes + _CLOSING * weight_bytes) / weight_bytes,
+    (offloaded * _SENT + _CLOSING * weight_bytes) / weight_bytes,
     "gradients of what is offloaded go to the host, their weights come back once per window",
     "bytes over the link; streamed state is not counted",
 )
@@ -104,7 +105,7 @@ BYTES: Mapping[str, Formula] = {
     ),
     "host": Formula(
         "host_bytes [per parameter]",
-        offloaded * (STATE_BYTES * (1 - in_files) + slots * gradient_bytes + uploads_kept * weight_bytes)
+        offloaded * (STATE_BYTES * (1 - in_files) + slots * slot_bytes + uploads_kept * weight_bytes)
         + streamed * whole_state,
         "state, gradient slots and upload buffers of what is offloaded, and state of what is streamed",
         _ALLOCATED,
@@ -118,11 +119,12 @@ BYTES: Mapping[str, Formula] = {
 }
 
 _NODE = devices * owned
-_WINDOW_BYTES = 2 * STATE_BYTES + update_interval * gradient_bytes + weight_bytes  # a host update reads and writes
+# A host update reads and writes.
+_WINDOW_BYTES = 2 * STATE_BYTES + slot_bytes * (update_interval * (1 - summed) + summed) + weight_bytes
 _PASSING_FILES = STATE_BYTES * in_files * (2 - kept_in_window)  # a read fills host memory, a write empties it
 _WORK: Mapping[str, tuple[Expr, str]] = {
-    "gradients": (owned * offloaded * gradient_bytes / link_to_host, "gradients to the host"),
-    "gradient_memory": (_NODE * offloaded * gradient_bytes / host_bandwidth, "the same, in host memory"),
+    "gradients": (owned * offloaded * _SENT / link_to_host, "gradients to the host"),
+    "gradient_memory": (_NODE * offloaded * _SENT / host_bandwidth, "the same, in host memory"),
     "uploads": (
         owned * (_CLOSING * weight_bytes + streamed * whole_state) / link_to_device,
         "new weights, and state that passes through, to the device",
@@ -239,11 +241,12 @@ hidden, device = positive_symbols("hidden device")
 
 @cache
 def windowed_lanes(final_at_step: bool) -> Mapping[str, tuple[Expr, Symbol]]:
-    """Lanes that have less to do per step the longer the window is: seconds, and what hides them.
+    """Lanes that may have less to do per step the longer the window is: seconds, and what hides them.
 
     All of them have the device's whole step; with ``final_at_step`` what is late has only that between two backwards.
     """
     found = {name: (LANES[name].expression, device) for name in ("uploads", "cores", "host_memory", "disk")}
+    found["downloads"] = (LANES["gradients"].expression + LANES["flushes"].expression, device)
     found["host_memory"] = (LANES["host_memory"].expression + LANES["gradient_memory"].expression, device)
     if final_at_step:
         found |= {name: (LANES[name].expression, hidden) for name in ("late_uploads", "cores", "late_memory")}

@@ -13,6 +13,7 @@ from zenflow_compile.planning.models import ModelShape
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.policies import make_plan
 from zenflow_compile.planning.simulate import steady_step
+from zenflow_compile.unread_options import unread
 
 _S_PER_HOUR = 3600.0
 
@@ -23,7 +24,7 @@ class Forecast:
 
     Attributes:
         label: the policy, and what is mixed in; ``title`` adds the numbers that were chosen for it.
-        options: what differs from the defaults, and the policy: the block to paste.
+        options: the policy, and what it reads and differs from the defaults: the block to paste.
         needs: bytes by item; shortages: bytes that are missing, by memory; empty where it fits.
         step_s, stall_s: a step, and the time in it that the device waits, in seconds.
         host_update_s: seconds per step in which the host's workers update. They work together and count once: the
@@ -148,7 +149,8 @@ def final_at_step(options: Options, *, implicit: bool) -> bool:
 
 
 def changed(options: Options) -> dict[str, Any]:
-    """The policy, and every option that is not at its default."""
+    """The policy, and every option that it reads and that is not at its default."""
     values = {each.name: getattr(options, each.name) for each in fields(Options)}
     defaults = {each.name: each.default for each in fields(Options)}
-    return {name: value for name, value in values.items() if name == "policy" or value != defaults[name]}
+    left_out = {name for name, value in values.items() if value == defaults[name]} | set(unread(options))
+    return {name: value for name, value in values.items() if name == "policy" or name not in left_out}

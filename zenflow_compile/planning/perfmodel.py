@@ -211,7 +211,7 @@ def bindings(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: floa
         "device_bandwidth": hardware.device_bandwidth,
         "host_bandwidth": hardware.host_bandwidth,
         "core_rate": hardware.devices * workers * hardware.adam_per_core,
-        **stride_rates(hardware, weight_bytes=knobs.weight_bytes),
+        **stride_rates(hardware, weight_bytes=values["stride_weight_bytes"]),
         **_disk_bytes(hardware, needed=values["in_files"] > 0),
     }
     values |= {name: formula.evaluate(**values) for name, formula in LANES.items()}
@@ -257,24 +257,40 @@ def smallest_interval(knobs: Knobs, hardware: Hardware, *, parameters: float, fl
     """The smallest ``update_interval`` of ``zenflow`` at which the device never waits for its host, by the equations.
 
     ``profiling.limits`` has the roofline of a run that was measured, from that run's own times and bytes. Arguments as
-    for ``step_time``; the interval in ``knobs`` is not read.
+    for ``step_time``; the interval in ``knobs`` is not read. A plan's own shares count: one that was made for windows
+    of one step sums no gradients in longer ones.
 
     Returns:
         Steps per window; None where no window is long enough, because what comes at every step takes longer than a
         step. Then a larger ``topk_ratio``, or more tokens per step, helps.
+
+    Raises:
+        ValueError: as ``step_time``; or the knobs are not ``windowed``, so that every window makes the step wait.
     """
+    if not knobs.windowed:
+        raise ValueError(
+            f"policy={knobs.policy!r} with overlap={knobs.overlap} must be 'zenflow' with overlap=True: otherwise the "
+            "step waits for its updates at any update_interval; use step_time for what they take"
+        )
     values = bindings(knobs, hardware, parameters=parameters, flops=flops)
     late = _waits_for_backward(knobs)
     lanes = windowed_lanes(late)
-    if values["gradients"] + values["flushes"] > values["device"] or values["late_state"] > values["device_update"]:
+    if values["late_state"] > values["device_update"]:
         return None
     copied = values["copied_first"] * max(values["gradients"], values["gradient_memory"])
     if late and copied > max(values["backward"], values["collectives"]):
         return None
-    if any(values[f"{lane}_per_step"] >= values[str(time)] for lane, (_, time) in lanes.items()):
-        return None
-    needed = max(interval_formula(lane, late).evaluate(**values) for lane in lanes)
-    return max(1, math.ceil(needed - 1e-9))  # rounding must not turn 4.0 into 5
+    needed = 1.0
+    for lane, (_, time) in lanes.items():
+        left = values[str(time)] - values[f"{lane}_per_step"]
+        if values[f"{lane}_per_window"] == 0.0:
+            if left < 0.0:
+                return None
+        elif left <= 0.0:
+            return None
+        else:
+            needed = max(needed, interval_formula(lane, late).evaluate(**values))
+    return math.ceil(needed - 1e-9)  # rounding must not turn 4.0 into 5
 
 
 def formulas(knobs: Knobs) -> tuple[Formula, ...]:
@@ -296,7 +312,7 @@ def explain(knobs: Knobs, hardware: Hardware, *, parameters: float, flops: float
     """
     values = bindings(knobs, hardware, parameters=parameters, flops=flops)
     explained = formulas(knobs)
-    if not math.isfinite(update_stride(**stride_rates(hardware, weight_bytes=knobs.weight_bytes))):
+    if not math.isfinite(update_stride(**stride_rates(hardware, weight_bytes=values["stride_weight_bytes"]))):
         explained = tuple(formula for formula in explained if formula != STRIDE_RATIO)
     lines = [formula.explain(values) for formula in explained if formula.evaluate(**values) != 0.0]
     times = step_time(knobs, hardware, parameters=parameters, flops=flops)

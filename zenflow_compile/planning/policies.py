@@ -80,6 +80,12 @@ class ParamSpec:
         return count
 
 
+def stride_weight_bytes(params: Sequence[ParamSpec | ParamPlan]) -> int:
+    """Bytes of a weight that ``update_stride`` is chosen for: the largest parameter's, of those the host may have."""
+    largest = max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel), default=None)
+    return 0 if largest is None else largest.dtype.itemsize
+
+
 def make_plan(specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
     """Plan all parameters of a new optimizer."""
     return extend_plan(empty_plan(options), specs, options)

@@ -9,7 +9,7 @@ from sympy import Expr, S
 
 from zenflow_compile.planning.formula import evaluated, positive_symbols
 from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
-from zenflow_compile.planning.policies import PlanningOptions, repeated_blocks
+from zenflow_compile.planning.policies import PlanningOptions, repeated_blocks, stride_weight_bytes
 from zenflow_compile.planning.simulated_device import GRADIENT_RING
 from zenflow_compile.planning.simulated_machine import STREAM_BUFFERS
 
@@ -62,9 +62,11 @@ class PlanShares:
         kept_in_window: of that, the share that stays in the window of files until it is needed again.
         prefetched: of what is streamed, the share whose state comes in while the backward runs.
         copied_first: share of the gradients that are copied before the backward can end: the last ones fill a ring.
-        gradient_bytes: that go to the host per offloaded element and step.
+        slot_bytes: of a gradient as it goes to the host, per offloaded element.
+        summed: of these bytes, the share that goes once per window instead of at every step.
         slots: gradients of that size that the host keeps.
         held_bytes: what the device keeps of an offloaded element's gradients beyond the step.
+        stride_weight_bytes: of a weight that the stride is chosen for; see ``policies``.
     """
 
     offloaded: float
@@ -75,9 +77,11 @@ class PlanShares:
     kept_in_window: float
     prefetched: float
     copied_first: float
-    gradient_bytes: float
+    slot_bytes: float
+    summed: float
     slots: float
     held_bytes: float
+    stride_weight_bytes: float
 
     @classmethod
     def of(cls, plan: Plan) -> PlanShares:
@@ -87,7 +91,7 @@ class PlanShares:
         rest = sum(param.rest * param.length for param in split)
         selected = sum(param.k * param.length for param in split)
         streamed = sum(param.numel for param in plan.params if param.interleaved)
-        sent = sum(param.slot_bytes / (param.interval if param.summed else 1) for param in split)
+        slot_bytes = sum(param.slot_bytes for param in split)
         held = sum(param.device_bytes - param.k * param.length * STATE_BYTES for param in split)
         return cls(
             offloaded=rest / total,
@@ -98,9 +102,11 @@ class PlanShares:
             kept_in_window=_over(plan.file_window_bytes, plan.file_bytes),
             prefetched=_prefetched(plan.params),
             copied_first=_copied_first(plan.params),
-            gradient_bytes=_over(sent, rest),
-            slots=_over(sum(param.slots * param.slot_bytes for param in split), sent),
+            slot_bytes=_over(slot_bytes, rest),
+            summed=_over(sum(param.slot_bytes for param in split if param.summed), slot_bytes),
+            slots=_over(sum(param.slots * param.slot_bytes for param in split), slot_bytes),
             held_bytes=_over(held, rest),
+            stride_weight_bytes=stride_weight_bytes(plan.params),
         )
 
 
@@ -224,7 +230,9 @@ class Knobs:
             kept_in_window=0.0,
             prefetched=0.0,
             copied_first=1.0,
-            gradient_bytes=self.weight_bytes,
+            slot_bytes=self.weight_bytes,
+            summed=0.0,
             slots=self.window + (self.staleness if self.policy == "zenflow" else 0),
             held_bytes=0.0,
+            stride_weight_bytes=self.weight_bytes,
         )
