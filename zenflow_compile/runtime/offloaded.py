@@ -130,8 +130,14 @@ class OffloadedParam:
         """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
         if (staged := self._staged) is None:
             return
-        ring, copy = self.transport.down_ring, self._send(staged.tensor)
-        self._copy, self._staged, ring.unused = copy, None, ring.with_back(staged, copy[1])
+        ring = self.transport.down_ring
+        try:
+            copy = self._send(staged.tensor)
+            unused = ring.with_back(staged, copy[1])
+        except BaseException:
+            self.transport.to_host.settle()  # an interrupt may have come behind the submission, which reads the block
+            raise
+        self._copy, self._staged, ring.unused = copy, None, unused
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
