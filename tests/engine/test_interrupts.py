@@ -145,11 +145,80 @@ def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[st
             assert_same(actual, expected)
         training.load(saved).step(3)
         ring = training.optimizer.engine.roster.transport.up_ring
-        assert len({number for number, _ in ring._free}) == ring.free
+        assert len({number for number, _ in ring.unused}) == ring.free
 
     training.load(saved).step(3)
     assert every_point(training.optimizer.synchronize, functions, go_on) > 5
     assert "raised" in outcomes
+
+
+def each_buffer_is_somewhere_once(training: Training) -> None:
+    roster = training.optimizer.engine.roster
+    taken = {
+        "down_ring": [each._staged for each in roster.offloaded.values() if each._staged],
+        "up_ring": [each._upload.block for each in roster.offloaded.values() if each._upload],
+    }
+    for name, blocks in taken.items():
+        ring = getattr(roster.transport, name)
+        numbers = [number for number, _ in ring.unused] + [block.number for block in blocks]
+        assert sorted(numbers) == list(range(len(ring._buffers)))
+
+
+def test_no_buffer_is_lost_where_an_interrupt_comes_before_an_upload() -> None:
+    """No state is loaded in between, which would free them all."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    steps = [3]
+
+    def go_on() -> None:
+        each_buffer_is_somewhere_once(training)
+        training.step(steps[0])
+        steps[0] += 1
+
+    training.optimizer.synchronize()
+    go_on()
+    functions = {"start_upload", "first_free", "without"}
+    assert every_point(training.optimizer.synchronize, functions, go_on) > 5
+    expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, steps[0]).weights()
+    assert_same(training.weights(), expected)
+    training.optimizer.close()
+
+
+def test_no_buffer_is_lost_where_an_interrupt_comes_while_gradients_are_taken() -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    training.optimizer.synchronize()
+
+    def discard() -> None:
+        each_buffer_is_somewhere_once(training)
+        training.optimizer.zero_grad()
+        each_buffer_is_somewhere_once(training)
+
+    def backward() -> None:
+        training.backward(3)
+        training.optimizer.zero_grad()
+
+    functions = {"_take", "copy_to_host", "discard", "_give_back_staged", "first_free", "without", "with_back"}
+    assert every_point(backward, functions, discard) > 10
+    expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
+    assert_same(training.run(3, 4).weights(), expected)
+    training.optimizer.close()
+
+
+def test_no_buffer_is_lost_where_an_interrupt_comes_while_state_is_prefetched() -> None:
+    training = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 2)
+    training.optimizer.synchronize()
+    interleaved = training.optimizer.engine.roster.interleaved
+
+    def each_buffer_is_free_or_loaded() -> None:
+        buffers = [*interleaved._free, *(loaded.buffer for loaded in interleaved._loaded.values())]
+        assert sorted(map(id, buffers)) == sorted(map(id, interleaved._buffers))
+        interleaved.abandon()
+
+    interleaved.abandon()
+    assert every_point(interleaved.prefetch, {"_load"}, each_buffer_is_free_or_loaded) > 3
+    each_buffer_is_free_or_loaded()
+    expected = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 4).weights()
+    assert_same(training.run(2, 4).weights(), expected)
+    training.optimizer.close()
 
 
 @pytest.mark.parametrize("method", ["begin_update", "synchronize"])

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, clip_grad_norm_
+from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.profiling.timeline import D2H, H2D, Event, Timeline
 from zenflow_compile.runtime import copies, interleaved
 from zenflow_compile.runtime.device_adam import ResidentAdam, ResidentState
-from zenflow_compile.runtime.interleaved import BUFFERS, InterleavedAdam
+from zenflow_compile.runtime.interleaved import InterleavedAdam
 from zenflow_compile.runtime.workers import WorkerPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -199,7 +200,7 @@ def test_device_memory_is_three_buffers_whatever_the_number_of_subgroups() -> No
         largest = max(param.whole_state_bytes for param in training.optimizer.engine.plan.params)
         steps = 4 * (layers + 1)
         sizes.add(training.optimizer.device_bytes - steps)
-        assert training.optimizer.device_bytes == BUFFERS * largest + steps
+        assert training.optimizer.device_bytes == STREAM_BUFFERS * largest + steps
         assert training.optimizer.host_bytes == training.optimizer.engine.plan.host_bytes
     assert len(sizes) == 1
     one = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 1)
@@ -254,7 +255,7 @@ def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(copies, "copy_without_gil", meeting)
-        assert len(training.optimizer.engine.roster.interleaved._loaded) == BUFFERS  # prefetched before that
+        assert len(training.optimizer.engine.roster.interleaved._loaded) == STREAM_BUFFERS  # prefetched before that
         training.step(2)
         training.optimizer.synchronize()
     assert began["zenflow-D2H"] == 9
@@ -270,7 +271,7 @@ def test_a_step_does_not_wait_for_its_last_flushes(monkeypatch: pytest.MonkeyPat
     def held(target: Tensor, source: Tensor) -> None:
         if threading.current_thread().name == "zenflow-D2H":
             flushed[0] += 1
-            if flushed[0] > 9 - BUFFERS:
+            if flushed[0] > 9 - STREAM_BUFFERS:
                 assert passed.wait(30), "somebody waits for a flush"
         copy(target, source)
 
@@ -307,7 +308,7 @@ def test_the_first_subgroups_come_in_before_their_gradients(
         each.param.register_hook(lambda grad: seen.append(len(streamed._loaded)))
     loss.backward()
     assert seen
-    assert set(seen) == {BUFFERS}
+    assert set(seen) == {STREAM_BUFFERS}
     training.optimizer.close()
 
 

@@ -20,7 +20,8 @@ import sympy
 from sympy import Eq, Expr, Max, Symbol
 
 from zenflow_compile.planning.formula import Formula, positive_symbols
-from zenflow_compile.planning.shares import STATE_BYTES, topk_ratio
+from zenflow_compile.planning.plan import STATE_BYTES
+from zenflow_compile.planning.shares import topk_ratio
 from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES
 
 # What a plan decides: see ``shares``.

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
-from zenflow_compile.planning.simulated_machine import STREAM_BUFFERS
+from zenflow_compile.planning.plan import GRADIENT_RING, STATE_BYTES, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
 
-GRADIENT_SLOTS = 2  # of the device's ring of gradients, each as large as the largest parameter's deferred part
-UPLOAD_SLOTS = 3  # likewise of its ring of new weights (``Options.staging_bytes``)
 LINE_BYTES = 16  # of an offloaded parameter's line: squared norm and score in fp32, its number and place in int32
 
 LAYER_BYTES = 34
@@ -102,9 +99,9 @@ def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, stagin
 
     What is held passes through no ring of gradients.
     """
-    gradients = GRADIENT_SLOTS * max((_block_bytes(param) for param in offloaded if not param.held), default=0)
+    gradients = GRADIENT_RING * max((_block_bytes(param) for param in offloaded if not param.held), default=0)
     largest = max(map(_block_bytes, offloaded), default=0)
-    slots = UPLOAD_SLOTS if staging_bytes is None or not largest else max(1, staging_bytes * devices // largest)
+    slots = UPLOAD_RING if staging_bytes is None or not largest else max(1, staging_bytes * devices // largest)
     streamed: dict[int | None, int] = {}
     for param in plan.params:
         if param.interleaved:
@@ -124,4 +121,4 @@ def _host_state(param: ParamPlan) -> int:
         return param.whole_state_bytes
     if not param.offloaded or param.in_file:
         return 0
-    return param.rest * param.length * STATE_TENSORS * FP32_BYTES
+    return param.rest * param.length * STATE_BYTES

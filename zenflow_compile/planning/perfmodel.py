@@ -27,8 +27,8 @@ from zenflow_compile.planning.equations import (
 )
 from zenflow_compile.planning.formula import Formula
 from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.plan import FP32_BYTES
-from zenflow_compile.planning.shares import STATE_BYTES, Knobs
+from zenflow_compile.planning.plan import FP32_BYTES, STATE_BYTES
+from zenflow_compile.planning.shares import Knobs
 from zenflow_compile.planning.workload import DEVICE_UPDATE_BYTES
 
 NEVER = 2**31 - 1

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 FP32_BYTES = 4
 STATE_TENSORS = 3  # fp32 master, exp_avg, exp_avg_sq
+STATE_BYTES = STATE_TENSORS * FP32_BYTES
+"""Of an element whose state is apart from the weights: fp32 master, exp_avg and exp_avg_sq."""
+
+GRADIENT_RING = 2
+"""Buffers of the device's ring of gradients, each as large as the largest parameter's deferred part: one is copied
+while the next gradient is split into the other."""
+
+UPLOAD_RING = 3
+"""Likewise of its ring of new weights, unless ``Options.staging_bytes`` says otherwise: one is merged while two are on
+their way."""
+
+STREAM_BUFFERS = 3
+"""Device buffers that subgroups' state is streamed through: one comes in, one is updated, one is flushed."""
+
 FILE_WINDOW_BYTES = 64 << 20
 """Host memory that state in files passes through at least, unless options say otherwise: two blocks of a model of many
 small matrices hold so little that every block is waited for."""
@@ -156,7 +170,7 @@ class ParamPlan:
     @property
     def file_bytes(self) -> int:
         """Bytes in a file: the fp32 state of the ``rest`` lines."""
-        return self.rest * self.length * STATE_TENSORS * FP32_BYTES if self.in_file else 0
+        return self.rest * self.length * STATE_BYTES if self.in_file else 0
 
     @property
     def host_bytes(self) -> int:
@@ -168,7 +182,7 @@ class ParamPlan:
             return self.whole_state_bytes
         if not self.offloaded:
             return 0
-        per_element = (0 if self.in_file else STATE_TENSORS * FP32_BYTES) + self.uploads * self.dtype.itemsize
+        per_element = (0 if self.in_file else STATE_BYTES) + self.uploads * self.dtype.itemsize
         return self.rest * self.length * per_element + self.slots * self.slot_bytes
 
     @property
@@ -182,7 +196,7 @@ class ParamPlan:
             return 0
         if self.offloaded:
             per_rest = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
-            return self.k * self.length * STATE_TENSORS * FP32_BYTES + self.rest * self.length * per_rest
+            return self.k * self.length * STATE_BYTES + self.rest * self.length * per_rest
         return self.whole_state_bytes
 
 

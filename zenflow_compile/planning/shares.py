@@ -8,13 +8,8 @@ from dataclasses import dataclass, fields
 from sympy import Expr, S
 
 from zenflow_compile.planning.formula import evaluated, positive_symbols
-from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
+from zenflow_compile.planning.plan import FP32_BYTES, GRADIENT_RING, STATE_BYTES, STREAM_BUFFERS, ParamPlan, Plan
 from zenflow_compile.planning.policies import PlanningOptions, repeated_blocks, stride_weight_bytes
-from zenflow_compile.planning.simulated_device import GRADIENT_RING
-from zenflow_compile.planning.simulated_machine import STREAM_BUFFERS
-
-STATE_BYTES = STATE_TENSORS * FP32_BYTES
-"""fp32 master, exp_avg and exp_avg_sq of a parameter."""
 
 ratio, interleaved, topk_ratio = positive_symbols("ratio interleaved topk_ratio")
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.plan import GRADIENT_RING
 from zenflow_compile.planning.simulated_files import StateFiles
 from zenflow_compile.planning.simulated_machine import Job, Machine, Row
 from zenflow_compile.planning.simulated_time import Span
 from zenflow_compile.planning.workload import Workload
 from zenflow_compile.profiling.timeline import COMPUTE, SLACK, STEP, WINDOWS
-
-GRADIENT_RING = 2  # blocks whose gradient is on its way down; the next one's has no place to be split into
 
 _Blocked = Callable[[], bool]
 _Program = Iterator[_Blocked]

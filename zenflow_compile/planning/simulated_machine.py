@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
 from zenflow_compile.planning.simulated_files import FileBlock, StateFiles
 from zenflow_compile.planning.simulated_time import Clock, Span
 from zenflow_compile.planning.workload import HOST_PASS_BYTES, Close, Part, Subgroup
@@ -18,8 +19,6 @@ from zenflow_compile.profiling.timeline import D2H, DISK, H2D
 PEERS = "peers"
 POOL = "workers"  # all workers together; they become a lane each when events are made
 
-UPLOAD_RING = 3  # blocks whose new weights are on the device and not merged yet
-STREAM_BUFFERS = 3  # subgroups whose state is on the device: one comes in, one is updated, one goes out
 COPY_TOUCHES = 3  # of a copy within host memory: read, written, and fetched before it is overwritten
 CHECKSUM_RATE = 2e9  # bytes per second and core of the checksums of state in files (zlib 1.2.13's CRC-32)
 

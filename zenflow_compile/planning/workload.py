@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import ModelShape, flops_per_token
-from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan, Plan
+from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan, Plan
 from zenflow_compile.planning.policies import repeated_blocks
 
 HOST_PASS_BYTES = 28
@@ -30,8 +30,6 @@ COARSE_CYCLE = 1600
 """Blocks times steps that a cycle of a coarse workload has at most."""
 
 _FILES_AHEAD = 4  # blocks' state: one is read, one updated, one written, and one waits
-
-_STATE_BYTES = STATE_TENSORS * FP32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +280,7 @@ def _close(params: Sequence[ParamPlan], step: int, devices: int) -> Close | None
         elements = param.rest * param.length
         weights = elements * param.dtype.itemsize
         gradients = param.slot_bytes * (1 if param.summed else param.interval)
-        host += (elements * 2 * _STATE_BYTES + gradients + weights) // devices
+        host += (elements * 2 * STATE_BYTES + gradients + weights) // devices
         upload += weights // devices
         file += param.file_bytes // devices
     return Close(host=host, upload=upload, file=file, params=tuple(param.name for param in closing))

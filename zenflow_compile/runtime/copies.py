@@ -177,7 +177,7 @@ class ThreadLane:
     def __init__(self, name: str, recorder: Recorder) -> None:
         self._name = name
         self._recorder = recorder
-        self._queue: queue.SimpleQueue[_ThreadCopy | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_ThreadCopy | None]  # made with the thread
         self._thread: threading.Thread | None = None
 
     def submit(

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class FileWindow:
         # Whom a change concerns: each of them looks at many blocks when it wakes, and asks for the GIL.
         self._readers, self._writers, self._users = (threading.Condition(self._lock) for _ in range(3))
         self._threads: list[threading.Thread] = []
+        self._complete = False  # as many threads as wanted, or as the system has
         self._closing = False
 
     @property
@@ -186,28 +187,34 @@ class FileWindow:
         self._arena.close()
 
     def _start(self) -> None:
-        if self._threads:
+        """Start the threads that are missing. See [Note: interrupted starts] in ``workers``."""
+        if self._complete:
             return
-        for number in range(THREADS_PER_DIRECTION):
-            for name, run in (("reader", self._read_blocks), ("writer", self._write_blocks)):
-                thread = threading.Thread(target=run, name=f"zenflow-{name}-{number}", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no further thread: one of each kind serves all blocks
-                    if number:
-                        return
-                    self._stop()
-                    raise
-                self._threads.append(thread)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+        kinds = (("reader", self._read_blocks), ("writer", self._write_blocks))
+        for number, (name, run) in list(product(range(THREADS_PER_DIRECTION), kinds))[len(self._threads) :]:
+            thread = threading.Thread(target=run, name=f"zenflow-{name}-{number}", daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no further thread: one of each kind serves all blocks
+                if number:
+                    self._threads.pop()
+                    break
+                self._stop()
+                raise
+        self._complete = True
 
     def _stop(self) -> None:
         with self._lock:
             self._closing = True
             self._readers.notify_all()
             self._writers.notify_all()
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in self._threads:
             thread.join()
-        self._threads, self._closing = [], False
+        self._threads, self._complete, self._closing = [], False, False
 
     def _fit(self, size: int) -> None:
         """Be at least ``size`` bytes: what is in the window is written first.
@@ -286,7 +293,7 @@ class FileWindow:
     def _next(self, change: threading.Condition, choose: Callable[[], FileHome | None]) -> FileHome | None:
         """What ``choose`` finds, asked again at every ``change`` until it finds something; None at the end."""
         with self._lock:
-            while not self._closing:
+            while not self._closing and threading.current_thread() in self._threads:
                 if (block := choose()) is not None:
                     return block
                 change.wait()
@@ -357,4 +364,3 @@ class FileWindow:
             "saved state (the last checkpoint), after making room on the disk if that is what is missing"
         )
         block.error.__cause__ = cause
-

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan
+from zenflow_compile.planning.plan import FP32_BYTES, STREAM_BUFFERS, ParamPlan
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.arena import ALIGNMENT_BYTES, HostArena, carved_bytes
 from zenflow_compile.runtime.copies import CopyLane, Ticket
 from zenflow_compile.runtime.device_adam import ResidentState, Update, update_on_device
 from zenflow_compile.runtime.recorder import Recorder
-
-BUFFERS = 3  # one comes in, one is updated, one is flushed
 
 InForce = Callable[[int], tuple[SlotCoefficients, float]]
 """Of a parameter's index: its coefficients at this moment, and eps."""
@@ -166,7 +164,7 @@ class InterleavedAdam:
         """
         everything = [*self._subgroups, *subgroups]
         elements = max((each.host.numel() for each in everything), default=0)
-        count = min(BUFFERS, len(everything))
+        count = min(STREAM_BUFFERS, len(everything))
         if count == len(self._buffers) and (not count or elements <= self._buffers[0].tensor.numel()):
             return
         shape = (elements,)
@@ -228,11 +226,11 @@ class InterleavedAdam:
                     kind="state",
                     behind=_later(buffer.flush, subgroup.flush),
                 )
+                loaded, others = Loaded(buffer, ticket), deque(each for each in self._free if each is not buffer)
             except BaseException:
                 self._to_device.settle()  # an interrupt may have come behind the submission, and the buffer stays free
                 raise
-            self._free.popleft()
-            self._loaded[subgroup.number] = Loaded(buffer, ticket)
+            self._loaded[subgroup.number], self._free = loaded, others  # see [Note: one assignment] in ``staging``
 
     def _drop(self, number: int) -> None:
         """Its state is as the host has it: there is nothing to flush."""

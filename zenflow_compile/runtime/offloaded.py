@@ -110,9 +110,11 @@ class OffloadedParam:
             with self.transport.recorder.stall(self.held.busy, param=self.plan.name):
                 rest_out = self.held.new_gradient()
         elif self.plan.rest:
-            with self.transport.recorder.stall(self.transport.down_ring.busy, param=self.plan.name):
-                self._staged = self.transport.down_ring.take(rest_shape, self.plan.dtype)
-            rest_out = self._staged.tensor
+            ring = self.transport.down_ring
+            with self.transport.recorder.stall(ring.busy, param=self.plan.name):
+                block = ring.first_free(rest_shape, self.plan.dtype)
+            self._staged, ring.unused = block, ring.without(block)  # see [Note: one assignment] in ``staging``
+            rest_out = block.tensor
         else:
             rest_out = self.device.gradient.new_empty(rest_shape)
         self.device.norms = device_ops.norms_and_split(
@@ -128,9 +130,14 @@ class OffloadedParam:
         """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
         if (staged := self._staged) is None:
             return
-        self._copy = self._send(staged.tensor)
-        self._staged = None  # first: after an interrupt between the two, nobody gives it back again
-        self.transport.down_ring.give_back(staged, self._copy[1])
+        ring = self.transport.down_ring
+        try:
+            copy = self._send(staged.tensor)
+            unused = ring.with_back(staged, copy[1])
+        except BaseException:
+            self.transport.to_host.settle()  # an interrupt may have come behind the submission, which reads the block
+            raise
+        self._copy, self._staged, ring.unused = copy, None, unused
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
@@ -166,9 +173,9 @@ class OffloadedParam:
         self._give_back_staged()
 
     def _give_back_staged(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:  # an error came between split and copy
-            self.transport.down_ring.give_back(staged)
+        ring = self.transport.down_ring
+        if (staged := self._staged) is not None:  # an error came between split and copy
+            self._staged, ring.unused = None, ring.with_back(staged)
 
     def _rebuild(self) -> None:
         rest_in = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
@@ -247,21 +254,21 @@ class OffloadedParam:
         """
         if self._upload is not None:
             return True
-        lane = self.transport.to_device
+        lane, ring = self.transport.to_device, self.transport.up_ring
         if not self.due(now):
             return False
         close = self.host.closes[0]
         if close.job.error is not None or not (close.job.done() or lane.can_wait_for(close.job)):
             return False
-        block = self.transport.up_ring.take((self.plan.rest, self.plan.length), self.plan.dtype)
+        block = ring.first_free((self.plan.rest, self.plan.length), self.plan.dtype)
         step = self.transport.recorder.step
         try:
             ticket = lane.submit(block.tensor, close.upload, step=step, param=self.plan.name, after=close.job)
+            upload, others = Upload(close, block, ticket), ring.without(block)
         except BaseException:
-            lane.settle()  # an interrupt may have come behind the submission
-            self.transport.up_ring.give_back(block)
+            lane.settle()  # an interrupt may have come behind the submission, and the buffer stays unused
             raise
-        self._upload = Upload(close, block, ticket)
+        self._upload, ring.unused = upload, others
         return True
 
     def land(self, now: int) -> list[Close]:
@@ -297,13 +304,12 @@ class OffloadedParam:
 
     def _show(self, upload: Upload) -> None:
         """The upload has arrived: weights, window and selection follow it."""
-        recorder = self.transport.recorder
+        recorder, ring = self.transport.recorder, self.transport.up_ring
         with recorder.compute("merge", param=self.plan.name):
             rest = self.device.selection.rest
             device_ops.merge_columns(self.weights.matrix, self.plan.dim, rest, upload.block.tensor)
             self.weights.written()
-        self._upload = None
-        self.transport.up_ring.give_back(upload.block)
+        self._upload, ring.unused = None, ring.with_back(upload.block)
         self.host.closes.pop(0)
         self.host.landed, self.host.landing = upload.ticket, upload.close.job
         if upload.close.selection is not None:
@@ -399,8 +405,8 @@ class OffloadedParam:
     def _drop_upload(self) -> None:
         if (upload := self._upload) is not None:
             upload.ticket.settle()
-            self._upload = None
-            self.transport.up_ring.give_back(upload.block)
+            ring = self.transport.up_ring
+            self._upload, ring.unused = None, ring.with_back(upload.block)
 
     @property
     def nbytes(self) -> int:

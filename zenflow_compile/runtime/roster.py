@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.options import Options
-from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan
 from zenflow_compile.planning.policies import ParamSpec, empty_plan, extend_plan
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.adam import SlotCoefficients
@@ -37,9 +37,6 @@ from zenflow_compile.runtime.staging import StagingRing
 from zenflow_compile.runtime.transport import Transport
 from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool
-
-DOWN_SLOTS = 2  # one block being copied while the next is split
-UP_SLOTS = 3  # one being merged, two on their way; unless the user gives the bytes
 
 
 class Owner:
@@ -84,8 +81,8 @@ class Roster:
         self.transport = Transport(
             to_host=make_lane("D2H", device, recorder),
             to_device=make_lane("H2D", device, recorder),
-            down_ring=StagingRing(DOWN_SLOTS, 0, device),
-            up_ring=StagingRing(UP_SLOTS, 0, device),
+            down_ring=StagingRing(GRADIENT_RING, 0, device),
+            up_ring=StagingRing(UPLOAD_RING, 0, device),
             workers=WorkerPool(len(cores), recorder, cores),
             recorder=recorder,
         )
@@ -120,7 +117,7 @@ class Roster:
         up_slots = self._up_slots(plan)
         with ExitStack() as undo:
             added = self._allocate(plan, [param for _, param in named], file_window, undo)
-            self.transport.down_ring.fit(DOWN_SLOTS, largest_block(plan, held=False))
+            self.transport.down_ring.fit(GRADIENT_RING, largest_block(plan, held=False))
             self.transport.up_ring.fit(up_slots, largest_block(plan))
             self.interleaved.fit(added.subgroups)
             made = {
@@ -238,7 +235,7 @@ class Roster:
         """How many blocks of uploads may be on the device at once."""
         staging_bytes, largest = self._options.staging_bytes, largest_block(plan)
         if staging_bytes is None or not largest:
-            return UP_SLOTS
+            return UPLOAD_RING
         if staging_bytes < largest:
             name = max((p for p in plan.params if p.offloaded), key=block_bytes).name
             raise ValueError(

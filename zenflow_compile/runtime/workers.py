@@ -2,6 +2,10 @@
 
 Workers make no CUDA launches: what they need has been copied to host memory, and what they write is copied back by the
 thread that runs the graph. A failure is kept with its traceback and raised in the training thread.
+
+[Note: interrupted starts] ``Thread.start`` waits, so an interrupt comes there easily, and leaves a thread that runs,
+will run or was never made. So a thread is listed before it is started. Whoever goes on strikes out, under the lock,
+those that are not alive, and a thread that begins serves only if it is listed: whatever serves is known, and joined.
 """
 
 from __future__ import annotations
@@ -163,6 +167,7 @@ class WorkerPool:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
+        self._complete = False  # as many threads as wanted, or as the system has
         self._closing = False
 
     def submit(self, *jobs: Job) -> None:
@@ -171,7 +176,7 @@ class WorkerPool:
         Raises:
             RuntimeError: the system does not start a thread; the jobs count as failed then.
         """
-        if not self._threads:
+        if not self._complete:
             try:
                 self._start()
             except BaseException as error:
@@ -198,27 +203,36 @@ class WorkerPool:
         with self._lock:
             self._closing = True
             self._wake.notify_all()
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in self._threads:
             thread.join()
-        self._threads = []
+        self._threads, self._complete = [], False
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is one of the workers, so that it cannot wait for their work."""
         return thread in self._threads
 
     def _start(self) -> None:
-        for index in range(self.workers):
+        """Start the threads that are missing. See [Note: interrupted starts]."""
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for index in range(len(self._threads), self.workers):
             name = f"zenflow-worker-{index}"
             thread = threading.Thread(target=self._run, args=(index,), name=name, daemon=True)
+            self._threads.append(thread)
             try:
                 thread.start()
             except RuntimeError:  # the system has no further thread: those that run serve all jobs
+                self._threads.pop()
                 if not self._threads:
                     raise
-                return
-            self._threads.append(thread)
+                break
+        self._complete = True
 
     def _run(self, index: int) -> None:
+        with self._lock:
+            if threading.current_thread() not in self._threads:
+                return
         if self.cores:
             pin_this_thread(self.cores[index])
         lane = worker_lane(index)

@@ -1,0 +1,118 @@
+"""Threads whose start is interrupted: what serves is known and joined, and the next use starts what is missing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.test_file_window import plan_of, values
+from tests.runtime.test_workers import job, pool_of
+from zenflow_compile.runtime.file_home import block_bytes
+from zenflow_compile.runtime.file_window import FileWindow
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.workers import _Queued
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def interrupted_start(patch: pytest.MonkeyPatch, number: int, *, runs: bool) -> list[threading.Thread]:
+    """Ctrl-C in the start of thread ``number``, which runs then, or does not run yet; returns all that were started."""
+    start, seen = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        seen.append(thread)
+        if len(seen) != number + 1 or runs:
+            start(thread)
+        if len(seen) == number + 1:
+            raise KeyboardInterrupt
+
+    patch.setattr(threading.Thread, "start", interrupted)
+    return seen
+
+
+def test_a_worker_whose_start_was_interrupted_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(2)
+    lost = job(lambda: 0)
+    with monkeypatch.context() as patch:
+        seen = interrupted_start(patch, 0, runs=True)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(lost)
+    lost.settle()
+    assert pool.runs(seen[0])
+    pool.close()
+    assert not seen[0].is_alive()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_next_job_completes_a_pool_whose_start_was_interrupted(
+    number: int, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(3)
+    with monkeypatch.context() as patch:
+        seen = interrupted_start(patch, number, runs=runs)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(job(lambda: 0))
+    meeting = threading.Barrier(3, timeout=20)
+    names: set[str] = set()
+    three = job(*[lambda: names.add(threading.current_thread().name) or meeting.wait()] * 3)
+    pool.submit(three)
+    three.wait()
+    assert names == {f"zenflow-worker-{index}" for index in range(3)}
+    if not runs:
+        seen[number].start()  # at last; another one has its place
+        seen[number].join(20)
+        assert not seen[number].is_alive()
+    pool.close()
+    assert not any(thread.is_alive() for thread in seen)
+
+
+def test_a_worker_that_begins_after_the_close_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(2)
+    with monkeypatch.context() as patch:
+        seen = interrupted_start(patch, 1, runs=False)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(job(lambda: 0))
+    pool.close()
+    ran: list[str] = []
+    pool._heap = [(0, 0, 0, _Queued(job(lambda: ran.append("task") or 0), 2))]
+    seen[1].start()
+    seen[1].join(20)
+    assert not seen[1].is_alive()
+    assert ran == []
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_threads_whose_start_was_interrupted_are_completed_and_end_with_the_window(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = FileWindow(tmp_path, Recorder(torch.device("cpu")))
+    seen = interrupted_start(monkeypatch, number, runs=True)
+    size = 2 * block_bytes(plan_of(0))
+    with pytest.raises(KeyboardInterrupt):
+        window.add([plan_of(0)], "test", size)
+    home = window.add([plan_of(1)], "test", size)[1]
+    kinds = ("zenflow-reader-0", "zenflow-writer-0", "zenflow-reader-1", "zenflow-writer-1")
+    assert [thread.name for thread in seen] == list(kinds)
+    assert all(window.runs(thread) for thread in seen)
+    assert values(home) == {0.0}
+    window.close()
+    assert not any(thread.is_alive() for thread in seen)
+
+
+def test_a_thread_of_the_window_that_begins_late_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = FileWindow(tmp_path, Recorder(torch.device("cpu")))
+    size = 2 * block_bytes(plan_of(0))
+    with monkeypatch.context() as patch:
+        late = interrupted_start(patch, 0, runs=False)
+        with pytest.raises(KeyboardInterrupt):
+            window.add([plan_of(0)], "test", size)
+    home = window.add([plan_of(1)], "test", size)[1]
+    late[0].start()
+    late[0].join(20)
+    assert not late[0].is_alive()
+    assert values(home) == {0.0}
+    window.close()
