@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import weakref
@@ -376,3 +377,10 @@ def _check_device_and_owner(params: Sequence[Tensor], engine: Engine | None) -> 
             )
 
 
+@atexit.register
+def _close_all() -> None:
+    """What is due lands before the interpreter takes modules apart: operators that run then abort the process."""
+    for engine in ops.live_engines():
+        if isinstance(engine, Engine):
+            with suppress(Exception):
+                engine.close(flush=False)

@@ -69,6 +69,9 @@ def test_a_training_goes_back_to_its_own_checkpoint() -> None:
     training.backward(99)
     training.optimizer.zero_grad()
     assert_same(training.load(saved).run(6, 12).weights(), expected)
+    for param in training.model.parameters():
+        param.grad = torch.ones_like(param)  # by hand, also of those that are offloaded
+    assert_same(training.load(saved).run(6, 12).weights(), expected)
 
 
 def test_a_state_dict_shares_nothing_with_what_loads_it() -> None:
