@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import weakref
@@ -16,16 +17,16 @@ from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.loss_scaling import Carrier
-from zenflow_compile.options import OPTION_NAMES, Options
+from zenflow_compile.options import Options
 from zenflow_compile.passes.pipeline import fused_step_graph
 from zenflow_compile.planning.policies import stride_weight_bytes
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.runtime.roster import specs_of
 from zenflow_compile.runtime.update_rates import measured_hardware
 from zenflow_compile.unread_options import warn_of_unread
-from zenflow_compile.validate import check_number
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -122,7 +123,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         engine = None if self._engine is None else self.engine
         param_group = _materialized(param_group)
-        _check_group({**self.defaults, **param_group})
+        check_group({**self.defaults, **param_group})
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
             _check_param(param)
@@ -223,9 +224,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
 
         Raises:
-            ValueError, TypeError: the state belongs to another model or plan, is not complete, or is none; nothing has
-                changed then. After anything else, such as a failure of memory or disk, no step runs until a state has
-                been loaded.
+            ValueError, TypeError: the state belongs to another model or plan, is not complete, has a value that no step
+                can use, or is none; nothing has changed then. After anything else, such as a failure of memory or disk,
+                no step runs until a state has been loaded.
         """
         engine = self.engine
         if not isinstance(state_dict, dict):
@@ -350,23 +351,6 @@ def _materialized(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
-def _check_group(group: dict[str, Any]) -> None:
-    for name in OPTION_NAMES:
-        if name in group:
-            raise ValueError(
-                f"a param group has {name}={group[name]!r}, an option of the whole optimizer: pass it to ZenFlowAdamW "
-                "itself, or give those parameters an optimizer of their own; groups may differ in lr, betas, eps and "
-                "weight_decay"
-            )
-    lr = group["lr"]
-    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr, 0.0)
-    check_number("eps", group["eps"], 0.0)
-    check_number("weight_decay", group["weight_decay"], 0.0)
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999)")
-
-
 def _check_param(param: Any) -> None:
     if not isinstance(param, Tensor):
         raise TypeError(f"params has a {type(param).__name__}; give tensors, (name, tensor) pairs, or groups of them")
@@ -395,3 +379,10 @@ def _check_device_and_owner(params: Sequence[Tensor], engine: Engine | None) -> 
             )
 
 
+@atexit.register
+def _close_all() -> None:
+    """What is due lands before the interpreter takes modules apart: operators that run then abort the process."""
+    for engine in ops.live_engines():
+        if isinstance(engine, Engine):
+            with suppress(Exception):
+                engine.close(flush=False)

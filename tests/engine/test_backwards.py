@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +71,100 @@ def test_a_failed_backward_of_the_implicit_form_is_dropped(max_grad_norm: float 
     optimizer.synchronize()
     for old, new in zip(before, model.parameters(), strict=True):
         assert 0 < (new - old).abs().max() < 0.05
+
+
+class HeadOutside(nn.Module):
+    """Its backward begins outside of the graphs: the first gradient of all is ``out``'s, else ``head``'s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(16, 32) / 4)
+        self.bias = nn.Parameter(torch.zeros(32))
+        self.head = nn.Parameter(torch.randn(32, 10) / 4)
+        self.out = nn.Parameter(torch.zeros(10))
+        self.has_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(torch.tanh(x @ self.first + self.bias))
+
+    @torch.compiler.disable
+    def outside(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head + self.out if self.has_out else hidden @ self.head
+
+
+class Cut:
+    """A model with its head outside of the graphs in the implicit form, and AdamW of the same steps."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = HeadOutside()
+        self.other = copy.deepcopy(self.model)
+        keywords = {"inner": "eager", **ADAM, **OFFLOAD_ALL, "policy": "zero_offload", "max_grad_norm": 1e3, **options}
+        self.call = torch.compile(self.model, backend="zenflow", options=keywords)
+        self.adam = torch.optim.AdamW(self.other.parameters(), **ADAM)
+
+    def run(self, step: int) -> None:
+        """One step of both."""
+        self.loss(step).backward()
+        inputs, targets = batch(step)
+        self.other.has_out = self.model.has_out
+        nn.functional.cross_entropy(self.other(inputs), targets).backward()
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def loss(self, step: int) -> Tensor:
+        inputs, targets = batch(step)
+        return nn.functional.cross_entropy(self.call(inputs.requires_grad_()), targets)
+
+    def fail(self, step: int) -> None:
+        """A backward that raises after the first gradient."""
+        handle = self.model.bias.register_post_accumulate_grad_hook(lambda param: 1 / 0)
+        loss = self.loss(step)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+
+    def check(self) -> None:
+        optimizer_of(self.call).synchronize()
+        torch.testing.assert_close(list(self.model.parameters()), list(self.other.parameters()), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("has_out", [False, True], ids=["offloaded", "resident"])
+def test_the_gradient_that_tells_of_the_backward_after_a_failed_one_counts(has_out: bool) -> None:
+    cut = Cut()
+    for step in range(3):
+        cut.run(step)
+    cut.fail(3)
+    cut.model.has_out = has_out  # the failed backward had no gradient of it
+    for step in range(4, 7):
+        cut.run(step)
+        cut.check()
+
+
+def test_that_gradient_is_not_of_the_void_step_of_a_failed_backward_that_updated() -> None:
+    cut = Cut(policy="zenflow", update_interval=2, max_grad_norm=None)
+    for step in range(3):
+        cut.run(step)
+    engine = optimizer_of(cut.call).engine
+    first, head = (each for each in engine.offloaded.values())
+    cut.fail(3)
+    assert (first.updated, head.updated) == (True, False)
+    cut.run(4)
+    assert (engine.step, first.device.steps, head.device.steps) == (5, 5, 4)
+
+
+def test_a_gradient_that_was_added_to_a_failed_backwards_is_refused_once() -> None:
+    cut = Cut()
+    cut.model.has_out = True
+    for step in range(3):
+        cut.run(step)
+    cut.fail(3)
+    loss = cut.loss(4)
+    with pytest.raises(RuntimeError, match=r"gradient of out was added to .*; run this forward and backward again"):
+        loss.backward()
+    for step in range(4, 7):
+        cut.run(step)
+        cut.check()
 
 
 class Reentrant(nn.Module):

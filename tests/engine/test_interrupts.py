@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import zenflow_compile
-from tests.engine.training import EAGER_BACKEND, Training, assert_same
+from tests.engine.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, assert_same, batch, mlp
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -123,6 +124,48 @@ def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
     optimizer = zenflow_compile.optimizer_of(call)
     with pytest.raises(RuntimeError, match="half-way"):
         call(inputs)
+    optimizer.close()
+
+
+ENDING = {"end_backward", "_backward_ended", "begin_update", "waiting_norm", "end_update", "zero_grad", "discard"}
+
+
+def test_an_interrupt_at_the_end_of_a_backward_never_sums_two_batches() -> None:
+    """In the implicit form: the interrupted step has been made as a whole, or not at all, or training stops."""
+    keywords = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, "policy": "zero_offload", "max_grad_norm": 1e3}
+    model = mlp()
+    call = torch.compile(model, backend="zenflow", options=keywords)
+
+    def run(*steps: int) -> list[torch.Tensor]:
+        for step in steps:
+            inputs, targets = batch(step)
+            nn.functional.cross_entropy(call(inputs), targets).backward()
+        zenflow_compile.optimizer_of(call).synchronize()
+        return [param.detach().clone() for param in model.parameters()]
+
+    def load() -> None:
+        optimizer.load_state_dict(saved[0])
+        model.load_state_dict(saved[1])
+
+    def go_on() -> None:
+        try:
+            actual = run(4)
+        except RuntimeError as error:
+            outcomes.add("stopped" if "half-way" in str(error) else str(error))
+        else:
+            outcomes.add(next(name for name, weights in expected.items() if all(map(torch.equal, actual, weights))))
+        load()
+
+    run(0, 1, 2)
+    optimizer = zenflow_compile.optimizer_of(call)
+    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    expected = {"made": run(3, 4)}
+    load()
+    expected["dropped"] = run(4)
+    load()
+    outcomes: set[str] = set()
+    assert every_point(lambda: run(3), ENDING, go_on) > 20
+    assert outcomes == {"made", "dropped", "stopped"}
     optimizer.close()
 
 

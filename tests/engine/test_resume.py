@@ -69,6 +69,9 @@ def test_a_training_goes_back_to_its_own_checkpoint() -> None:
     training.backward(99)
     training.optimizer.zero_grad()
     assert_same(training.load(saved).run(6, 12).weights(), expected)
+    for param in training.model.parameters():
+        param.grad = torch.ones_like(param)  # by hand, also of those that are offloaded
+    assert_same(training.load(saved).run(6, 12).weights(), expected)
 
 
 def test_a_state_dict_shares_nothing_with_what_loads_it() -> None:
@@ -226,6 +229,17 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("residual", lambda value: torch.zeros(1), "'residual', which must be None"),
     ("schedule", lambda value: {**value, "latest": (1.0,)}, "'latest' that is not a pair"),
     ("schedule", lambda value: [], "a list instead of a dict"),
+    ("schedule", lambda value: {**value, "latest": (1.0, "x")}, "'latest' that is not a pair of numbers"),
+    ("schedule", lambda value: {**value, "attempted": 0.5}, "attempted=0.5, which is no whole number >= 0"),
+    ("schedule", lambda value: {**value, "later": 1}, "an unknown entry 'later'"),
+    ("coefficients", lambda value: [[*each[:4], "x"] for each in value], "'coefficients' that are not 5 numbers each"),
+    ("coefficients", lambda value: [5, 5], "'coefficients' that are not 5 numbers each"),
+    ("visible_at", lambda value: ["x"], "'visible_at' that are not whole numbers"),
+    ("visible_at", lambda value: {}, "'visible_at' that is a dict instead of a list"),
+    ("visible_at", lambda value: [5, 6], "'visible_at' of 2 entries, which may be 1 at most"),
+    ("taken", lambda value: -1, "taken=-1, which is no whole number >= 0"),
+    ("eager", lambda value: None, "eager=None, which is neither True nor False"),
+    ("exp_avg", torch.Tensor.to_sparse, "'exp_avg' that is not dense"),
 ]
 
 
@@ -246,6 +260,50 @@ def test_a_damaged_state_names_what_is_wrong_and_changes_nothing(key: str, chang
         assert_same(after["state"][index].get("window", []), entry.get("window", []))
     assert_same(training.weights(), weights)
     training.step(4)
+
+
+def first_of(key: str, **changes: Any) -> Any:
+    """Changes the first entry of the list at ``key``."""
+    return lambda part: {**part, key: [{**part[key][0], **changes}, *part[key][1:]]}
+
+
+def nameless(meta: dict[str, Any]) -> dict[str, Any]:
+    first = {key: value for key, value in meta["params"][0].items() if key != "name"}
+    return {**meta, "params": [first, *meta["params"][1:]]}
+
+
+PART_DAMAGE: list[tuple[str | None, Any, str]] = [
+    ("zenflow", nameless, "no 'name' for parameter 0"),
+    ("zenflow", first_of("params", k=torch.zeros(2)), "'k' that holds a Tensor for parameter 0"),
+    ("zenflow", first_of("params", shape=[torch.zeros(2)]), "'shape' that holds a Tensor for parameter 0"),
+    ("zenflow", lambda meta: {**meta, "params": 3}, "'params' that is a int instead of a list for the optimizer"),
+    ("zenflow", lambda meta: {**meta, "params": [3] * 6}, "a int instead of a dict for parameter 0"),
+    ("zenflow", lambda meta: {**meta, "step": float("nan")}, "step=nan, which is no whole number"),
+    ("zenflow", lambda meta: {**meta, "policy": None}, "saved with policy=None"),
+    ("zenflow", lambda meta: {**meta, "format": 3}, "format 3, this version reads .*; go on with the version that"),
+    ("state", lambda state: [], "'state' that is a list instead of a dict"),
+    ("param_groups", lambda groups: 3, "'param_groups' that is a int instead of a list"),
+    ("param_groups", lambda groups: [{**groups[0], "params": 3}], "'params' that is a int .* for param group 0"),
+    (None, first_of("param_groups", lr="x"), "in param group 0 of the state dict, lr='x' must be a finite number"),
+    (None, first_of("param_groups", lr=-1.0), r"in param group 0 of the state dict, lr=-1\.0 must be"),
+    (None, first_of("param_groups", betas=None), "in param group 0 of the state dict, betas=None must be two numbers"),
+    (None, first_of("param_groups", betas=(0.9, None)), r"in param group 0 of the state dict, betas\[1\]=None must be"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "message"), PART_DAMAGE)
+def test_a_state_whose_parts_are_of_another_kind_changes_nothing(key: str | None, change: Any, message: str) -> None:
+    training = Training(None).run(0, 4)
+    saved = training.optimizer.state_dict()
+    bad = change(saved) if key is None else {**saved, key: change(saved[key])}
+    training.backward(4)
+    with pytest.raises(ValueError, match=message):
+        training.optimizer.load_state_dict(bad)
+    after = training.optimizer.state_dict()
+    assert after["zenflow"] == saved["zenflow"]
+    assert after["param_groups"] == saved["param_groups"]
+    assert training.optimizer.engine.has_gradients
+    training.optimizer.step()
 
 
 @pytest.mark.parametrize("policy", ["zenflow", "zero_offload", "resident"])

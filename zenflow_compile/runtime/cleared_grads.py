@@ -21,10 +21,9 @@ class ClearedGrads:
 
     def note(self) -> None:
         """A backward is over."""
-        roster = self._roster
-        self._had_grads = [
-            p for p, param in enumerate(roster.params) if p not in roster.offloaded and param.grad is not None
-        ]
+        if self._warned or not self._roster.offloaded:
+            return
+        self._had_grads = [p for p, param in self._roster.whole if param.grad is not None]
 
     def forget(self) -> None:
         """Gradients were used, or discarded by us."""

@@ -10,12 +10,10 @@ Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,7 +27,8 @@ from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.cleared_grads import ClearedGrads
 from zenflow_compile.runtime.landing import Landing
-from zenflow_compile.runtime.norms import record_norms, scale_waiting, waiting_norm
+from zenflow_compile.runtime.leftovers import Leftovers
+from zenflow_compile.runtime.norms import clip_waiting, record_norms, scale_waiting, waiting_norm
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.readable import ReadableNodes
 from zenflow_compile.runtime.recorder import Recorder
@@ -64,6 +63,7 @@ class Engine(ReadableNodes):
         self.offloaded = self.roster.offloaded
         self.landing = Landing(self.roster, self.recorder)
         self.cleared = ClearedGrads(self.roster)
+        self.leftovers = Leftovers(self.roster)
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
@@ -171,7 +171,7 @@ class Engine(ReadableNodes):
         task = torch_private.current_graph_task()
         if task != self._graph_task:
             if self._graph_task is not None and self.implicit:
-                self._drop_failed_backward()
+                self._drop_failed_backward(arrived)
             self._graph_task = task
             self.cleared.look(arrived)
             entry.listen_to_end(weakref.ref(self))
@@ -180,18 +180,19 @@ class Engine(ReadableNodes):
             self.recorder.begin_phase("backward")
             self.roster.interleaved.prefetch()  # behind the forward, whose weights come the same way
 
-    def _drop_failed_backward(self) -> None:
-        """The backward before this one raised, and in the implicit form nobody else discards what it left.
+    def _drop_failed_backward(self, arrived: int | None) -> None:
+        """Drop what the backward before this one left, beside what ``arrived`` of this one.
 
-        Where parameters were updated on its tail the step counts as attempted: void for all the others.
+        Where parameters were updated on its tail the step counts as attempted: void for all the others. Raises: see
+        ``Leftovers``.
         """
-        updated = any(offloaded.updated for offloaded in self.offloaded.values())
-        self.discard()
-        self.roster.drop_resident_grads()
-        if updated:
-            self.begin_update(void=True)
-            self._update_on_host(self.offloaded.values(), self._in_force())
-            self.end_update()
+        with self.leftovers.dropped(arrived) as updated:
+            self.discard()
+            if updated:
+                self.begin_update(void=True)
+                self._update_on_host(self.offloaded.values(), self._in_force())
+                self.end_update()
+            self._graph_task = None  # nothing is left of it
 
     def end_backward(self, *, nested: bool) -> None:
         """Autograd's last callback: the backward is over; in the implicit form so is the step, if it was the last.
@@ -199,8 +200,8 @@ class Engine(ReadableNodes):
         Raises:
             RuntimeError: the backward ran inside another one, which goes on: the step would come too early.
         """
-        self._graph_task = None
         if nested:
+            self._graph_task = None
             if self.implicit:
                 entry.refuse_nested_backward()
             return
@@ -209,6 +210,7 @@ class Engine(ReadableNodes):
         self.recorder.end_phase()
         if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
             self._on_backward_end(optimizer)
+        self._graph_task = None  # last: an interrupt until here leaves what a backward that raised leaves
 
     def offload_gradient(self, p: int, grad: Tensor) -> None:
         """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
@@ -229,6 +231,7 @@ class Engine(ReadableNodes):
         name, param = self.plan.params[p].name, self.params[p]
         if p not in self.offloaded:
             entry.refuse_sparse_grad(param, name)
+            self.leftovers.note(p)
             return
         if (grad := entry.take_grad(param, name)) is None:
             return
@@ -239,7 +242,11 @@ class Engine(ReadableNodes):
         offloaded.offload(grad, split_now=self._split_now)
 
     def _accept_written(self, only: set[int] | None = None) -> None:
-        """Take what was written into ``.grad`` by hand, which no backward has seen. Raises: see ``written_grads``."""
+        """Take what was written into ``.grad`` by hand, which no backward has seen.
+
+        Raises: see ``refuse_sparse_residents`` and ``written_grads``.
+        """
+        self.roster.refuse_sparse_residents(only)
         for p in self.roster.written_grads(only):
             self.offloaded[p].raise_failures()
             self.accept_grad(p)
@@ -249,7 +256,7 @@ class Engine(ReadableNodes):
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient that waits for its update."""
-        return bool(self.roster.residents()) or any(
+        return any(param.grad is not None for _, param in self.roster.whole) or any(
             o.contributions or o.updated or o.param.grad is not None for o in self.offloaded.values()
         )
 
@@ -282,16 +289,14 @@ class Engine(ReadableNodes):
                 offloaded.settle()
         resident_unscale = 1.0 if residents_unscaled else unscale
         if not void and (limit := self.options.max_grad_norm) is not None:
-            norm = float(self.gradient_norm(unscale=unscale, resident_unscale=resident_unscale))
-            self.clip(min(limit / (norm + 1e-6), 1.0))  # in this order NaN stays NaN, as in PyTorch
+            clip_waiting(self.roster, self.device, limit, unscale=unscale, resident_unscale=resident_unscale)
         record_norms(self.roster, self.timeline, self.step)
         # Last, so that an error above leaves nothing set.
         self._updating, self._void, self._unscale = True, void, unscale
         self._resident_unscale = resident_unscale
 
     def clip(self, factor: float, only: set[int] | None = None) -> None:
-        """Multiply all waiting gradients (of the parameters ``only``) by ``factor``."""
-        self._accept_written(only)
+        """Multiply all waiting gradients (of the parameters ``only``) by ``factor``; their norm was taken before."""
         scale_waiting(self.roster, factor, only)
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
@@ -343,10 +348,7 @@ class Engine(ReadableNodes):
         if not self._void:
             self.roster.update_residents(self._resident_unscale)
         self.step += 1
-        self._updating = self._void = False
-        self.backwards = 0
-        self._unscale = 1.0
-        self.cleared.forget()
+        self._begin_anew()
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
         self.landing.end_step(self.step)
@@ -361,23 +363,28 @@ class Engine(ReadableNodes):
         """Drop everything in flight, gradients and failed work too: a state is about to be loaded."""
         self.failure = None
         self._check()
-        self._updating = self._void = False
-        self._unscale = 1.0
+        self._begin_anew()
         self._graph_task = None
-        self.backwards = 0
-        self.cleared.forget()
         self.landing.abandon()
         self.schedule.forget()
         self._time_bound.forget()
-        self.roster.drop_resident_grads()
+        self.roster.drop_grads()
+        self.leftovers.forget()
         self.roster.abandon()
 
     def discard(self) -> None:
-        """Forget gradients that are not final."""
-        self.backwards = 0
-        self.cleared.forget()
+        """Forget gradients that are not final, beside what ``.grad`` has."""
+        self._begin_anew()
+        self.leftovers.forget()
         for offloaded in self.offloaded.values():
             offloaded.discard()
+
+    def _begin_anew(self) -> None:
+        """No backward has been, and no update is under way."""
+        self._updating = self._void = False
+        self._unscale = 1.0
+        self.backwards = 0
+        self.cleared.forget()
 
     # The next forward.
 
@@ -439,12 +446,3 @@ class Engine(ReadableNodes):
             self.closed = True
             ops.unregister_engine(self.id)
             self.roster.close()
-
-
-@atexit.register
-def _close_all() -> None:
-    """What is due lands before the interpreter takes modules apart: operators that run then abort the process."""
-    for engine in ops.live_engines():
-        if isinstance(engine, Engine):
-            with suppress(Exception):
-                engine.close(flush=False)

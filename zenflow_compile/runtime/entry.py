@@ -81,6 +81,29 @@ def refuse_stale_grad(name: str) -> NoReturn:
     )
 
 
+def refuse_second_grad(name: str) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: a gradient appeared in ``.grad`` after a backward's own had been taken out.
+    """
+    raise RuntimeError(
+        f"{name} has a gradient from a backward and another in .grad. DistributedDataParallel puts one there, after "
+        "every process has taken its own: train the bare module (model.module) in one process, several devices are "
+        "not supported in this version. If you wrote it, call zero_grad() between the backward and that"
+    )
+
+
+def refuse_mixed_grad(name: str) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: the first gradient of a backward was added to one of a backward that was cut short.
+    """
+    raise RuntimeError(
+        f"the gradient of {name} was added to what an interrupted or failed backward had left, and cannot be taken "
+        "apart, so both backwards were dropped; run this forward and backward again"
+    )
+
+
 def refuse_nested_backward() -> NoReturn:
     """
     Raises:

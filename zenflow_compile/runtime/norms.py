@@ -38,6 +38,14 @@ def scale_waiting(roster: Roster, factor: float, only: set[int] | None) -> None:
         torch._foreach_mul_(grads, factor)
 
 
+def clip_waiting(
+    roster: Roster, device: torch.device, limit: float, *, unscale: float, resident_unscale: float
+) -> None:
+    """Scale all waiting gradients to a norm of at most ``limit``, in unscaled units; see ``waiting_norm``."""
+    norm = float(waiting_norm(roster, device, None, unscale=unscale, resident_unscale=resident_unscale))
+    scale_waiting(roster, min(limit / (norm + 1e-6), 1.0), None)  # in this order NaN stays NaN, as in PyTorch
+
+
 def record_norms(roster: Roster, timeline: Timeline | None, step: int) -> None:
     """Leave the share of squared gradient norm in the selected lines with the profiler, if one listens."""
     present = [offloaded for offloaded in roster.offloaded.values() if offloaded.contributions or offloaded.updated]

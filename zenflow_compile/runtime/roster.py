@@ -67,6 +67,7 @@ class Roster:
         offloaded: runtime state of the parameters that the host updates, by index.
         interleaved: state of those that the device updates, whose state is the host's in between.
         resident: state of the others.
+        whole: the parameters that the device updates whole, in the plan's order, with their indices.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Roster:
         self.groups = groups
         self.plan = empty_plan(options)
         self.params: list[Parameter] = []
+        self.whole: list[tuple[int, Parameter]] = []
         self.offloaded: dict[int, OffloadedParam] = {}
         self.resident = ResidentAdam()
         self.transport = Transport(
@@ -176,6 +178,8 @@ class Roster:
         index = len(self.params)
         self.params.append(param)
         self._index_of[id(param)] = index
+        if index not in self.offloaded:
+            self.whole.append((index, param))
         if param.requires_grad:
             self._hooks.append(entry.listen_to_grad(param, index, listener))
         param._zenflow_owner = Owner()  # type: ignore[attr-defined]
@@ -263,38 +267,40 @@ class Roster:
         group.
         """
         return [
-            (param, param.grad, self.group_of(index))
-            for index, param in enumerate(self.params)
-            if index not in self.offloaded and param.grad is not None and (only is None or index in only)
+            (param, grad, self.group_of(index))
+            for index, param in self.whole
+            if (grad := param.grad) is not None and (only is None or index in only)
         ]
+
+    def refuse_sparse_residents(self, only: set[int] | None = None) -> None:
+        """
+        Raises:
+            TypeError: the gradient of a parameter that the device updates whole (of those in ``only``) is sparse.
+        """
+        for index, param in self.whole:
+            if (grad := param.grad) is not None and grad.is_sparse and (only is None or index in only):
+                entry.refuse_sparse_grad(param, self.plan.params[index].name)
 
     def written_grads(self, only: set[int] | None = None) -> list[int]:
         """Offloaded parameters (of those in ``only``) with something in ``.grad``, where no backward leaves anything.
 
         Raises:
-            TypeError: a gradient in ``.grad``, of any parameter, is sparse.
-            RuntimeError: one appeared there after a backward's own had been taken out. Nothing has been changed then.
+            TypeError: it is sparse.
+            RuntimeError: it appeared there after a backward's own had been taken out. Nothing has been changed then.
         """
         written = []
-        for index, (param, plan) in enumerate(zip(self.params, self.plan.params, strict=True)):
-            if param.grad is None or (only is not None and index not in only):
+        for index, offloaded in self.offloaded.items():
+            if offloaded.param.grad is None or (only is not None and index not in only):
                 continue
-            entry.refuse_sparse_grad(param, plan.name)
-            if index not in self.offloaded:
-                continue
-            if self.offloaded[index].contributions:
-                raise RuntimeError(
-                    f"{plan.name} has a gradient from a backward and another in .grad. DistributedDataParallel puts "
-                    "one there, after every process has taken its own: train the bare module (model.module) in one "
-                    "process, several devices are not supported in this version. If you wrote it, call zero_grad() "
-                    "between the backward and that"
-                )
+            entry.refuse_sparse_grad(offloaded.param, offloaded.plan.name)
+            if offloaded.contributions:
+                entry.refuse_second_grad(offloaded.plan.name)
             written.append(index)
         return written
 
-    def drop_resident_grads(self) -> None:
-        """Discard the gradients of the parameters that the device updates whole."""
-        for param, _, _ in self.residents():
+    def drop_grads(self) -> None:
+        """Discard what is in ``.grad``, of any parameter."""
+        for param in self.params:
             param.grad = None
 
     def update_residents(self, grad_scale: float) -> None:
@@ -305,7 +311,7 @@ class Roster:
         """
         self.interleaved.update(lambda index: self.coefficients(index, grad_scale))
         streamed = self.interleaved.params
-        residents = self.residents({index for index in range(len(self.params)) if index not in streamed})
+        residents = self.residents({index for index, _ in self.whole if index not in streamed})
         for group in self.groups:
             members = [(param, grad) for param, grad, own in residents if own is group]
             if members:
