@@ -47,6 +47,9 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+_ALONE = Variant("forward and backward alone", "forward_backward")
+
+
 def variants(elements: int, nvme: str, tables: Sequence[str]) -> list[Variant]:
     """What is compared.
 
@@ -124,12 +127,15 @@ def row(variant: Variant, worker: TrainingWorker, turns: list[float], over: list
     }
 
 
-def measure(given: argparse.Namespace, chosen: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Train all variants in turns."""
+def measure(given: argparse.Namespace, chosen: Sequence[Variant]) -> tuple[float, list[dict[str, Any]]]:
+    """Train all variants in turns with a forward and backward alone, whose seconds come first.
+
+    It takes its turns with them because a prediction from another minute would predict that minute's machine.
+    """
     cores = tuple(core.logical for core in physical_cores())
     with ExitStack() as stack:
         workers: dict[str, TrainingWorker] = {}
-        for variant in chosen:
+        for variant in (_ALONE, *chosen):
             case = Case(
                 system=variant.system,
                 model=given.model,
@@ -149,10 +155,11 @@ def measure(given: argparse.Namespace, chosen: Sequence[Variant]) -> list[dict[s
 
         turns = interleaved(given.rounds, {name: partial(turn, name) for name in workers}, warm_up=0)
         reference = turns[chosen[0].name]
-        return [
+        rows = [
             row(each, workers[each.name], turns[each.name], ratios(turns[each.name], reference), given.profile)
             for each in chosen
         ]
+        return statistics.median(turns[_ALONE.name]) / 1e3, rows
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -243,10 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 180)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=given.nvme) as nvme:
-        predictor = Predictor.measure(given.model, threads=given.threads, inner=given.inner, directory=nvme)
+        machine = Predictor.measure(given.model, threads=given.threads, directory=nvme)
         for name in given.table:
             chosen = variants(largest, nvme, [name])
-            measured = measure(given, chosen)
+            alone, measured = measure(given, chosen)
+            predictor = machine.computing(alone)
             for each, variant in zip(measured, chosen, strict=True):
                 prediction: Prediction = predictor.predict(variant.system, variant.options)
                 each["predicted"] = prediction._asdict()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.systems.case import Case
-from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.cli_doctor import measure
 from zenflow_compile.measured import hardware_of
@@ -45,15 +42,14 @@ class Predictor:
     tokens: int
 
     @classmethod
-    def measure(cls, model: str, *, threads: int, inner: str, directory: str, dtype: str = "fp32") -> Predictor:
-        """What ``doctor`` measures, with the device's FLOP/s from forward and backward of ``model``.
+    def measure(cls, model: str, *, threads: int, directory: str, dtype: str = "fp32") -> Predictor:
+        """What ``doctor`` measures; how fast the device computes ``model`` is told by ``computing``.
 
         Args:
             model: one of ``WORKLOADS``; threads: intra-op threads of the training.
             directory: on the disk that state in files will be on.
         """
         shape, tokens = shape_of(model, dtype), tokens_of(model)
-        seconds = forward_backward_seconds(model, threads=threads, inner=inner, dtype=dtype)
         counts = sorted({1, len(physical_cores())})
         before = torch.get_num_threads()
         torch.set_num_threads(threads)  # which the device is made of
@@ -68,8 +64,12 @@ class Predictor:
             )
         finally:
             torch.set_num_threads(before)
-        hardware = hardware_of(asdict(found), flops=step_flops(shape, tokens) / seconds)
-        return cls(replace(hardware, device_cores=threads), shape, tokens)
+        return cls(replace(hardware_of(asdict(found)), device_cores=threads), shape, tokens)
+
+    def computing(self, seconds: float) -> Predictor:
+        """The same machine, on which a forward and backward takes ``seconds``."""
+        flops = step_flops(self.shape, self.tokens)
+        return replace(self, hardware=replace(self.hardware, device_flops=flops / seconds))
 
     def predict(self, policy: str, options: Mapping[str, Any]) -> Prediction:
         """Simulate ``policy`` with ``options``."""
@@ -120,12 +120,3 @@ def tokens_of(model: str) -> int:
 def step_flops(shape: ModelShape, tokens: int) -> float:
     """Of a step's forward and backward."""
     return flops_per_token(shape, shape.context) * tokens
-
-
-def forward_backward_seconds(model: str, *, threads: int, inner: str, dtype: str) -> float:
-    """Median of a step without any update."""
-    cores = tuple(core.logical for core in physical_cores())
-    case = Case(system="forward_backward", model=model, dtype=dtype, cores=cores, threads=threads, inner=inner)
-    with TrainingWorker(case, warm_up=12) as worker:
-        worker.start()
-        return statistics.median(worker.run(settle=4, steps=48)[1]) / 1e3

@@ -33,9 +33,8 @@ def test_what_is_validated_is_what_users_get(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(prediction, "measure", measure)
     monkeypatch.setattr(prediction, "disk_rates", lambda path: None)
-    monkeypatch.setattr(prediction, "forward_backward_seconds", lambda *args, **keywords: 2.0)
     before = torch.get_num_threads()
-    found = Predictor.measure("compute-bound", threads=2, inner="eager", directory=str(tmp_path))
+    found = Predictor.measure("compute-bound", threads=2, directory=str(tmp_path)).computing(2.0)
     assert seen == [("cpu", 2, torch.float32)]
     assert torch.get_num_threads() == before
     hardware = found.hardware
