@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.cli_doctor import measure
-from zenflow_compile.measured import hardware_of
+from zenflow_compile.doctor_hardware import hardware_of
 from zenflow_compile.options import Options
 from zenflow_compile.planning import perfmodel
 from zenflow_compile.planning.hardware import Hardware

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from zenflow_compile.measured import hardware_of
+from zenflow_compile.doctor_hardware import hardware_of
 from zenflow_compile.options import Options
 from zenflow_compile.plan_report import print_prediction
 from zenflow_compile.planning import hardware as machines

@@ -23,9 +23,9 @@ from zenflow_compile.planning.policies import stride_weight_bytes
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.runtime.roster import specs_of
-from zenflow_compile.runtime.update_rates import measured_hardware
 from zenflow_compile.unread_options import warn_of_unread
 
 

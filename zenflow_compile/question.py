@@ -138,8 +138,8 @@ def _machine(hardware: object) -> Hardware:
     if hardware == "measured":
         raise ValueError(
             'hardware="measured" must be a Hardware here, where nothing is measured; pass '
-            "zenflow_compile.measured.hardware_of(findings) with what zenflow-compile doctor --json printed, or ask "
-            "zenflow-compile plan --hardware measured, which measures"
+            "zenflow_compile.doctor_hardware.hardware_of(findings) with what zenflow-compile doctor --json printed, or "
+            "ask zenflow-compile plan --hardware measured, which measures"
         )
     if isinstance(hardware, str):
         return machines.hardware(hardware)

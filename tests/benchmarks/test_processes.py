@@ -40,7 +40,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     for _ in range(1200):
         if condition():
             return
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two looks
     pytest.fail("did not happen within two minutes")
 
 

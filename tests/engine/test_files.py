@@ -421,7 +421,7 @@ def test_a_killed_process_resumes_from_the_last_checkpoint(name: str, tmp_path: 
             begins.append(int(process.stdout.readline().split()[1]))
             if chance.random() < 0.7:
                 process.stdout.readline()  # it trains: or else it dies as it loads or compiles
-            time.sleep(chance.uniform(0.0, 1.0))
+            time.sleep(chance.uniform(0.0, 1.0))  # until a random moment of its training
             process.send_signal(signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
         assert list((tmp_path / "swap").glob("*.state"))

@@ -18,7 +18,7 @@ def test_slow_copies_are_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = copies.copy_without_gil
 
     def slowly(target, source):  # type: ignore[no-untyped-def]
-        time.sleep(SLOW_MS / 1e3)
+        time.sleep(SLOW_MS / 1e3)  # the stall that the report has to show
         copy(target, source)
 
     monkeypatch.setattr(copies, "copy_without_gil", slowly)

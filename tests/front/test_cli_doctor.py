@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zenflow_compile import cli, cli_doctor
-from zenflow_compile.measured import hardware_of
+from zenflow_compile.doctor_hardware import hardware_of
 from zenflow_compile.runtime import probe
 from zenflow_compile.runtime.cores import physical_cores
 from zenflow_compile.runtime.host_adam import make_host_adam

@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
-        time.sleep(1e-3)
+        time.sleep(1e-3)  # between two looks
 
 
 def test_blocks_of_all_sizes_pass_through_the_smallest_window(make: Make) -> None:
@@ -226,7 +226,7 @@ def test_random_jobs_from_several_threads_end_with_every_update(make: Make, monk
                     if mine is not None:
                         waiting.remove(mine)
                 if mine is None:
-                    time.sleep(1e-4)
+                    time.sleep(1e-4)  # between two looks
                     continue
                 for tensor in mine.block.state():
                     tensor.add_(1.0)

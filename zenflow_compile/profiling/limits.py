@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, Plan
+from zenflow_compile.planning.plan import STATE_BYTES, Plan
 
 _MS = 1e3
 
@@ -94,7 +94,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
     for param in offloaded:
         elements = param.rest * param.length
         weights = elements * param.dtype.itemsize
-        window = elements * 2 * STATE_TENSORS * FP32_BYTES + weights
+        window = elements * 2 * STATE_BYTES + weights
         gradient = param.slot_bytes
         if param.summed:  # it comes once per window
             window, gradient = window + gradient, 0

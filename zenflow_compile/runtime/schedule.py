@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.options import Options
-from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan
+from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.profiling.timeline import AdaptiveWindows
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.readback import Readback
@@ -66,7 +66,7 @@ class AdaptiveWindow:
 
 def swaps_paid_for(plan: ParamPlan, steps: int) -> int:
     """Swaps of a line of the device for one of the host, after ``steps`` steps without any: what the budget allows."""
-    bytes_per_swap = 2 * STATE_TENSORS * FP32_BYTES * plan.length
+    bytes_per_swap = 2 * STATE_BYTES * plan.length
     return int(STATE_BUDGET * steps * plan.numel * plan.dtype.itemsize / bytes_per_swap)
 
 

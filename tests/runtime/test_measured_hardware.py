@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from zenflow_compile.options import Options
-from zenflow_compile.runtime import probe, update_rates
-from zenflow_compile.runtime.update_rates import measured_hardware
+from zenflow_compile.runtime import measured_hardware as measuring
+from zenflow_compile.runtime import probe
+from zenflow_compile.runtime.measured_hardware import measured_hardware
 
 GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 
@@ -20,9 +21,9 @@ GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_CPU_ELEMENTS", 1 << 12)
     monkeypatch.setattr(probe, "_MATMUL_S", 0.0)
-    monkeypatch.setattr(update_rates, "rates", lambda *args: probe.Rates(host=7e9, to_host=8e9, to_device=4e9))
-    monkeypatch.setattr(update_rates, "available_host_memory", lambda: (3_000_000, ""))
-    monkeypatch.setattr(update_rates, "free_device_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(measuring, "rates", lambda *args: probe.Rates(host=7e9, to_host=8e9, to_device=4e9))
+    monkeypatch.setattr(measuring, "available_host_memory", lambda: (3_000_000, ""))
+    monkeypatch.setattr(measuring, "free_device_bytes", lambda device: 1_000_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,7 +41,7 @@ def test_the_host_is_measured_with_the_optimizers_own_parts(
         seen.append((plan.interval, plan.dtype, pool.workers))
         return 28e9
 
-    monkeypatch.setattr(update_rates, "host_rate", host_rate)
+    monkeypatch.setattr(measuring, "host_rate", host_rate)
     found = measured_hardware(Options(**GIVEN, **options), [torch.zeros(8, 8, dtype=dtype), torch.zeros(9).bfloat16()])
     assert seen == [(window, dtype, 1)]
     assert (found.workers, found.adam_per_core, found.host_bandwidth) == (1, 1e9, 28e9)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.front.test_cli_plan import FINDINGS
 from tests.planning.machines import llama
-from zenflow_compile.measured import hardware_of
+from zenflow_compile.doctor_hardware import hardware_of
 from zenflow_compile.options import Options
 from zenflow_compile.planning import auto
 
