@@ -100,6 +100,9 @@ class RecordingEngine:
         self._note("offload_gradient", p)
         self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
 
+    def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
+        return {}
+
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
         with_columns = [p for p in ps if self.plan.params[p].k]
         for p, param in zip(with_columns, params, strict=True):

@@ -6,18 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zenflow_compile.clipping import clip_grad_norm_
     from zenflow_compile.explanation import explain
     from zenflow_compile.optimizer import ZenFlowAdamW
     from zenflow_compile.ownership import optimizer_of
     from zenflow_compile.predict import plan, simulate
     from zenflow_compile.profiling.profiler import profile
 
-__all__ = ["ZenFlowAdamW", "clip_grad_norm_", "explain", "optimizer_of", "plan", "profile", "simulate"]
+__all__ = ["ZenFlowAdamW", "explain", "optimizer_of", "plan", "profile", "simulate"]
 
 _HOMES = {
     "ZenFlowAdamW": "optimizer",
-    "clip_grad_norm_": "clipping",
     "explain": "explanation",
     "optimizer_of": "ownership",
     "plan": "predict",

@@ -15,6 +15,7 @@ from zenflow_compile.options import BackendOptions, split_backend_options
 from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
+from zenflow_compile.passes.offload_gradients import gradient_places
 from zenflow_compile.runtime import ops
 
 
@@ -128,7 +129,7 @@ class Variant:
     engines: frozenset[int]
 
 
-def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, str], None]:
+def rewriter(owned: Sequence[Owned], compile_id: str) -> private.Rewrite:
     """What happens to each AOTAutograd graph: the passes of its phase, once per engine that has parameters in it.
 
     The backward is compiled at the first ``.backward()``, long after the backend returned: whatever it needs is looked
@@ -139,12 +140,13 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, 
         params.setdefault(each.engine_id, []).append((each.p, each.input_index))
     forward_order: dict[int, list[int]] = {}
 
-    def rewrite(gm: GraphModule, phase: str) -> None:
+    def rewrite(gm: GraphModule, phase: str) -> private.Wrap:
+        places: dict[int, dict[int, int]] = {}
         for engine_id, pairs in params.items():
             engine = live_engine(engine_id)
             if engine is None:
                 ops.engine(engine_id)  # raises, and says what to do
-                return
+                break
             ctx = PassContext(
                 plan=engine.plan,
                 engine_id=engine_id,
@@ -158,5 +160,14 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> Callable[[GraphModule, 
             if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
                 forward_order[engine_id] = order
                 engine.declare_forward_order(order)
+            if ctx.phase is Phase.BACKWARD:
+                places[engine_id] = gradient_places(gm.graph, ctx)
+
+        def wrap(code: Callable[..., Any]) -> Callable[..., Any]:
+            for engine_id, of_params in places.items():
+                code = ops.returning_gradients(code, engine_id, of_params)
+            return code
+
+        return wrap
 
     return rewrite

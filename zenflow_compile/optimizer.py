@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,7 +15,6 @@ from torch.fx import GraphModule
 from torch.nn import Parameter
 
 from zenflow_compile import torch_private
-from zenflow_compile.loss_scaling import Carrier
 from zenflow_compile.options import Options
 from zenflow_compile.passes.pipeline import fused_step_graph
 from zenflow_compile.planning.policies import stride_weight_bytes
@@ -34,8 +32,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it
     works as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are
-    those of any PyTorch optimizer. Gradients of offloaded parameters never reach ``.grad``: use
-    :func:`clip_grad_norm_` of this package to clip, or ``max_grad_norm``.
+    those of any PyTorch optimizer. ``.grad`` of an offloaded parameter is a tensor without memory of its own, which
+    PyTorch's clipping, ``GradScaler`` and hooks see as any other. Its values are gone once ``step()`` has consumed it.
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
@@ -55,9 +53,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         TypeError: an unknown option, or a complex, integer or sparse parameter.
     """
 
-    # torch.amp.GradScaler hands its verdict to step() instead of reading it back itself.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -71,7 +66,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.options = Options.from_keywords(**options)
         warn_of_unread(self.options, stacklevel=2)
         self._engine: Engine | None = None
-        self._carrier: Carrier | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
@@ -140,6 +134,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 raise
             self._step_graph = fused_step_graph(engine.plan, engine.id)
 
+    @torch_private.outside_of_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients of the backwards since the last step.
@@ -150,8 +145,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: no parameter has a gradient, a closed optimizer, or asynchronous work that failed
-                (chained to the original error).
+            RuntimeError: no parameter has a gradient, a gradient was consumed by an earlier step (call ``zero_grad()``
+                after each), a closed optimizer, or asynchronous work that failed (chained to the original error).
         """
         engine = self.engine
         loss = None
@@ -163,36 +158,24 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 ".step() without a backward: no parameter of this optimizer has a gradient; call loss.backward() "
                 "first, and check that the compiled model has the optimizer's parameters"
             )
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        unscale = self.unscaled_by if scale is None else 1.0 / float(scale)
-        engine.begin_update(
-            unscale=unscale,
-            residents_unscaled=scale is None,
-            void=found_inf is not None and float(found_inf) > 0.0,
-        )
+        engine.begin_update()
         try:
             self._step_graph(*(engine.params[p] for p in engine.offloaded))
             engine.end_update()
         except BaseException as error:
             engine.failure = error
             raise
-        finally:
-            self._drop_carrier()
         return loss
 
+    @torch_private.outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used.
-
-        Nothing else does: ``model.zero_grad()`` and ``param.grad = None`` do not reach those of offloaded parameters,
-        which then count in the next step. Where that is certain to have happened, a warning says so, once.
+        """Discard gradients, as ``model.zero_grad()`` and ``param.grad = None`` do.
 
         Args:
-            set_to_none: False fills the ``.grad`` of parameters that stay on the device with zeros, and one that gets
-                no gradient until the step takes a step with that, as in PyTorch: its moments and weight decay. One that
-                is offloaded has no ``.grad`` and waits, as it does under True.
+            set_to_none: False sets gradients to zero instead. A step uses zeros, as in PyTorch: moments and weights
+                decay.
         """
         engine = self.engine
-        self._drop_carrier()
         super().zero_grad(set_to_none)
         engine.discard()
 
@@ -234,7 +217,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         state_dict = state_dict.copy()  # hooks may change it
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)
-        self._drop_carrier()
         checkpoint.load_state_dict(engine, self.param_groups, state_dict)
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             hook(self)
@@ -242,7 +224,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """End of training: apply the gradients that wait in open windows, land everything, free host memory."""
         if self._engine is not None:
-            self._drop_carrier()
             self._engine.close(flush=True)
 
     def __enter__(self) -> ZenFlowAdamW:
@@ -278,39 +259,16 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "other model's parameters"
         )
 
-    @property
-    def unscaled_by(self) -> float:
-        """What ``GradScaler.unscale_`` multiplied the waiting gradients with; 1.0 if it did not run."""
-        return 1.0 if self._carrier is None else self._carrier.unscaled_by
-
-    def _drop_carrier(self) -> None:
-        if self._carrier is not None:
-            params = self.param_groups[0]["params"]
-            params[:] = [param for param in params if param is not self._carrier]
-            self._carrier = None
-
-    def _show_carrier(self) -> None:
-        engine = self.engine
-        if self._carrier is None and any(offloaded.contributions for offloaded in engine.offloaded.values()):
-            me = weakref.ref(engine)
-            self._carrier = Carrier.standing_for(lambda: _offloaded_norm(me))
-            self.param_groups[0]["params"].append(self._carrier)
-
 
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:
     """A backward is over: in the implicit form so is the step, if it was the last of those declared."""
     engine = optimizer.engine
     if not engine.implicit:
-        optimizer._show_carrier()
-    elif engine.backwards >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
+        return
+    if engine.backwards >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _offloaded_norm(engine: weakref.ref[Engine]) -> Tensor:
-    if (me := engine()) is None:
-        return torch.zeros(())
-    return me.gradient_norm(set(me.offloaded))
+    engine.show_consumed()
 
 
 def _resolved(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 @contextmanager
@@ -284,3 +288,75 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callabl
     """Hooks that users registered: ``kind`` is "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
     "load_state_dict_post". Seen in torch 2.11 and 2.13."""
     return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
+
+
+class Asked(enum.Enum):
+    """What autograd does with the gradient of a parameter in the backward that runs now."""
+
+    ACCUMULATE = enum.auto()
+    """It is accumulated into ``.grad``."""
+    CAPTURE = enum.auto()
+    """It is returned: ``torch.autograd.grad(loss, param)``."""
+    NO = enum.auto()
+    """It is dropped: ``torch.autograd.grad(loss, x)``, ``loss.backward(inputs=[x])``."""
+
+
+def accumulate_grad_node(param: Tensor) -> Any:
+    """The node of autograd's graph that accumulates into ``param.grad``. None where no gradient is required."""
+    return torch.autograd.graph.get_gradient_edge(param).node if param.requires_grad else None
+
+
+def asked_for(accumulate_grad: Any) -> Asked:
+    """What the backward that runs now does with a gradient. Seen in torch 2.11 and 2.13.
+
+    Args:
+        accumulate_grad: the parameter's ``AccumulateGrad`` node.
+    """
+    try:
+        return Asked.ACCUMULATE if torch._C._will_engine_execute_node(accumulate_grad) else Asked.NO
+    except RuntimeError:  # the node is a leaf whose gradient is captured
+        return Asked.CAPTURE
+
+
+def _references(param: Tensor) -> tuple[int, int, int]:
+    """References to ``param.grad``: of Python, to the tensor, to its storage. Those of this function are among them."""
+    grad: Any = param.grad
+    return (
+        sys.getrefcount(grad),
+        grad._use_count(),
+        torch._C._storage_Use_Count(grad.untyped_storage()._cdata),
+    )
+
+
+@cache
+def _references_of_parameter() -> tuple[int, int, int]:
+    param = torch.zeros(1, requires_grad=True)
+    param.grad = torch.zeros(1)
+    return _references(param)
+
+
+def only_parameter_holds_grad(param: Tensor) -> bool:
+    """Whether nothing but ``param`` refers to the tensor in ``param.grad``, or to its memory.
+
+    Examples of tensors that others can see: views of a flat gradient buffer, gradients with an autograd graph of their
+    own (``create_graph=True``). ``Tensor._use_count`` and ``_storage_Use_Count`` seen in torch 2.11 and 2.13.
+    """
+    grad_requires_grad = param.grad is not None and param.grad.requires_grad
+    return not grad_requires_grad and _references(param) == _references_of_parameter()
+
+
+def describes_for_tracing() -> bool:
+    """Whether the caller's caller describes tensors for fake ones: it reads a storage's size and no values.
+
+    Dynamo describes ``.grad`` together with its parameter. Seen in torch 2.11 and 2.13.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let Dynamo call ``function`` instead of tracing into it, without importing Dynamo now.
+
+    PyTorch decorates methods of its optimizers with the same. Seen in torch 2.11 and 2.13.
+    """
+    decorated: Callable[_P, _T] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    return decorated

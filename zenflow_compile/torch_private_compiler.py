@@ -291,10 +291,17 @@ def cache_note(graph: torch.fx.Graph) -> dict[str, str]:
     return {"zenflow": REWRITE_VERSION, "shapes": shapes}
 
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""From the code of a graph, which takes a list of arguments, to code that is called in its place."""
+
+Rewrite = Callable[[torch.fx.GraphModule, str], Wrap]
+"""Rewrites a graph of a phase in place, and says how its code is to be wrapped."""
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
-    rewrite: Callable[[torch.fx.GraphModule, str], None] | None,
+    rewrite: Rewrite | None,
     config_patches: dict[str, Any],
 ) -> Callable[..., Any]:
     """Inductor, with ``rewrite(graph, phase)`` called on each AOTAutograd graph, or plain where that is None.
@@ -317,9 +324,9 @@ def compile_with_inductor(
             phase = "backward"
         elif keywords.get("is_inference"):
             phase = "inference"
-        rewrite(graph, phase)
+        wrap = rewrite(graph, phase)
         with inductor_config.patch({"aot_inductor.metadata": cache_note(graph.graph)}):
-            return compile_fx_inner(graph, example_inputs, **keywords)
+            return wrap(compile_fx_inner(graph, example_inputs, **keywords))
 
     settings = {
         # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
@@ -334,7 +341,7 @@ def compile_with_inductor(
 def compile_with_aot(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
-    rewrite: Callable[[torch.fx.GraphModule, str], None] | None,
+    rewrite: Rewrite | None,
 ) -> Callable[..., Any]:
     """AOTAutograd's graphs, rewritten, run node by node: no code generation. Seen in torch 2.11 and 2.13.
 
@@ -347,9 +354,9 @@ def compile_with_aot(
 
     def compiler(phase: str) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-            if rewrite is not None:
-                rewrite(graph, phase)
-            return make_boxed_func(graph)
+            wrap = rewrite(graph, phase) if rewrite is not None else None
+            code = make_boxed_func(graph)
+            return code if wrap is None else wrap(code)
 
         return compile_graph
 

@@ -17,6 +17,7 @@ from tests.engine.training import (
     batch,
 )
 from zenflow_compile import optimizer_of
+from zenflow_compile.runtime.gradient import GradientState
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,12 +56,13 @@ def test_a_failed_backward_of_the_implicit_form_is_dropped(max_grad_norm: float 
     with pytest.raises(ZeroDivisionError):
         failing.backward()
     handle.remove()
-    updated = [each.plan.name for each in optimizer.engine.offloaded.values() if each.updated]
+    updated = [each.plan.name for each in optimizer.engine.offloaded.values() if each.state is GradientState.CONSUMED]
     assert bool(updated) == (max_grad_norm is None)
     loss(4).backward()
     optimizer.synchronize()
     assert optimizer.engine.step == steps + 1 + bool(updated)
-    assert all(param.grad is None for param in model.parameters())
+    assert model.bias.grad is None
+    assert all(each.record is None for each in optimizer.engine.offloaded.values())
     for each in optimizer.engine.offloaded.values():
         attempts = each.host.taken + len(each.host.open)
         assert each.device.steps == attempts == steps + 1 + (each.plan.name in updated)
@@ -148,7 +150,7 @@ def test_that_gradient_is_not_of_the_void_step_of_a_failed_backward_that_updated
     engine = optimizer_of(cut.call).engine
     first, head = (each for each in engine.offloaded.values())
     cut.fail(3)
-    assert (first.updated, head.updated) == (True, False)
+    assert (first.state, head.state) == (GradientState.CONSUMED, GradientState.PARTS)
     cut.run(4)
     assert (engine.step, first.device.steps, head.device.steps) == (5, 5, 4)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, find, gradient, insert_after, token
 from zenflow_compile.runtime import ops
 
@@ -57,3 +58,16 @@ class OffloadGradients:
             values[position] = None
         output.args = (tuple(values),)
         return len(todo)
+
+
+def gradient_places(graph: Graph, ctx: PassContext) -> dict[int, int]:
+    """Where a backward graph would return the gradient of each offloaded parameter, among its outputs.
+
+    Of a parameter that is at several inputs it is the first one's place: the gradients of the others are added there.
+    """
+    positions = private.aot_gradients(graph)
+    places: dict[int, int] = {}
+    for param, index in ctx.offloaded():
+        if index in positions:
+            places.setdefault(param.index, positions[index])
+    return places

@@ -13,6 +13,7 @@ Lanes and the kinds on them:
 ``peers``        ``copy`` (collectives among devices; bytes), in simulations
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
 ``windows``      ``close`` (a window closed), ``select`` (a re-selection took effect); instantaneous
+``gradients``    ``dense``: a gradient took memory of its own; ``param`` is the line that asked; instantaneous
 ``slack``        ``slack``: from the moment a closing window's gradient was final to the weight's next use
 ===============  =======================================================================================
 """
@@ -40,6 +41,7 @@ DISK = "disk"
 STEP = "step"
 WINDOWS = "windows"
 SLACK = "slack"
+GRADIENTS = "gradients"
 WORKER_PREFIX = "worker"
 
 # What to do with an engine that is born now. Scoped to the `with` block that set it, so no profile outlives

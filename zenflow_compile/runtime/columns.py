@@ -114,15 +114,15 @@ class DeviceSide:
         return self.master, self.exp_avg, self.exp_avg_sq
 
 
-def feed_scores(sides: Sequence[DeviceSide], grad_scale: float) -> None:
-    """Take the waiting gradients' norms, of a step that is not void, into the scores.
+def feed_scores(sides: Sequence[DeviceSide], unscale: Sequence[float]) -> None:
+    """Take the norms of the gradients that a step uses into the scores.
 
     Args:
-        grad_scale: one over the loss scale.
+        unscale: of each, one over the loss scale of its gradient.
     """
     scores, norms = [side.score for side in sides], [side.norms for side in sides]
-    if grad_scale != 1.0:
-        norms = list(torch._foreach_mul(norms, grad_scale * grad_scale))
+    if any(factor != 1.0 for factor in unscale):
+        norms = list(torch._foreach_mul(norms, [factor * factor for factor in unscale]))
     torch._foreach_lerp_(scores, norms, 1.0 - SCORE_DECAY)
 
 

@@ -2,7 +2,7 @@
 
 Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
 
-1. backward: ``offload_gradient`` for every offloaded gradient;
+1. backward: ``offload_gradient`` for every offloaded gradient that autograd was asked for;
 2. the final moment: ``begin_update`` fixes the coefficients, ``update_parameters`` runs for all offloaded parameters,
    ``end_update`` updates what lives on the device whole and advances the step;
 3. the next forward: ``fetch_parameters_`` before first uses. What came through hooks lands in ``end_update``.
@@ -25,11 +25,12 @@ from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
-from zenflow_compile.runtime.cleared_grads import ClearedGrads
+from zenflow_compile.runtime.gradient import GradientRecord, GradientState
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.leftovers import Leftovers
-from zenflow_compile.runtime.norms import clip_waiting, record_norms, scale_waiting, waiting_norm
+from zenflow_compile.runtime.norms import clip_gradients, record_norms
 from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.readable import ReadableNodes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster, free_device_bytes
@@ -47,7 +48,7 @@ class Engine(ReadableNodes):
     Attributes:
         id: what graph nodes call the engine by.
         groups: the optimizer's ``param_groups``, read at every final moment.
-        step: attempted steps so far.
+        step: optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: what interrupted a step half-way; nothing goes on until a state is loaded.
     """
@@ -59,10 +60,11 @@ class Engine(ReadableNodes):
         self.implicit = implicit
         self.device = device
         self.recorder = Recorder(device)
-        self.roster = Roster(groups, options, device, self.recorder)
+        self.roster = Roster(
+            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not implicit
+        )
         self.offloaded = self.roster.offloaded
         self.landing = Landing(self.roster, self.recorder)
-        self.cleared = ClearedGrads(self.roster)
         self.leftovers = Leftovers(self.roster)
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
@@ -76,9 +78,9 @@ class Engine(ReadableNodes):
         self._optimizer: weakref.ref[Any] | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._graph_task: int | None = None
-        self._updating = self._void = False
-        self._unscale = 1.0
-        self._resident_unscale = 1.0
+        self._updating = False
+        self._contributed = False  # a gradient was taken in the backward that runs, or ran last
+        self._returned: dict[int, Tensor] = {}  # by parameter: what the compiled backward that runs is to return
         ops.register_engine(self)
 
     def attach(self, optimizer: Any, on_backward_end: Callable[[Any], None]) -> None:
@@ -104,7 +106,7 @@ class Engine(ReadableNodes):
         """
         if self.params:
             self.synchronize()
-        self.roster.add(named, first_group, weakref.ref(self))
+        self.roster.add(named, first_group)
         self.schedule.make_room(len(self.params))
 
     @property
@@ -173,7 +175,8 @@ class Engine(ReadableNodes):
             if self._graph_task is not None and self.implicit:
                 self._drop_failed_backward(arrived)
             self._graph_task = task
-            self.cleared.look(arrived)
+            self._contributed = False
+            self._returned.clear()
             entry.listen_to_end(weakref.ref(self))
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
@@ -183,19 +186,21 @@ class Engine(ReadableNodes):
     def _drop_failed_backward(self, arrived: int | None) -> None:
         """Drop what the backward before this one left, beside what ``arrived`` of this one.
 
-        Where parameters were updated on its tail the step counts as attempted: void for all the others. Raises: see
+        Where parameters were updated on its tail the step counts, without a gradient for all the others. Raises: see
         ``Leftovers``.
         """
         with self.leftovers.dropped(arrived) as updated:
             self.discard()
             if updated:
-                self.begin_update(void=True)
+                self.begin_update()
                 self._update_on_host(self.offloaded.values(), self._in_force())
                 self.end_update()
             self._graph_task = None  # nothing is left of it
 
     def end_backward(self, *, nested: bool) -> None:
         """Autograd's last callback: the backward is over; in the implicit form so is the step, if it was the last.
+
+        A backward that was asked for no gradient of ours (``torch.autograd.grad(loss, x)``) does not count.
 
         Raises:
             RuntimeError: the backward ran inside another one, which goes on: the step would come too early.
@@ -205,16 +210,44 @@ class Engine(ReadableNodes):
             if self.implicit:
                 entry.refuse_nested_backward()
             return
-        self.backwards += 1
-        self.cleared.note()
         self.recorder.end_phase()
-        if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
-            self._on_backward_end(optimizer)
+        if self._contributed:
+            self.backwards += 1
+            if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
+                self._on_backward_end(optimizer)
         self._graph_task = None  # last: an interrupt until here leaves what a backward that raised leaves
 
     def offload_gradient(self, p: int, grad: Tensor) -> None:
         """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
-        self.offloaded[p].offload(grad, split_now=self._split_now)
+        if self._takes(p, grad):
+            self.offloaded[p].offload(grad, split_now=self._split_now)
+
+    def _takes(self, p: int, grad: Tensor) -> bool:
+        """Whether the engine takes a gradient of a graph, now.
+
+        It does not where autograd was not asked for it, and where hooks, a tensor of the user's in ``.grad``, or the
+        caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
+        """
+        offloaded = self.offloaded[p]
+        asked = offloaded.asked_for()
+        if asked is torch_private.Asked.NO:
+            return False
+        accumulates = asked is torch_private.Asked.ACCUMULATE
+        if accumulates:
+            self._contributed = True
+            if self.implicit:
+                entry.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
+        if accumulates and not offloaded.leaves_to_autograd:
+            return True
+        offloaded.returned = accumulates
+        self._returned[p] = grad.detach().clone()  # the graph's own memory is used again
+        return False
+
+    def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
+        """Gradients of ``ps`` that the compiled backward that ends now is to return to autograd, by parameter."""
+        if not self._returned:
+            return {}
+        return {p: self._returned.pop(p) for p in ps if p in self._returned}
 
     @property
     def _split_now(self) -> bool:
@@ -222,34 +255,58 @@ class Engine(ReadableNodes):
         return declared is None or self.backwards == declared - 1
 
     def accept_grad(self, p: int) -> None:
-        """The entry without a graph: the same nodes, for a gradient that reached ``.grad``.
+        """A gradient has reached ``.grad``: the entry without a graph.
 
         Raises:
             TypeError: it is sparse.
+            RuntimeError: it is of weights that an update was on its way to; or see ``refuse_gradient_hooks``.
         """
         self.roster.interleaved.prefetch()
+        self._contributed = True
         name, param = self.plan.params[p].name, self.params[p]
         if p not in self.offloaded:
             entry.refuse_sparse_grad(param, name)
             self.leftovers.note(p)
             return
-        if (grad := entry.take_grad(param, name)) is None:
-            return
         offloaded = self.offloaded[p]
-        offloaded.eager = True  # from here on it lands in step()
-        if offloaded.due(self.step):
-            entry.refuse_stale_grad(name)
-        offloaded.offload(grad, split_now=self._split_now)
+        from_graph, offloaded.returned = offloaded.returned, False
+        if isinstance(param.grad, OffloadedGradient):
+            return  # a graph's node has taken it, or ``accumulate_grad``
+        entry.refuse_sparse_grad(param, name)
+        if self.implicit:
+            entry.refuse_gradient_hooks(param, name)
+        if not from_graph:
+            self._read_outside_of_graphs(offloaded)
+        # A tensor that others can see stays where it is, and the optimizer step takes it from there.
+        if self.implicit or torch_private.only_parameter_holds_grad(param):
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            offloaded.offload(grad, split_now=self._split_now)
 
-    def _accept_written(self, only: set[int] | None = None) -> None:
-        """Take what was written into ``.grad`` by hand, which no backward has seen.
+    def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None:
+        """Autograd adds ``grad`` to a gradient of parameter ``p`` that is in ``.grad``."""
+        self._check()
+        self.begin_backward(p)
+        self._contributed = True
+        offloaded = self.offloaded[p]
+        if not offloaded.returned:
+            self._read_outside_of_graphs(offloaded)
+        if offloaded.takes_more(record):
+            offloaded.offload(grad, split_now=self._split_now)
+        elif record.state is GradientState.CONSUMED:
+            record.state = GradientState.SPOILED
+        elif record.state is not GradientState.SPOILED:
+            record.make_dense().add_(grad)
 
-        Raises: see ``refuse_sparse_residents`` and ``written_grads``.
+    def _read_outside_of_graphs(self, offloaded: OffloadedParam) -> None:
+        """A gradient did not come from a graph: first uses of its weight are unknown, and updates land in ``step()``.
+
+        Raises:
+            RuntimeError: an update of the weight was on its way, so that the gradient is of old weights.
         """
-        self.roster.refuse_sparse_residents(only)
-        for p in self.roster.written_grads(only):
-            self.offloaded[p].raise_failures()
-            self.accept_grad(p)
+        offloaded.eager = True
+        if offloaded.due(self.step):
+            entry.refuse_stale_grad(offloaded.plan.name)
 
     # The final moment.
 
@@ -257,47 +314,30 @@ class Engine(ReadableNodes):
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient that waits for its update."""
         return any(param.grad is not None for _, param in self.roster.whole) or any(
-            o.contributions or o.updated or o.param.grad is not None for o in self.offloaded.values()
+            offloaded.has_gradient for offloaded in self.offloaded.values()
         )
 
-    def gradient_norm(
-        self, only: set[int] | None = None, *, unscale: float = 1.0, resident_unscale: float = 1.0
-    ) -> Tensor:
-        """L2 norm over all waiting gradients (of the parameters ``only``), 0-d f32; see ``waiting_norm``."""
-        self._accept_written(only)
-        return waiting_norm(self.roster, self.device, only, unscale=unscale, resident_unscale=resident_unscale)
-
-    def begin_update(self, *, unscale: float = 1.0, residents_unscaled: bool = True, void: bool = False) -> None:
+    def begin_update(self) -> None:
         """All gradients are final.
 
-        Args:
-            unscale: one over the loss scale of offloaded gradients.
-            residents_unscaled: ``.grad`` of parameters on the device whole carries no loss scale any more.
-            void: the step overflowed: it changes nothing.
+        Raises: see ``Roster.check_gradients``; nothing has been changed then.
         """
         self._check()
-        self.cleared.look()
-        self._accept_written()
+        self.roster.check_gradients()
         self.roster.interleaved.raise_failures()
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
-            if not offloaded.updated:
+            if offloaded.state is not GradientState.CONSUMED or not self.implicit:  # else its step has begun
                 offloaded.notice_foreign_write(self.step)
                 if offloaded.host.closes:
                     self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
-                offloaded.settle()
-        resident_unscale = 1.0 if residents_unscaled else unscale
-        if not void and (limit := self.options.max_grad_norm) is not None:
-            clip_waiting(self.roster, self.device, limit, unscale=unscale, resident_unscale=resident_unscale)
+                offloaded.take_from_grad()
+        self.roster.read_factors()
+        if (limit := self.options.max_grad_norm) is not None:
+            clip_gradients(self.roster, self.device, limit)
         record_norms(self.roster, self.timeline, self.step)
-        # Last, so that an error above leaves nothing set.
-        self._updating, self._void, self._unscale = True, void, unscale
-        self._resident_unscale = resident_unscale
-
-    def clip(self, factor: float, only: set[int] | None = None) -> None:
-        """Multiply all waiting gradients (of the parameters ``only``) by ``factor``; their norm was taken before."""
-        scale_waiting(self.roster, factor, only)
+        self._updating = True  # last, so that an error above leaves nothing set
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
         """Update those of ``ps`` whose gradients are final now: ``adam_columns_`` and ``update_on_host`` of each.
@@ -311,15 +351,13 @@ class Engine(ReadableNodes):
         self._update_on_host(final, now)
 
     def _in_force(self) -> Coefficients:
-        return Coefficients(self.roster, self._unscale)
+        return Coefficients(self.roster)
 
     def _update_columns(self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], now: Coefficients) -> None:
         for offloaded, param in zip(columns, params, strict=True):
             self.roster.check_storage(offloaded.plan.index, param)
-        if self._void:
-            return
         try:
-            update_columns([each for each in columns if each.contributions and self._may_update(each)], now)
+            update_columns([each for each in columns if self._may_update(each)], now)
         except BaseException as error:
             self.failure = error
             raise
@@ -327,8 +365,10 @@ class Engine(ReadableNodes):
     def _update_on_host(self, params: Iterable[OffloadedParam], now: Coefficients) -> None:
         closes: list[Close] = []
         try:
-            for offloaded in filter(self._may_update, params):
-                if (close := end_on_host(offloaded, now, self.schedule, self.step, void=self._void)) is not None:
+            for offloaded in params:
+                if not (self._may_update(offloaded) or (self._updating and offloaded.record is None)):
+                    continue
+                if (close := end_on_host(offloaded, now, self.schedule, self.step)) is not None:
                     closes.append(close)
                     self.recorder.mark("close", param=offloaded.plan.name)
             self.roster.transport.workers.submit(*(close.job for close in closes))
@@ -338,15 +378,16 @@ class Engine(ReadableNodes):
         self.windows_closed += len(closes)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
-        if offloaded.updated or self._updating:
-            return not offloaded.updated
+        """Whether the parameter has a gradient that is final now."""
+        if offloaded.state is not GradientState.PARTS:
+            return False
         # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final.
-        return self.finalizes_in_backward and offloaded.single and offloaded.uses == 1 and self._split_now
+        in_backward = self.finalizes_in_backward and offloaded.single and offloaded.uses == 1 and self._split_now
+        return self._updating or in_backward
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
-        if not self._void:
-            self.roster.update_residents(self._resident_unscale)
+        self.roster.update_residents()
         self.step += 1
         self._begin_anew()
         for offloaded in self.offloaded.values():
@@ -372,8 +413,13 @@ class Engine(ReadableNodes):
         self.leftovers.forget()
         self.roster.abandon()
 
+    def show_consumed(self) -> None:
+        """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
+        for offloaded in self.offloaded.values():
+            offloaded.show_consumed()
+
     def discard(self) -> None:
-        """Forget gradients that are not final, beside what ``.grad`` has."""
+        """Forget gradients that are not in ``.grad``."""
         self._begin_anew()
         self.leftovers.forget()
         for offloaded in self.offloaded.values():
@@ -381,10 +427,8 @@ class Engine(ReadableNodes):
 
     def _begin_anew(self) -> None:
         """No backward has been, and no update is under way."""
-        self._updating = self._void = False
-        self._unscale = 1.0
+        self._updating = self._contributed = False
         self.backwards = 0
-        self.cleared.forget()
 
     # The next forward.
 
@@ -445,4 +489,4 @@ class Engine(ReadableNodes):
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
-            self.roster.close()
+            self.roster.close(keep_gradients=flush and self.failure is None)

@@ -6,6 +6,7 @@ Parameters live longer than engines, so nothing here keeps an engine alive throu
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sized
 from typing import NoReturn, Protocol
 
 from torch import Tensor
@@ -84,12 +85,12 @@ def refuse_stale_grad(name: str) -> NoReturn:
 def refuse_second_grad(name: str) -> NoReturn:
     """
     Raises:
-        RuntimeError: always: a gradient appeared in ``.grad`` after a backward's own had been taken out.
+        RuntimeError: always: a gradient appeared in ``.grad`` of a parameter that is updated inside the backward.
     """
     raise RuntimeError(
-        f"{name} has a gradient from a backward and another in .grad. DistributedDataParallel puts one there, after "
-        "every process has taken its own: train the bare module (model.module) in one process, several devices are "
-        "not supported in this version. If you wrote it, call zero_grad() between the backward and that"
+        f"{name} has a gradient from a backward and another in .grad, which was written by hand or by "
+        "DistributedDataParallel; a model compiled without an optimizer object cannot use both: create a ZenFlowAdamW "
+        "and call its step()"
     )
 
 
@@ -102,6 +103,21 @@ def refuse_mixed_grad(name: str) -> NoReturn:
         f"the gradient of {name} was added to what an interrupted or failed backward had left, and cannot be taken "
         "apart, so both backwards were dropped; run this forward and backward again"
     )
+
+
+def refuse_gradient_hooks(param: Parameter, name: str) -> None:
+    """
+    Raises:
+        RuntimeError: a hook waits for the gradient of a parameter that is updated inside the backward.
+    """
+    hooks: Sized = param._post_accumulate_grad_hooks or ()
+    if len(hooks) > 1:  # ours is one
+        raise RuntimeError(
+            f"{name} has a post-accumulate-grad hook, but a model compiled without an optimizer object updates its "
+            "parameters inside the backward and leaves no gradient to such a hook; to clip, pass max_grad_norm among "
+            "the options of torch.compile; to see or change the gradient, use param.register_hook, or create a "
+            "ZenFlowAdamW and call its step()"
+        )
 
 
 def refuse_nested_backward() -> NoReturn:

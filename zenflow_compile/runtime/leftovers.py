@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zenflow_compile.runtime import entry
+from zenflow_compile.runtime.gradient import GradientState
 from zenflow_compile.runtime.roster import Roster
 
 
@@ -39,7 +40,7 @@ class Leftovers:
         Raises:
             RuntimeError: the new gradient was added to one that is dropped. It is dropped, too, after the block.
         """
-        updated = any(offloaded.updated for offloaded in self._roster.offloaded.values())
+        updated = any(each.state is GradientState.CONSUMED for each in self._roster.offloaded.values())
         if arrived is None:
             self._roster.drop_grads()
             yield updated

@@ -3,22 +3,37 @@
 [Note: speculation] A gradient is split and copied as soon as it exists, although a second contribution (another
 backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and
 from then on this parameter accumulates on the device and is split only when its gradient is final.
+
+[Note: .grad is the truth] The engine's gradient is the one whose ``OffloadedGradient`` is in ``.grad``. Whoever clears
+or replaces ``.grad`` changes what the next step uses, as with any optimizer. The engine looks where a gradient arrives
+and at the optimizer step, and nowhere else: ``look``. The optimizer-in-backward form shows no gradients.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile import torch_private
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
 from zenflow_compile.runtime.copies import CopyError, Ticket
+from zenflow_compile.runtime.gradient import (
+    Factors,
+    GradientLike,
+    GradientRecord,
+    GradientSource,
+    GradientState,
+)
+from zenflow_compile.runtime.gradients import Gradients
 from zenflow_compile.runtime.held import Held, Outgoing
+from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.staging import StagedBlock
 from zenflow_compile.runtime.transport import Transport, Upload
 from zenflow_compile.runtime.weights import Weights
@@ -29,18 +44,23 @@ class OffloadedParam:
     """Runtime state of one parameter whose optimizer state lives, in part or whole, on the host.
 
     Attributes:
-        contributions: gradients received since the last final moment.
+        record: the gradient that the engine has, or has consumed in the last optimizer step; None without one.
         accumulates: several contributions per step were seen: split at the final moment only.
         eager: a contribution came through ``.grad``, so first uses are unknown and updates land inside ``step()``.
+        returned: a compiled backward returned its gradient to autograd, so what reaches ``.grad`` next is not eager.
         uses: how often a graph was about to read it in this step.
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
-        updated: the update of this step has run already.
-        clip: factor on the waiting gradient from clipping.
         held: its remaining gradient, where that stays on the device until it is final.
     """
 
     def __init__(
-        self, plan: ParamPlan, param: Parameter, host: HostSide, device: DeviceSide, transport: Transport
+        self,
+        plan: ParamPlan,
+        param: Parameter,
+        host: HostSide,
+        device: DeviceSide,
+        transport: Transport,
+        gradients: Gradients,
     ) -> None:
         self.plan = plan
         self.param = param
@@ -48,17 +68,19 @@ class OffloadedParam:
         self.host = host
         self.device = device
         self.deadline = plan.index
-        self.contributions = 0
+        self.record: GradientRecord | None = None
         self.accumulates = False
         self.eager = False
+        self.returned = False
         self.uses = 0
         self.single = False
-        self.updated = False
-        self.clip = 1.0
         self.held = Held(plan, param.device) if plan.held else None
         self.transport = transport
-        self._split_done = False
-        self._source: Tensor | None = None
+        self._gradients = gradients
+        self._me: weakref.ref[GradientSource] = weakref.ref(self)
+        self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
+        self._accumulate_grad = torch_private.accumulate_grad_node(param)
+        self._consumed: OffloadedGradient | None = None
         self._accumulator: Tensor | None = None
         self._staged: StagedBlock | None = None
         self._copy: tuple[int, Ticket] | None = None
@@ -68,43 +90,202 @@ class OffloadedParam:
 
     # Gradients in.
 
+    @property
+    def state(self) -> GradientState | None:
+        """Of the gradient that the engine has."""
+        return None if self.record is None else self.record.state
+
+    @property
+    def unscale(self) -> float:
+        """The factor that undoes loss scaling, once factors were read."""
+        unscale = 1.0 if self.record is None else self.record.unscale
+        assert isinstance(unscale, float)
+        return unscale
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
+        return self.record is not None or self._grad_of_others() is not None
+
+    def _grad_of_others(self) -> Tensor | None:
+        """What is in ``.grad`` and was not put there by the optimizer-in-backward form."""
+        grad = self.param.grad
+        if not self._gradients.visible and isinstance(grad, OffloadedGradient):
+            return None
+        return grad
+
+    def asked_for(self) -> torch_private.Asked:
+        """What autograd does with the gradient in the backward that runs now."""
+        asked = torch_private.asked_for(self._accumulate_grad)
+        if asked is torch_private.Asked.NO:
+            # ``param.data = ...`` of another dtype or device gives the parameter another node: look again before a
+            # gradient is dropped.
+            node = torch_private.accumulate_grad_node(self.param)
+            if node is not self._accumulate_grad:
+                self._accumulate_grad = node
+                asked = torch_private.asked_for(node)
+        return asked
+
+    @property
+    def leaves_to_autograd(self) -> bool:
+        """Whether autograd must see the next gradient itself: for hooks, or to add it to a tensor in ``.grad`` that is
+        not the engine's.
+        """
+        if self.param._backward_hooks:
+            return True
+        grad = self.param.grad
+        if grad is None or not self._gradients.visible:
+            return False
+        if not isinstance(grad, OffloadedGradient):
+            return True
+        return grad._record is not self.record and grad._record.state is not GradientState.ZERO
+
+    def takes_more(self, record: GradientRecord) -> bool:
+        """Whether the engine itself adds what autograd brings to the gradient ``record``."""
+        if record.state is GradientState.IN_BACKWARD:
+            return True
+        grad = self.param.grad
+        if not isinstance(grad, OffloadedGradient) or grad._record is not record:
+            return False
+        return record is self.record or record.state is GradientState.ZERO
+
+    def look(self) -> GradientRecord | None:
+        """The engine's gradient if it is in ``.grad``; else it is dropped, and there is none.
+
+        See [Note: .grad is the truth].
+        """
+        record = self.record
+        if record is not None and self._gradients.visible:
+            grad = self.param.grad
+            if type(grad) is not OffloadedGradient or grad._record is not record:
+                self.drop()
+                return None
+        return record
+
+    def drop(self) -> None:
+        """The gradient was cleared or replaced: whoever still holds a tensor of it gets the values."""
+        if (record := self.record) is not None:
+            record.dropped()
+            self.give_up(record)
+
+    def discard(self) -> None:
+        """Forget what no optimizer step will use: of visible gradients what is not in ``.grad``, of others all."""
+        if self._gradients.visible:
+            self.look()
+        elif self.state is not GradientState.CONSUMED:
+            self.drop()
+
+    def let_go_of_gradient(self, *, keep: bool) -> None:
+        """Leave nothing in ``.grad`` that needs the engine.
+
+        Args:
+            keep: a gradient that no step has used becomes a dense tensor there.
+        """
+        grad = self.param.grad
+        if isinstance(grad, OffloadedGradient):
+            self.param.grad = grad._record.values_at_close(keep=keep)
+        self.drop()
+
+    def show_consumed(self) -> None:
+        """The optimizer-in-backward form has consumed the gradient: ``.grad`` says so to whoever asks for it."""
+        if self._consumed is None:
+            record = GradientRecord(self._like, self._me)
+            record.state = GradientState.IN_BACKWARD
+            self._consumed = OffloadedGradient.of(record)
+        if self.param.grad is None:
+            self.param.grad = self._consumed
+
     def offload(self, grad: Tensor, *, split_now: bool) -> None:
         """Take one contribution and start its copy, if it is split now. Raises: see ``receive``."""
         self.receive(grad, split_now=split_now)
-        self.split()
         self.copy_to_host()
 
     def receive(self, grad: Tensor, *, split_now: bool) -> None:
         """Take one contribution: its norms and parts if it is split now, else it accumulates.
 
+        What is in ``.grad`` must be the engine's, zero, or nothing: see ``leaves_to_autograd``.
+
         Raises:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
         """
-        if self.updated:
-            self.single = False
-            raise RuntimeError(
-                f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
-                "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
-            )
-        self.contributions += 1
-        matrix = grad.detach() if grad.requires_grad else grad
-        if matrix.dim() != 2:
-            matrix = matrix.reshape(self.param.shape[0], -1)
-        if self._split_done:
-            self._rebuild()
-        if self.clip != 1.0 and self.contributions > 1 and self._accumulator is not None:
-            self._accumulator.mul_(self.clip)  # what was clipped is what waited then, not what comes now
-            self.clip = 1.0
-        ready = split_now and not self.accumulates
-        if self.contributions > 1 or not ready:
-            accumulator = self._accumulator_like(matrix)
-            matrix = accumulator.copy_(matrix) if self.contributions == 1 else accumulator.add_(matrix)
-        if ready:
-            self._take(matrix)
+        record = self.look()
+        if record is not None and not record.state.away:
+            if not self._gradients.visible:
+                self.single = False
+                raise RuntimeError(
+                    f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
+                    "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
+                )
+            record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, which nobody reads
+            return
+        matrix = self._matrix(grad)
+        if record is None:
+            self._begin(matrix, split=split_now and not self.accumulates)
+            return
+        self._add(record, matrix)
+        if split_now and not self.accumulates:
+            self._split(record, self._accumulator_like(matrix))
 
-    def _take(self, matrix: Tensor) -> None:
+    def _matrix(self, grad: Tensor) -> Tensor:
+        matrix = grad.detach() if grad.requires_grad else grad
+        return matrix if matrix.dim() == 2 else matrix.reshape(self.param.shape[0], -1)
+
+    def _begin(self, matrix: Tensor, *, split: bool) -> None:
+        """The first contribution of a gradient. One that was zeroed stays the object that it is in ``.grad``."""
+        grad = self.param.grad if self._gradients.visible else None
+        zeroed = grad if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.ZERO else None
+        record = GradientRecord(self._like, self._me) if zeroed is None else zeroed._record
+        if split:
+            self._split(record, matrix)
+        else:
+            self._accumulator_like(matrix).copy_(matrix)
+            record.state = GradientState.ON_DEVICE
+        record.forget_factors()
+        record.contributions = 1
+        self.record = record
+        if zeroed is None and self._gradients.visible:
+            self.param.grad = OffloadedGradient.of(record)
+
+    def _add(self, record: GradientRecord, matrix: Tensor) -> None:
+        """A further contribution."""
+        if record.state is GradientState.PARTS:
+            self.accumulates = True
+            self._rebuild(record)
+        accumulator = self._accumulator_like(matrix)
+        factor = record.factor
+        if not isinstance(factor, float) or factor != 1.0:
+            accumulator.mul_(factor)  # what was scaled is what was there then, not what comes now
+            record.forget_factors()
+        accumulator.add_(matrix)
+        record.contributions += 1
+        record.norm = None
+
+    def take_from_grad(self) -> None:
+        """Have the gradient for the optimizer step that begins: what ``.grad`` says.
+
+        A tensor of the user's, a dense gradient and one of zeros stay in ``.grad``, and the next step uses them again,
+        as with any optimizer; the optimizer-in-backward form clears them.
+        """
+        record = self.look()
+        if record is None and (grad := self._grad_of_others()) is not None:
+            self.eager = self.eager or self.uses == 0
+            values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
+            record = GradientRecord(self._like, self._me)
+            self._split(record, self._matrix(values))
+            record.contributions = 1
+            self.record = record
+            if not self._gradients.visible:
+                self.param.grad = None
+        if (record := self.record) is not None and record.state is GradientState.ON_DEVICE:
+            assert self._accumulator is not None
+            self._split(record, self._accumulator)
+        self.copy_to_host()
+
+    def _split(self, record: GradientRecord, matrix: Tensor) -> None:
         """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
-        self._source = matrix
+        self._take(matrix)
+        record.state = GradientState.PARTS
+    def _take(self, matrix: Tensor) -> None:
         rest_shape = (self.plan.rest, self.plan.length)
         if self.held is not None:
             with self.transport.recorder.stall(self.held.busy, param=self.plan.name):
@@ -120,11 +301,6 @@ class OffloadedParam:
         self.device.norms = device_ops.norms_and_split(
             matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
         )
-
-    def split(self) -> None:
-        """The parts that were taken with the norms are this step's gradient from here on."""
-        if self._source is not None:
-            self._source, self._split_done = None, True
 
     def copy_to_host(self) -> None:
         """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
@@ -154,49 +330,84 @@ class OffloadedParam:
             for each in coefficients:
                 self.host.commit(Slot(index, each, ticket))
 
-    def settle(self) -> None:
-        """Split and copy a gradient that was accumulated until now."""
-        if self.contributions and not self._split_done:
-            assert self._accumulator is not None
-            self._take(self._accumulator)
-            self.split()
-            self.copy_to_host()
-
-    def discard(self) -> None:
-        """Forget a gradient that is not final. Its slot was never committed, so the next step's copy reuses it."""
-        self.contributions = 0
-        self.clip = 1.0
-        self._split_done = False
-        self._source = self._copy = None
+    def _release_parts(self) -> None:
+        """Forget the parts of a gradient. Its slot was never committed, so the next step's copy uses it again."""
+        self._copy = None
         if self.held is not None:
             self.held.gradient = None
-        self._give_back_staged()
-
-    def _give_back_staged(self) -> None:
         ring = self.transport.down_ring
         if (staged := self._staged) is not None:  # an error came between split and copy
             self._staged, ring.unused = None, ring.with_back(staged)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, record: GradientRecord) -> None:
+        """Put the parts together again, in the accumulator."""
+        self._assemble(self._accumulator_like(self.weights.matrix))
+        self._release_parts()
+        record.state, record.norm = GradientState.ON_DEVICE, None
+
+    def _assemble(self, target: Tensor) -> None:
         rest_in = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
         if self._copy is not None:
             index, ticket = self._copy
             ticket.wait()
-            rest_in = self.host.gradients[index].to(self.param.device)
+            rest_in = self.host.gradients[index].to(target.device)
         elif self._staged is not None:
-            rest_in = self._staged.tensor.clone()
-            self._give_back_staged()
+            rest_in = self._staged.tensor
         elif self.held is not None and self.held.gradient is not None:
             rest_in = self.held.gradient
-        target = self._accumulator_like(self.weights.matrix)
         device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
-        self._split_done, self._copy = False, None
-        self.accumulates = True
 
     def _accumulator_like(self, matrix: Tensor) -> Tensor:
         if self._accumulator is None:
             self._accumulator = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         return self._accumulator
+
+    # What a record asks of its parameter: see ``GradientSource``.
+
+    def values_of(self, record: GradientRecord) -> Tensor:
+        """A new dense tensor of the gradient without its factors.
+
+        Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
+        """
+        values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        matrix = values.view(self._like.shape[0], -1)
+        if record.state is GradientState.ON_DEVICE:
+            assert self._accumulator is not None
+            matrix.copy_(self._accumulator)
+        else:
+            self._assemble(matrix)
+        return values
+
+    def norm_of(self, record: GradientRecord) -> Tensor | None:
+        """f32[], L2 norm without factors, also of the gradient that was consumed last."""
+        if record is not self.record:
+            return None
+        if record.norm is None:
+            if record.state is GradientState.ON_DEVICE:
+                assert self._accumulator is not None
+                record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
+            else:
+                self._gradients.measure()
+        return record.norm
+
+    def give_up(self, record: GradientRecord) -> None:
+        """The gradient is not the engine's any more."""
+        if record is self.record:
+            self.record = None
+            self._release_parts()
+
+    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
+        """Autograd adds to the gradient in ``.grad``."""
+        self._gradients.accumulate(self.plan.index, record, grad)
+
+    def became_dense(self) -> None:
+        """Count a gradient that took memory of its own."""
+        self._gradients.became_dense()
+
+    @property
+    def factors(self) -> Factors:
+        """Of all gradients of the engine."""
+        return self._gradients.factors
 
     # The final moment.
 
@@ -205,19 +416,24 @@ class OffloadedParam:
         return self.device.next_step(self.weights.matrix)
 
     def update_on_host(self, slot: SlotCoefficients | None) -> None:
-        """The gradient is final: its slot joins the open window. None: the step is void for this parameter."""
+        """The gradient is final: its slot joins the open window. None: the step has no gradient of this parameter."""
         if slot is not None and self._copy is not None:
             index, ticket = self._copy
             self.host.commit(Slot(index, slot, ticket))
         if slot is not None and self.held is not None and self.held.gradient is not None:
             self._send_held(self.held, self.held.finalize(slot))
-        self.single = self.contributions == 1 and not self.eager
-        self.discard()
+        record = self.record
+        self.single = record is not None and record.contributions == 1 and not self.eager
+        if record is not None:
+            record.state = GradientState.CONSUMED
+        self._release_parts()
 
     def finish_step(self) -> None:
         """The optimizer step is over."""
-        self.updated = False
         self.uses = 0
+        self.returned = False
+        if not self._gradients.visible:
+            self.record = None
 
     def close_window(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> Close | None:
         """Close the open window, whose job is to be submitted then; a window of void slots closes as a no-op.
@@ -319,6 +535,8 @@ class OffloadedParam:
     def _reselect(self, wanted: Tensor) -> None:
         self.host.wait()
         begin = time.perf_counter_ns()
+        if (record := self.record) is not None and record.state is GradientState.PARTS:
+            self._rebuild(record)  # a forward that ran ahead of the step: its gradient is in parts of the old selection
         before = self.device.selection
         wanted = wanted.cpu()  # before the state is borrowed, as in ``Weights.reseed``
         try:
@@ -394,8 +612,12 @@ class OffloadedParam:
         """Drop gradients, windows and uploads, failed ones too: a state is about to be loaded."""
         if self._copy is not None:
             self._copy[1].settle()  # or it would write into a slot that is loaded next
-        self.discard()
-        self.updated = False
+        if (record := self.record) is not None:
+            if record.state.away:
+                record.state = GradientState.DISCARDED
+            self.give_up(record)
+        self._release_parts()
+        self.returned = False
         self._torn = None
         self._drop_upload()
         if self.held is not None:

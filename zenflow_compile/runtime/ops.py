@@ -19,8 +19,8 @@ what is between the parts of a chain, and in the tests that hold one form agains
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -48,6 +48,7 @@ class EngineOps(Protocol):
     def update_on_host(self, p: int) -> None: ...
     def copy_to_device_(self, p: int, param: Tensor) -> None: ...
     def offload_gradient(self, p: int, grad: Tensor) -> None: ...
+    def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
 
@@ -90,6 +91,33 @@ def engine(engine_id: int) -> EngineOps:
             "compile the model again with torch.compile(model, backend='zenflow') after creating a new optimizer"
         )
     return found
+
+
+def returning_gradients(code: Callable[..., Any], engine_id: int, places: Mapping[int, int]) -> Callable[..., Any]:
+    """A compiled backward that returns to autograd those gradients which the engine left to it.
+
+    The graph returns None for each gradient that it hands to the engine. Hooks on the parameter, tensors of the user's
+    in ``.grad`` and ``torch.autograd.grad`` need the gradient itself, in some backwards and not in others: so it takes
+    the place of the None here, and not in the graph.
+
+    Args:
+        code: takes a list of arguments, which it may empty.
+        places: position among the outputs by parameter.
+    """
+    ps = tuple(places)
+
+    def run(args: list[Any]) -> Any:
+        outputs = code(args)
+        engine = _LIVE.get(engine_id)
+        if engine is None or not (returned := engine.returned_gradients(ps)):
+            return outputs
+        outputs = list(outputs)
+        for p, grad in returned.items():
+            outputs[places[p]] = grad
+        return tuple(outputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 _library = torch.library.Library("zenflow", "DEF")  # type: ignore[no-untyped-call]

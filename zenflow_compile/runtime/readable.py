@@ -19,16 +19,16 @@ class ReadableNodes(ABC):
     def column_norms(self, p: int, grad: Tensor) -> Tensor:
         """Squared norms f32[lines] of the gradient that was split last: of this one, unless it accumulates."""
         offloaded = self.offloaded[p]
-        offloaded.receive(grad, split_now=self._split_now)
+        if self._takes(p, grad):
+            offloaded.receive(grad, split_now=self._split_now)
         return offloaded.device.norms.clone()  # a graph's values are not engine memory
 
     def select_columns(self, p: int, norms: Tensor) -> Tensor:
         """The selection in force, i32[k]."""
         return self.offloaded[p].device.selection.selected.clone()
 
-    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
-        """The parts that were taken with the norms count."""
-        self.offloaded[p].split()
+    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:  # noqa: B027
+        """Nothing: the parts were taken with the norms. The node orders the gradient's last use."""
 
     def copy_to_host(self, p: int) -> None:
         """Start the copy of what was split last."""
@@ -49,6 +49,8 @@ class ReadableNodes(ABC):
     @property
     @abstractmethod
     def _split_now(self) -> bool: ...
+    @abstractmethod
+    def _takes(self, p: int, grad: Tensor) -> bool: ...
     @abstractmethod
     def _in_force(self) -> Coefficients: ...
     @abstractmethod

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, SLACK, STEP, WINDOWS, Timeline
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, GRADIENTS, H2D, SLACK, STEP, WINDOWS, Timeline
 
 _NOTHING = nullcontext()  # shared: a generator's context costs as much as an operator, and mostly nobody records
 
@@ -89,6 +89,12 @@ class Recorder:
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
+
+    def dense_gradient(self, line: str) -> None:
+        """A gradient took memory of its own, because ``line`` ("file:line") asked for it."""
+        if self.timeline is not None:
+            now = time.perf_counter_ns()
+            self.timeline.add(GRADIENTS, "dense", now, now, step=self.step, param=line)
 
     def moment(self) -> Moment | None:
         """Now, on the device's own clock; None while nobody records."""

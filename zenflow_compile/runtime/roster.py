@@ -28,9 +28,11 @@ from zenflow_compile.runtime.device_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.file_home import FileHome
 from zenflow_compile.runtime.file_window import FileWindow, window_bytes
 from zenflow_compile.runtime.flags import make_flags
+from zenflow_compile.runtime.gradients import Gradients
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.staging import StagingRing
@@ -65,13 +67,21 @@ class Roster:
         plan: of all parameters, in their order.
         groups: the optimizer's ``param_groups``.
         offloaded: runtime state of the parameters that the host updates, by index.
+        gradients: what those of the offloaded parameters share.
         interleaved: state of those that the device updates, whose state is the host's in between.
         resident: state of the others.
         whole: the parameters that the device updates whole, in the plan's order, with their indices.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], options: Options, device: torch.device, recorder: Recorder
+        self,
+        groups: list[dict[str, Any]],
+        options: Options,
+        device: torch.device,
+        recorder: Recorder,
+        engine: weakref.ref[Any],
+        *,
+        visible_gradients: bool,
     ) -> None:
         cores = worker_cores(options)
         self.groups = groups
@@ -79,6 +89,7 @@ class Roster:
         self.params: list[Parameter] = []
         self.whole: list[tuple[int, Parameter]] = []
         self.offloaded: dict[int, OffloadedParam] = {}
+        self.gradients = Gradients(self.offloaded, engine, recorder, visible=visible_gradients)
         self.resident = ResidentAdam()
         self.transport = Transport(
             to_host=make_lane("D2H", device, recorder),
@@ -89,6 +100,7 @@ class Roster:
             recorder=recorder,
         )
         self.interleaved = InterleavedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
+        self._engine = engine
         self._options = options
         self._device = device
         self._group_of: list[int] = []
@@ -98,15 +110,12 @@ class Roster:
         self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
         self._hooks: list[RemovableHandle] = []
 
-    def add(
-        self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int, listener: weakref.ref[entry.Listener]
-    ) -> None:
+    def add(self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int) -> None:
         """Plan and allocate further parameters, by param group; nothing may be in flight.
 
         Args:
             groups: (name, parameter) pairs of each new group.
             first_group: index of the first of them among the optimizer's.
-            listener: is told of gradients that reach ``.grad``.
 
         Raises:
             ValueError: more host memory is needed than the machine has, a block is larger than ``staging_bytes`` or
@@ -134,7 +143,7 @@ class Roster:
         self.interleaved.add(added.subgroups)
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for _, param in named:
-            self._own(param, listener)
+            self._own(param)
 
     def _needed_bytes(self, plan: Plan, file_window: int) -> int:
         """Host memory for what ``plan`` has beyond our parameters, a larger window for files included."""
@@ -173,7 +182,7 @@ class Roster:
             arena.pin(None if warned else less_host_memory(self._options))
         return _Added(arena, hosts, subgroups)
 
-    def _own(self, param: Parameter, listener: weakref.ref[entry.Listener]) -> None:
+    def _own(self, param: Parameter) -> None:
         """The next of the plan's parameters is ours."""
         index = len(self.params)
         self.params.append(param)
@@ -181,7 +190,7 @@ class Roster:
         if index not in self.offloaded:
             self.whole.append((index, param))
         if param.requires_grad:
-            self._hooks.append(entry.listen_to_grad(param, index, listener))
+            self._hooks.append(entry.listen_to_grad(param, index, self._engine))
         param._zenflow_owner = Owner()  # type: ignore[attr-defined]
 
     def _file_window_bytes(self, plan: Plan) -> int:
@@ -224,7 +233,8 @@ class Roster:
             run_pinned(cores, touch)
 
     def _make(self, plan: ParamPlan, param: Parameter, host: HostSide) -> OffloadedParam:
-        return OffloadedParam(plan, param, host, DeviceSide.allocate(plan, self._device), self.transport)
+        device = DeviceSide.allocate(plan, self._device)
+        return OffloadedParam(plan, param, host, device, self.transport, self.gradients)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # it is expanded before the kernel reads it
@@ -272,51 +282,46 @@ class Roster:
             if (grad := param.grad) is not None and (only is None or index in only)
         ]
 
-    def refuse_sparse_residents(self, only: set[int] | None = None) -> None:
+    def check_gradients(self) -> None:
         """
         Raises:
-            TypeError: the gradient of a parameter that the device updates whole (of those in ``only``) is sparse.
+            TypeError: a gradient is sparse.
+            RuntimeError: a gradient was consumed by an earlier optimizer step. Nothing has been changed then.
         """
-        for index, param in self.whole:
-            if (grad := param.grad) is not None and grad.is_sparse and (only is None or index in only):
-                entry.refuse_sparse_grad(param, self.plan.params[index].name)
+        for index, param in enumerate(self.params):
+            grad, name = param.grad, self.plan.params[index].name
+            if isinstance(grad, OffloadedGradient):
+                if self.gradients.visible:
+                    grad._record.check_usable()
+            elif grad is not None:
+                entry.refuse_sparse_grad(param, name)
+                if not self.gradients.visible and index in self.offloaded and self.offloaded[index].record is not None:
+                    entry.refuse_second_grad(name)
 
-    def written_grads(self, only: set[int] | None = None) -> list[int]:
-        """Offloaded parameters (of those in ``only``) with something in ``.grad``, where no backward leaves anything.
-
-        Raises:
-            TypeError: it is sparse.
-            RuntimeError: it appeared there after a backward's own had been taken out. Nothing has been changed then.
-        """
-        written = []
-        for index, offloaded in self.offloaded.items():
-            if offloaded.param.grad is None or (only is not None and index not in only):
-                continue
-            entry.refuse_sparse_grad(offloaded.param, offloaded.plan.name)
-            if offloaded.contributions:
-                entry.refuse_second_grad(offloaded.plan.name)
-            written.append(index)
-        return written
+    def read_factors(self) -> None:
+        """Read the factors on all gradients that the optimizer step uses, with one copy to the host."""
+        records = [each.record for each in self.offloaded.values() if each.record is not None]
+        self.gradients.factors.read(records)
 
     def drop_grads(self) -> None:
         """Discard what is in ``.grad``, of any parameter."""
         for param in self.params:
             param.grad = None
 
-    def update_residents(self, grad_scale: float) -> None:
+    def update_residents(self) -> None:
         """One AdamW step on the parameters that the device updates whole and that have a gradient.
 
         Those that stay on the device come last: their update overlaps what is on its way (Deep Optimizer States,
         section 4.1).
         """
-        self.interleaved.update(lambda index: self.coefficients(index, grad_scale))
+        self.interleaved.update(lambda index: self.coefficients(index, 1.0))
         streamed = self.interleaved.params
         residents = self.residents({index for index, _ in self.whole if index not in streamed})
         for group in self.groups:
             members = [(param, grad) for param, grad, own in residents if own is group]
             if members:
                 params, grads = zip(*members, strict=True)
-                self.resident.update(params, grads, _slot_of(group, grad_scale), eps=float(group["eps"]))
+                self.resident.update(params, grads, _slot_of(group, 1.0), eps=float(group["eps"]))
 
     def whole_state(self, index: int) -> ResidentState | None:
         """State of a parameter that the device updates whole, wherever it is; None before its first gradient."""
@@ -381,8 +386,14 @@ class Roster:
         in_files = self._files is not None and self._files.runs(thread)
         return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
-    def close(self) -> None:
-        """Let go of the parameters, stop workers and lanes, free host memory, remove files. What was to land has."""
+    def close(self, *, keep_gradients: bool) -> None:
+        """Let go of the parameters, stop workers and lanes, free host memory, remove files. What was to land has.
+
+        Args:
+            keep_gradients: those that no step has used become dense tensors in ``.grad``; else ``.grad`` is cleared.
+        """
+        for offloaded in self.offloaded.values():
+            offloaded.let_go_of_gradient(keep=keep_gradients)
         for hook in self._hooks:
             hook.remove()
         for param in self.params:

@@ -1,4 +1,4 @@
-"""The final moment of many parameters at once: what they share is looked up, and done, once."""
+"""The optimizer step of many parameters at once: what they share is looked up, and done, once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import feed_scores
+from zenflow_compile.runtime.gradient import GradientState
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.schedule import Schedule
@@ -16,24 +17,20 @@ from zenflow_compile.runtime.windows import Close
 
 
 class Coefficients:
-    """What is in force now, kept for one final moment: param groups are the user's, and may change at any other time.
+    """What is in force now, kept for one optimizer step: param groups are the user's, and may change afterwards."""
 
-    Attributes:
-        unscale: one over the loss scale.
-    """
-
-    def __init__(self, roster: Roster, unscale: float) -> None:
-        self.unscale = unscale
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._known: dict[tuple[int, float], tuple[SlotCoefficients, float]] = {}
 
     def of(self, offloaded: OffloadedParam) -> tuple[SlotCoefficients, float]:
-        """The parameter's coefficients, and eps."""
-        index, clip = offloaded.plan.index, offloaded.clip
-        key = (id(self._roster.group_of(index)), clip)
+        """The parameter's coefficients, the factor on its gradient among them, and eps."""
+        index = offloaded.plan.index
+        grad_scale = 1.0 if offloaded.record is None else offloaded.record.grad_scale
+        key = (id(self._roster.group_of(index)), grad_scale)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._roster.coefficients(index, self.unscale * clip)
+            found = self._known[key] = self._roster.coefficients(index, grad_scale)
         return found
 
 
@@ -50,26 +47,20 @@ def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> 
     torch.autograd.graph.increment_version([each.param for each in params])
     for offloaded in params:
         offloaded.weights.note_write()
-    feed_scores([each.device for each in params], in_force.unscale)
+    feed_scores([each.device for each in params], [each.unscale for each in params])
 
 
-def end_on_host(
-    offloaded: OffloadedParam, in_force: Coefficients, schedule: Schedule, step: int, *, void: bool
-) -> Close | None:
-    """The gradient of ``step`` is final: it joins the parameter's window.
-
-    Args:
-        void: the step overflowed, and leaves nothing.
+def end_on_host(offloaded: OffloadedParam, in_force: Coefficients, schedule: Schedule, step: int) -> Close | None:
+    """The gradient of ``step``, if there is one, joins the parameter's window.
 
     Returns:
         What closed with it, if the window is due; its job is to be submitted.
     """
-    present = offloaded.contributions > 0 and not void
+    present = offloaded.state is GradientState.PARTS
     slot, eps = in_force.of(offloaded)
     plan, side = offloaded.plan, offloaded.device
-    closing = schedule.closes(plan, side, step, present=present, unscale=in_force.unscale)
+    closing = schedule.closes(plan, side, step, present=present, unscale=offloaded.unscale)
     offloaded.update_on_host(slot if present else None)
-    offloaded.updated = True
     if not closing:
         return None
     selection = schedule.selection(plan, side, step)
