@@ -128,8 +128,8 @@ def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
 
 
 ENDING = {
-    "end_backward", "_backward_ended", "begin_update", "take_from_grad", "clip_gradients", "end_update", "zero_grad",
-    "discard",
+    "end_backward", "_backward_ended", "begin_update", "check_gradients", "take_from_grad", "clip_gradients",
+    "_total_norm", "end_update", "zero_grad", "discard", "drop", "show_consumed",
 }  # fmt: skip
 
 

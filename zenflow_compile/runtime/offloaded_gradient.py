@@ -48,6 +48,7 @@ class OffloadedGradient(Tensor):
         return tensor
 
     @classmethod
+    @torch_private.outside_of_graphs
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
