@@ -284,3 +284,19 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callabl
     """Hooks that users registered: ``kind`` is "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
     "load_state_dict_post". Seen in torch 2.11 and 2.13."""
     return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
+
+
+def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
+    """A number for each tensor: equal for two tensors if and only if they share a version counter.
+
+    Found by experiment: every tensor's version is set to its position, and those that share a counter read the same one
+    then. The versions are put back. Tensors of inference mode have no counter. Seen in torch 2.11 and 2.13.
+    """
+    labels = list(range(len(tensors)))
+    counted = [index for index in labels if not tensors[index].is_inference()]
+    having = tuple(tensors[index] for index in counted)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(having):
+        torch._C._autograd._unsafe_set_version_counter(having, tuple(counted))
+        for index in counted:
+            labels[index] = tensors[index]._version
+    return labels

@@ -340,8 +340,10 @@ class Engine(ReadableNodes):
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         if offloaded.updated or self._updating:
             return not offloaded.updated
-        # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final.
-        return self.finalizes_in_backward and offloaded.single and offloaded.uses == 1 and self._split_now
+        # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final. If it shares its
+        # version counter, its update would make the backward of an earlier graph, which saved a sharer, raise.
+        single = offloaded.single and offloaded.uses == 1 and not offloaded.weights.counter.shared
+        return self.finalizes_in_backward and single and self._split_now
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
