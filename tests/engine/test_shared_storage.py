@@ -210,21 +210,23 @@ def test_write_to_a_sharer_drops_no_update(
     assert_same(Run(options, entry, dtype=dtype).run(between=between), expected)
 
 
-def test_optimizer_over_a_sharer_drops_no_update() -> None:
-    """The biases have a ``torch.optim`` optimizer of their own, which nothing of ours can count."""
+@pytest.mark.parametrize("ours", [1, 2])
+def test_optimizer_over_a_sharer_drops_no_update(ours: int) -> None:
+    """A ``torch.optim`` optimizer has the other parameters: the engine cannot count its bumps."""
     weights = []
     for shared in (False, True):
         run = Run({**STALE, "policy": "zenflow"}, EAGER_BACKEND, shared=shared)
         run.optimizer.close()
         model = run.model
-        ours = ZenFlowAdamW([model.first, model.second], **ADAM, **ALL, **STALE)
-        theirs = torch.optim.AdamW([model.first_bias, model.second_bias], **ADAM)
+        params = list(model.parameters())
+        optimizer = ZenFlowAdamW(params[:ours], **ADAM, **ALL, **STALE)
+        adamw = torch.optim.AdamW(params[ours:], **ADAM)
         for step in range(STEPS):
             run.backward(step)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        ours.synchronize()
+            for each in (optimizer, adamw):
+                each.step()
+                each.zero_grad()
+        optimizer.synchronize()
         weights.append([param.detach().clone() for param in model.parameters()])
     assert_same(weights[1], weights[0])
 

@@ -187,7 +187,7 @@ class Roster:
         self.params.append(param)
         self._index_of[id(param)] = index
         self.counters.append(counter)
-        counter.sharers.append(index)
+        counter.add(index, param)
         if (streamed := self.interleaved.params.get(index)) is not None:
             streamed.state.counter = counter
         if index not in self.offloaded:

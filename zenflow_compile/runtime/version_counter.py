@@ -20,13 +20,21 @@ class VersionCounter:
     Attributes:
         own_bumps: how often the engine moved the version.
         sharers: indices in the plan of the parameters that have this counter.
+        exposed: tensors that are not parameters of the engine may have this counter, too: a frozen chunk, or one that
+            another optimizer updates.
     """
 
-    __slots__ = ("own_bumps", "sharers")
+    __slots__ = ("exposed", "own_bumps", "sharers")
 
     def __init__(self) -> None:
         self.own_bumps = 0
         self.sharers: list[int] = []
+        self.exposed = False
+
+    def add(self, index: int, param: Tensor) -> None:
+        """Parameter ``index`` of the plan has this counter."""
+        self.sharers.append(index)
+        self.exposed |= param.untyped_storage().nbytes() > param.nbytes
 
     @property
     def shared(self) -> bool:

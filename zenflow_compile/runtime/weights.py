@@ -52,10 +52,10 @@ class Weights:
     def remember(self, selection: Selection) -> None:
         """Copy the weights of the host's lines, which an update in flight leaves behind their masters.
 
-        Only where the version counter is shared: if the version moves, the copy tells whether these weights were
-        written or only those of another parameter.
+        Only where the version counter may be shared: if the version moves, the copy tells whether these weights were
+        written or only others that share the counter.
         """
-        if self.counter.shared:
+        if self.counter.shared or self.counter.exposed:
             self._shown = self.of(selection.rest).cpu()
 
     @property
