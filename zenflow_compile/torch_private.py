@@ -353,6 +353,19 @@ def describes_for_tracing() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
+def skipped_by_dynamo(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Keep Dynamo from compiling ``function``, and all that it calls, where PyTorch's C++ calls it.
+
+    Unlike ``outside_of_graphs`` this costs nothing per call. It has no effect on calls that Dynamo traces. Seen in
+    torch 2.11 and 2.13.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
 def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Let Dynamo call ``function`` instead of tracing into it, without importing Dynamo now.
 
@@ -360,3 +373,19 @@ def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """
     decorated: Callable[_P, _T] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return decorated
+
+
+def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
+    """A number for each tensor: equal for two tensors if and only if they share a version counter.
+
+    Found by experiment: every tensor's version is set to its position, and those that share a counter read the same one
+    then. The versions are put back. Tensors of inference mode have no counter. Seen in torch 2.11 and 2.13.
+    """
+    labels = list(range(len(tensors)))
+    counted = [index for index in labels if not tensors[index].is_inference()]
+    having = tuple(tensors[index] for index in counted)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(having):
+        torch._C._autograd._unsafe_set_version_counter(having, tuple(counted))
+        for index in counted:
+            labels[index] = tensors[index]._version
+    return labels

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import zenflow_compile
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 

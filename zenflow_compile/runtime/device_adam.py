@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
+from zenflow_compile.runtime.version_counter import VersionCounter, bump_versions
 
 # Elements of cast or scaled gradients that are alive at once, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
@@ -24,7 +25,9 @@ class ResidentState:
         exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights.
         step: f32[], gradients taken, on the parameter's device as the fused kernel wants it.
         master: of the same dtype as the moments; None for fp32 and fp64 weights.
-        version: of the parameter after our last write; None where that is unknown, as after loading.
+        version: of the parameter after our last write, without our own bumps; None where that is unknown, as after
+            loading.
+        counter: the parameter's version counter, which other parameters may share.
     """
 
     exp_avg: Tensor
@@ -32,17 +35,20 @@ class ResidentState:
     step: Tensor
     master: Tensor | None
     version: int | None = None
+    counter: VersionCounter = field(default_factory=VersionCounter)
 
     @classmethod
-    def zeros_like(cls, param: Tensor) -> ResidentState:
+    def zeros_like(cls, param: Tensor, counter: VersionCounter | None = None) -> ResidentState:
         """State of a parameter that has taken no gradient yet, in the parameter's memory layout."""
         dtype = _state_dtype(param)
+        counter = VersionCounter() if counter is None else counter
         return cls(
             exp_avg=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
             exp_avg_sq=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
             step=torch.zeros((), dtype=torch.float32, device=param.device),
             master=None if param.dtype == dtype else param.detach().to(dtype, copy=True),
-            version=param._version,
+            version=counter.external_bumps(param),
+            counter=counter,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -87,10 +93,12 @@ class ResidentAdam:
 
     Attributes:
         states: appear with a parameter's first gradient; a parameter that gets none in a step keeps its step count.
+        counters: version counters that parameters share with others; a parameter that is not here shares none.
     """
 
     def __init__(self) -> None:
         self.states: dict[Parameter, ResidentState] = {}
+        self.counters: dict[Parameter, VersionCounter] = {}
 
     @property
     def nbytes(self) -> int:
@@ -104,13 +112,13 @@ class ResidentAdam:
         """One AdamW step; see :func:`update_on_device`, of which these are the arguments."""
         for param in params:
             if param not in self.states:
-                self.states[param] = ResidentState.zeros_like(param)
+                self.states[param] = ResidentState.zeros_like(param, self.counters.get(param))
         states = [self.states[param] for param in params]
         update_on_device(list(zip(params, grads, states, strict=True)), slot, eps=eps)
 
     def load(self, param: Parameter, state: ResidentState) -> None:
         """Put back a checkpoint's state; see :meth:`ResidentState.load`."""
-        like = ResidentState.zeros_like(param)
+        like = ResidentState.zeros_like(param, self.counters.get(param))
         like.load(state, param)
         self.states[param] = like
 
@@ -131,10 +139,11 @@ def update_on_device(updates: Sequence[Update], slot: SlotCoefficients, *, eps: 
 
 def _update(batch: Sequence[Update], slot: SlotCoefficients, eps: float) -> None:
     for param, _, state in batch:
-        if state.version != param._version:
+        if state.version != state.counter.external_bumps(param):
             state.reseed_master(param)
     states = [state for _, _, state in batch]
-    weights = [param.detach() if state.master is None else state.master for param, _, state in batch]
+    # Operators that write .data do not move the version: it moves below, and is counted.
+    weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
     if slot.grad_scale != 1.0:
         grads = list(torch._foreach_mul(grads, slot.grad_scale))
@@ -158,12 +167,12 @@ def _update(batch: Sequence[Update], slot: SlotCoefficients, eps: float) -> None
         state, plain = states[i], slot._replace(grad_scale=1.0)
         step = int(state.step)
         rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
-    cast = [(param.detach(), state.master) for param, _, state in batch if state.master is not None]
+    cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]
     if cast:
         torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
+    bump_versions([param for param, _, _ in batch], [state.counter for state in states])
     for param, _, state in batch:
-        torch.autograd.graph.increment_version(param)
-        state.version = param._version
+        state.version = state.counter.external_bumps(param)
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

@@ -381,9 +381,10 @@ class Engine(ReadableNodes):
         """Whether the parameter has a gradient that is final now."""
         if offloaded.state is not GradientState.PARTS:
             return False
-        # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final.
-        in_backward = self.finalizes_in_backward and offloaded.single and offloaded.uses == 1 and self._split_now
-        return self._updating or in_backward
+        # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final. If it shares its
+        # version counter, its update would make the backward of an earlier graph, which saved a sharer, raise.
+        single = offloaded.single and offloaded.uses == 1 and not offloaded.weights.counter.shared
+        return self._updating or (self.finalizes_in_backward and single and self._split_now)
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""

@@ -27,7 +27,7 @@ class Listener(Protocol):
 def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) -> RemovableHandle:
     """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad``, within ``begin_backward``."""
 
-    @torch_private.outside_of_graphs
+    @torch_private.skipped_by_dynamo
     def accumulated(param: Tensor) -> None:
         if (me := listener()) is not None and param.grad is not None:
             me.begin_backward(p)
@@ -40,7 +40,7 @@ def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) ->
 def listen_to_end(listener: weakref.ref[Listener]) -> None:
     """Call ``end_backward`` once, when the backward that runs now is over; not if it raises."""
 
-    @torch_private.outside_of_graphs
+    @torch_private.skipped_by_dynamo
     def ended() -> None:
         if (me := listener()) is not None:
             me.end_backward(nested=torch_private.inside_backward_node())

@@ -60,7 +60,7 @@ class Factors:
 
     def times(self, before: Factor, by: float | Tensor, *, divide: bool = False) -> Factor:
         """``before * by``, or ``before / by``. ``by`` has one element, and may change after the call."""
-        if not isinstance(by, Tensor) or by.device.type == "cpu":
+        if not isinstance(by, Tensor) or by.is_cpu:
             number = float(by)
             if not divide:
                 return before * number

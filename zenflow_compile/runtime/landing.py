@@ -51,6 +51,15 @@ class Landing:
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
         offloaded.uses += 1
+        self._make_visible(offloaded, now)
+        if offloaded.weights.counter.shared:
+            # A later update of a sharer would move the version of these weights after a graph has saved them, and the
+            # backward of that graph would raise.
+            for index in offloaded.weights.counter.sharers:
+                if index != offloaded.plan.index and index in self._roster.offloaded:
+                    self._make_visible(self._roster.offloaded[index], now)
+
+    def _make_visible(self, offloaded: OffloadedParam, now: int) -> None:
         if offloaded.weights.written_by_others:
             offloaded.notice_foreign_write(now)
         if offloaded.host.closes and offloaded.due(now):

@@ -36,6 +36,7 @@ from zenflow_compile.runtime.held import Held, Outgoing
 from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.staging import StagedBlock
 from zenflow_compile.runtime.transport import Transport, Upload
+from zenflow_compile.runtime.version_counter import VersionCounter
 from zenflow_compile.runtime.weights import Weights
 from zenflow_compile.runtime.windows import Close, HostSide, Slot
 
@@ -61,10 +62,11 @@ class OffloadedParam:
         device: DeviceSide,
         transport: Transport,
         gradients: Gradients,
+        counter: VersionCounter,
     ) -> None:
         self.plan = plan
         self.param = param
-        self.weights = Weights(plan, param)
+        self.weights = Weights(plan, param, counter)
         self.host = host
         self.device = device
         self.deadline = plan.index
@@ -412,7 +414,7 @@ class OffloadedParam:
     # The final moment.
 
     def next_step(self) -> device_ops.LineState:
-        """The selected lines for one AdamW step, in place in the parameter; ``weights.note_write`` follows."""
+        """The selected lines for one AdamW step, in place in the parameter; ``bump_versions`` follows."""
         return self.device.next_step(self.weights.matrix)
 
     def update_on_host(self, slot: SlotCoefficients | None) -> None:
@@ -446,6 +448,8 @@ class OffloadedParam:
             self._send_held(self.held, self.held.end_window())
         if not self.host.open:
             return None
+        if not self.host.closes:
+            self.weights.remember(self.device.selection)
         close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
         close.final = self.transport.recorder.moment()
         if selection is not None:
@@ -528,6 +532,8 @@ class OffloadedParam:
         self._upload, ring.unused = None, ring.with_back(upload.block)
         self.host.closes.pop(0)
         self.host.landed, self.host.landing = upload.ticket, upload.close.job
+        if self.host.closes:
+            self.weights.remember(self.device.selection)
         if upload.close.selection is not None:
             with recorder.compute("select", param=self.plan.name):
                 self._reselect(upload.close.selection)
@@ -554,8 +560,9 @@ class OffloadedParam:
     def notice_foreign_write(self, now: int) -> bool:
         """If somebody else wrote the weights since our last write, those weights count: re-seed the masters.
 
-        An update in flight at that moment is dropped: it was computed from weights that are no more. Of weights that
-        are to be compared, those count that belong to the loaded state.
+        An update in flight at that moment is dropped: it was computed from weights that are no more. It stays if the
+        weights are as they were remembered: then only a parameter that shares the version counter was written. Of
+        weights that are to be compared, those count that belong to the loaded state.
 
         Returns:
             Whether there was such a write, and it has changed a weight.

@@ -48,7 +48,7 @@ class OffloadedGradient(Tensor):
         return tensor
 
     @classmethod
-    @torch_private.outside_of_graphs
+    @torch_private.skipped_by_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -189,7 +189,8 @@ def _zero_all(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _scales(value: Any) -> bool:
     """Whether multiplying by ``value`` is scaling by one real number."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and not isinstance(value, OffloadedGradient)
+        # One element in more dimensions than the gradient has would change its shape: PyTorch says so.
+        return value.dim() <= 1 and value.numel() == 1 and not value.is_complex() and type(value) is Tensor
     return isinstance(value, (int, float))
 
 
@@ -198,8 +199,6 @@ def _scale(*, divide: bool) -> _Handler:
         gradient, by = args
         if not isinstance(gradient, OffloadedGradient) or not _scales(by) or kwargs:
             return NotImplemented
-        if isinstance(by, Tensor) and by.dim() > gradient.dim():
-            return NotImplemented  # the result would not have the gradient's shape: PyTorch says so
         gradient._record.scale(by, divide=divide)
         return gradient
 

@@ -33,10 +33,12 @@ from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.overlap import refuse_overlap
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.staging import StagingRing
 from zenflow_compile.runtime.transport import Transport
+from zenflow_compile.runtime.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool
 
@@ -71,6 +73,7 @@ class Roster:
         interleaved: state of those that the device updates, whose state is the host's in between.
         resident: state of the others.
         whole: the parameters that the device updates whole, in the plan's order, with their indices.
+        counters: version counters of all parameters, in the plan's order.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Roster:
         self.groups = groups
         self.plan = empty_plan(options)
         self.params: list[Parameter] = []
+        self.counters: list[VersionCounter] = []
         self.whole: list[tuple[int, Parameter]] = []
         self.offloaded: dict[int, OffloadedParam] = {}
         self.gradients = Gradients(self.offloaded, engine, recorder, visible=visible_gradients)
@@ -119,10 +123,14 @@ class Roster:
 
         Raises:
             ValueError: more host memory is needed than the machine has, a block is larger than ``staging_bytes`` or
-                ``host_window_bytes``, or ``nvme_path`` cannot hold the state; nothing has been changed then.
+                ``host_window_bytes``, ``nvme_path`` cannot hold the state, or the memory of an offloaded parameter
+                overlaps another one's; nothing has been changed then.
         """
         named = [pair for group in groups for pair in group]
         plan = extend_plan(self.plan, specs_of(named), self._options)
+        params = [*self.params, *(param for _, param in named)]
+        refuse_overlap(plan.params, params)
+        counters = counters_of(params, self.counters)
         file_window = self._file_window_bytes(plan)
         require_host_memory(self._needed_bytes(plan, file_window), less_host_memory(self._options))
         up_slots = self._up_slots(plan)
@@ -132,7 +140,7 @@ class Roster:
             self.transport.up_ring.fit(up_slots, largest_block(plan))
             self.interleaved.fit(added.subgroups)
             made = {
-                index: self._make(plan.params[index], named[index - len(self.params)][1], host)
+                index: self._make(plan.params[index], params[index], host, counters[index])
                 for index, host in added.hosts.items()
             }
             undo.pop_all()
@@ -143,7 +151,7 @@ class Roster:
         self.interleaved.add(added.subgroups)
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for _, param in named:
-            self._own(param)
+            self._own(param, counters[len(self.params)])
 
     def _needed_bytes(self, plan: Plan, file_window: int) -> int:
         """Host memory for what ``plan`` has beyond our parameters, a larger window for files included."""
@@ -182,13 +190,18 @@ class Roster:
             arena.pin(None if warned else less_host_memory(self._options))
         return _Added(arena, hosts, subgroups)
 
-    def _own(self, param: Parameter) -> None:
+    def _own(self, param: Parameter, counter: VersionCounter) -> None:
         """The next of the plan's parameters is ours."""
         index = len(self.params)
         self.params.append(param)
         self._index_of[id(param)] = index
+        self.counters.append(counter)
+        counter.add(index, param)
+        if (streamed := self.interleaved.params.get(index)) is not None:
+            streamed.state.counter = counter
         if index not in self.offloaded:
             self.whole.append((index, param))
+            self.resident.counters[param] = counter
         if param.requires_grad:
             self._hooks.append(entry.listen_to_grad(param, index, self._engine))
         param._zenflow_owner = Owner()  # type: ignore[attr-defined]
@@ -232,9 +245,9 @@ class Roster:
         with suppress(RuntimeError):  # no further thread starts: pages will lie where they are first written
             run_pinned(cores, touch)
 
-    def _make(self, plan: ParamPlan, param: Parameter, host: HostSide) -> OffloadedParam:
+    def _make(self, plan: ParamPlan, param: Parameter, host: HostSide, counter: VersionCounter) -> OffloadedParam:
         device = DeviceSide.allocate(plan, self._device)
-        return OffloadedParam(plan, param, host, device, self.transport, self.gradients)
+        return OffloadedParam(plan, param, host, device, self.transport, self.gradients, counter)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # it is expanded before the kernel reads it

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from zenflow_compile.runtime import device_ops
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import feed_scores
@@ -13,6 +11,7 @@ from zenflow_compile.runtime.gradient import GradientState
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.roster import Roster
 from zenflow_compile.runtime.schedule import Schedule
+from zenflow_compile.runtime.version_counter import bump_versions
 from zenflow_compile.runtime.windows import Close
 
 
@@ -43,10 +42,7 @@ def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> 
         together.setdefault(in_force.of(offloaded), []).append(offloaded)
     for (slot, eps), members in together.items():
         device_ops.adam_columns_([each.next_step() for each in members], slot, eps=eps)
-    # Raw writes below autograd must show, or a graph that saved the old weights would use the new ones silently.
-    torch.autograd.graph.increment_version([each.param for each in params])
-    for offloaded in params:
-        offloaded.weights.note_write()
+    bump_versions([each.param for each in params], [each.weights.counter for each in params])
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
 

@@ -9,31 +9,34 @@ from torch.nn import Parameter
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.device_ops import Selection
+from zenflow_compile.runtime.version_counter import VersionCounter, bump_versions
 from zenflow_compile.runtime.windows import HostSide
 
 
 class Weights:
-    """A parameter as the 2-D matrix that plans speak of, with the version that our own last write gave it.
+    """A parameter as the 2-D matrix that plans speak of, and whether others wrote it.
 
     Attributes:
+        counter: the parameter's version counter, which other parameters may share.
         to_be_compared: a state was loaded whose weights may come before or after it: its masters stay as they are until
             the first use.
     """
 
-    def __init__(self, plan: ParamPlan, param: Parameter) -> None:
+    def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:
+        self.counter = VersionCounter() if counter is None else counter
         self.to_be_compared = False
         self._plan = plan
         self._param = param
         self._view: Tensor | None = None
-        self._version = -1
+        self._external_bumps = -1
         self._shown: Tensor | None = None
 
     @property
     def matrix(self) -> Tensor:
-        """The parameter's own memory, [rows, columns]."""
+        """The parameter's own memory, [rows, columns]; operators that write it do not move the parameter's version."""
         view = self._view
         if view is None or view.data_ptr() != self._param.data_ptr():  # its storage was replaced
-            view = self._view = self._param.detach().view(self._param.shape[0], -1)
+            view = self._view = self._param.data.view(self._param.shape[0], -1)
         return view
 
     def of(self, lines: Tensor) -> Tensor:
@@ -42,20 +45,27 @@ class Weights:
         return weights if self._plan.dim == 0 else weights.t()
 
     def written(self) -> None:
-        """We have written below autograd: this must show, or a graph that saved the old weights would use the new ones
-        silently.
-        """
-        torch.autograd.graph.increment_version(self._param)
-        self.note_write()
+        """Bump the version after an own write to the lines of the host."""
+        bump_versions([self._param], [self.counter])
+        self._shown = None
 
-    def note_write(self) -> None:
-        """The version that the parameter has now is our own doing."""
-        self._version = self._param._version
+    def remember(self, selection: Selection) -> None:
+        """Copy the weights of the host's lines, which an update in flight leaves behind their masters.
+
+        Only where the version counter may be shared: if the version moves, the copy tells whether these weights were
+        written or only others that share the counter.
+        """
+        if self.counter.shared or self.counter.exposed:
+            self._shown = self.of(selection.rest).cpu()
 
     @property
     def written_by_others(self) -> bool:
-        """Whether somebody else wrote the weights since our last write, or may have, since they are to be compared."""
-        return self.to_be_compared or self._param._version != self._version
+        """Whether someone else may have written the weights since they were accepted: the version moved without us, or
+        they are to be compared.
+
+        A write to another parameter that shares the version counter reads the same.
+        """
+        return self.to_be_compared or self.counter.external_bumps(self._param) != self._external_bumps
 
     def expect(self, shown: Tensor | None) -> None:
         """Compare weights and masters at the first use: a checkpoint may be loaded in any order.
@@ -73,15 +83,15 @@ class Weights:
         return self.of(selection.rest).cpu().contiguous()
 
     def are_as_expected(self, device: DeviceSide) -> bool:
-        """Whether they are those that a checkpoint was taken with, one update of the host behind its master."""
+        """Whether they are those that were remembered, or saved in a checkpoint, behind the masters of the host."""
         if self._shown is None or not torch.equal(self.of(device.selection.rest).cpu(), self._shown):
             return False
         return torch.equal(self.of(device.selection.selected), device.master.to(self._plan.dtype))
 
     def accept(self) -> None:
         """The weights as they are now belong to the state."""
-        self.to_be_compared, self._shown = False, None
-        self.note_write()
+        self.to_be_compared = False
+        self._external_bumps = self.counter.external_bumps(self._param)
 
     def reseed(self, device: DeviceSide, host: HostSide) -> bool:
         """Take the fp32 masters of both sides from the weights where they do not agree with them.
@@ -93,6 +103,7 @@ class Weights:
             Whether any of them did not.
         """
         selection = device.selection
+        self._shown = None
         differs = False
         if selection.selected.numel():
             differs = _follow(device.master, self.of(selection.selected))

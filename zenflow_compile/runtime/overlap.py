@@ -1,0 +1,79 @@
+"""Finds parameters whose memory overlaps. Views of one storage that lie side by side do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import ParamPlan
+
+
+class _Extent(NamedTuple):
+    """Bytes from the first element of a parameter to the end of its last one."""
+
+    begin: int
+    end: int
+    position: int
+
+
+def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None:
+    """Check that no offloaded parameter shares memory with another parameter.
+
+    Args:
+        plans: of ``params``, in their order.
+
+    Raises:
+        ValueError: the memory of two parameters overlaps, and the optimizer state of one of them is offloaded.
+    """
+    for first, second in _intersecting(params):
+        if (plans[first].offloaded or plans[second].offloaded) and _overlap(params[first], params[second]):
+            one, other = sorted((first, second))
+            raise ValueError(
+                f"the memory of {plans[one].name} and {plans[other].name} overlaps, and an update of an offloaded "
+                "parameter would overwrite the other's: give one of them memory of its own with "
+                "torch.nn.Parameter(weight.clone()), use one parameter in both places, pass only one of them to the "
+                'optimizer, or choose policy="resident"'
+            )
+
+
+def _intersecting(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs of parameters whose extents intersect: one pass over all extents, by their begin."""
+    open_extents: list[_Extent] = []
+    for extent in sorted(_extents(params)):
+        open_extents = [each for each in open_extents if each.end > extent.begin]
+        for each in open_extents:
+            yield each.position, extent.position
+        open_extents.append(extent)
+
+
+def _extents(params: Sequence[Tensor]) -> Iterator[_Extent]:
+    for index, param in enumerate(params):
+        begin = param.data_ptr() if param.numel() else 0
+        if begin:
+            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            yield _Extent(begin, begin + (last + 1) * param.element_size(), index)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, whose extents intersect, have a byte in common."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # A view with holes: mark its elements on a mask of the memory, and look at the mask through the other view.
+    begin = min(one.data_ptr(), other.data_ptr())
+    sizes = one.element_size(), other.element_size()
+    unit = math.gcd(*sizes, one.data_ptr() - begin, other.data_ptr() - begin)
+    units = max(extent.end for extent in _extents((one, other))) - begin
+    mask = torch.zeros(units // unit, dtype=torch.bool)
+    _through(mask, one, begin, unit).fill_(True)
+    return bool(_through(mask, other, begin, unit).any())
+
+
+def _through(mask: Tensor, tensor: Tensor, begin: int, unit: int) -> Tensor:
+    """The places of ``tensor`` in a mask with one element per ``unit`` bytes from address ``begin``."""
+    width = tensor.element_size() // unit
+    stride = [each * width for each in tensor.stride()]
+    return mask.as_strided((*tensor.shape, width), (*stride, 1), (tensor.data_ptr() - begin) // unit)
