@@ -57,6 +57,7 @@ def test_known_run():
         "windows_closed": 4,
         "selections": 1,
         "state_moves": 1,
+        "dense_gradients": {},
     }
     assert summary.keys() == expected.keys() == Summary.__annotations__.keys()
     for key, value in expected.items():

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Event
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, GRADIENTS, H2D, STEP, WINDOWS, Event
 
-_LANE_ORDER = (STEP, COMPUTE, WINDOWS, D2H, H2D)
+_LANE_ORDER = (STEP, COMPUTE, GRADIENTS, WINDOWS, D2H, H2D)
 _NS_PER_US = 1e3
 
 TraceEvent = dict[str, Any]
@@ -101,7 +101,7 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
         "tid": tid,
         "ts": _us(event.start_ns, origin),
     }
-    if event.lane == WINDOWS:
+    if event.lane in (WINDOWS, GRADIENTS):
         return common | {"ph": "i", "s": "t", "args": args}
     return common | {"ph": "X", "dur": event.duration_ns / _NS_PER_US, "args": args}
 

@@ -16,6 +16,7 @@ from zenflow_compile.profiling.summary import Summary, summarize
 
 _NOT_MEASURED = "-"
 _TIGHTEST = 3  # blocks in the row on slack
+_DENSE_LINES = 3
 _NARROWEST = 16  # columns of a wrapped text, however narrow the console
 
 
@@ -164,8 +165,18 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("windows closed", str(s["windows_closed"])),
         *_adaptive_windows(s),
         ("re-selections", str(s["selections"])),
+        *_dense_rows(s),
     ]
     return rows
+
+
+def _dense_rows(summary: Summary) -> list[tuple[str, str]]:
+    """The lines that made gradients of offloaded parameters take memory of their own; no row without any."""
+    lines = list(summary["dense_gradients"].items())
+    texts = [f"{count}, for {line}" for line, count in lines[:_DENSE_LINES]]
+    if rest := sum(count for _, count in lines[_DENSE_LINES:]):
+        texts.append(f"{rest}, for {_count(len(lines) - _DENSE_LINES, 'other line')}")
+    return [("dense gradients" if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def _slack_rows(summary: Summary) -> list[tuple[str, str]]:

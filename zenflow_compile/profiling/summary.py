@@ -12,7 +12,7 @@ from typing import TypedDict
 from zenflow_compile.profiling.intervals import Intervals, exclusive, intersect, length_ns, subtract, union
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.slack import BlockSlack, slack_by_block
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, H2D, STEP, WINDOWS, Event
+from zenflow_compile.profiling.timeline import COMPUTE, D2H, GRADIENTS, H2D, STEP, WINDOWS, Event
 
 _NS_PER_MS = 1e6
 _WARM_UP_FACTOR = 5  # a leading step this many times the median is compilation, not training
@@ -72,6 +72,8 @@ class Summary(TypedDict):
         selected_norm_share: share of the squared gradient norm in the selected lines, summed over steps.
         windows_closed, selections: counts of closes and of re-selections in force, over all recorded steps.
         state_moves: how many copies carried state.
+        dense_gradients: how many gradients of offloaded parameters took memory of their own, by the line of the user's
+            that asked for it ("file:line"), the most first, over all recorded steps.
     """
 
     policy: str
@@ -116,6 +118,7 @@ class Summary(TypedDict):
     windows_closed: int
     selections: int
     state_moves: int
+    dense_gradients: dict[str, int]
 
 
 def summarize(recording: Recording) -> Summary:
@@ -203,6 +206,7 @@ def summarize(recording: Recording) -> Summary:
         windows_closed=windows["close"],
         selections=windows["select"],
         state_moves=len(state),
+        dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),
     )
 
 

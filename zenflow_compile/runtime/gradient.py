@@ -43,6 +43,11 @@ class GradientState(enum.Enum):
         """Whether the values are in engine memory, for the next optimizer step."""
         return self in (GradientState.PARTS, GradientState.ON_DEVICE)
 
+    @property
+    def gone(self) -> bool:
+        """Whether there are no values."""
+        return not (self.away or self in (GradientState.ZERO, GradientState.DENSE))
+
 
 Factor = float | Tensor
 """A factor on a gradient: a number, or f32[] on a device while the host has not read it."""
@@ -53,14 +58,20 @@ class Factors:
 
     On an accelerator a factor stays a tensor, so that clipping does not wait for the device; all factors reach the host
     with one stacked copy per optimizer step (``read``).
+
+    Args:
+        device: where factors stay until they are read.
+        deferred: keep them there; False reads each one at once, which costs nothing on the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, *, deferred: bool) -> None:
+        self._device = device
+        self._deferred = deferred
         self._last: tuple[Factor, Tensor, int, bool, Factor] | None = None
 
     def times(self, before: Factor, by: float | Tensor, *, divide: bool = False) -> Factor:
         """``before * by``, or ``before / by``. ``by`` has one element, and may change after the call."""
-        if not isinstance(by, Tensor) or by.is_cpu:
+        if not (self._deferred and isinstance(by, Tensor)):
             number = float(by)
             if not divide:
                 return before * number
@@ -69,7 +80,7 @@ class Factors:
         # The memo keeps ``by`` alive, so that no other tensor can have its identity.
         if last is not None and last[0] is before and last[1] is by and last[2] == by._version and last[3] == divide:
             return last[4]
-        value = by.detach().reshape(()).float()
+        value = by.detach().reshape(()).to(self._device, torch.float32, copy=True)
         product = before / value if divide else before * value
         self._last = before, by, by._version, divide, product
         return product
@@ -257,6 +268,20 @@ class GradientRecord:
         """Let ``values``, of the gradient's shape, be the gradient (``grad.data = values``)."""
         self._leave_engine()
         self._set_dense(values)
+        self.like = self.like._replace(dtype=values.dtype, device=values.device)
+
+    def overwrite(self) -> Tensor:
+        """Give the gradient a tensor of its own, of undefined values that are about to be written as a whole."""
+        if self.state is not GradientState.DENSE:
+            self.replace(torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device))
+        assert self._values is not None
+        return self._values
+
+    def moved(self, like: Tensor) -> GradientRecord:
+        """A gradient whose values are gone, too, of the dtype and device of ``like``: ``module.to()`` asks for it."""
+        record = GradientRecord(self.like._replace(dtype=like.dtype, device=like.device), self._source)
+        record.state = self.state
+        return record
 
     def scale(self, by: float | Tensor, *, divide: bool = False, unscale: bool = False) -> None:
         """Multiply the gradient by one element in place, or divide it.
@@ -271,7 +296,7 @@ class GradientRecord:
             values.div_(by) if divide else values.mul_(by)
             return
         source = self._source()
-        factors = Factors() if source is None else source.factors
+        factors = Factors(self.like.device, deferred=False) if source is None else source.factors
         if unscale:
             self.unscale = factors.times(self.unscale, by, divide=divide)
         else:
@@ -308,7 +333,7 @@ class GradientRecord:
         Raises:
             RuntimeError: no optimizer step can use it: one has done so, or it was dropped.
         """
-        if not (self.state.away or self.state in (GradientState.ZERO, GradientState.DENSE)):
+        if self.state.gone:
             self.refuse("use")
 
     def values_at_close(self, *, keep: bool) -> Tensor | None:

@@ -40,11 +40,12 @@ class Gradients:
         params: Mapping[int, OffloadedParam],
         engine: weakref.ref[Accumulator],
         recorder: Recorder,
+        device: torch.device,
         *,
         visible: bool,
     ) -> None:
         self.visible = visible
-        self.factors = Factors()
+        self.factors = Factors(device, deferred=device.type != "cpu")
         self.dense = 0
         self._params = params
         self._engine = engine

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime import device_ops, entry
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.columns import DeviceSide, exchange_lines
 from zenflow_compile.runtime.copies import CopyError, Ticket
@@ -110,11 +110,26 @@ class OffloadedParam:
         return self.record is not None or self._grad_of_others() is not None
 
     def _grad_of_others(self) -> Tensor | None:
-        """What is in ``.grad`` and was not put there by the optimizer-in-backward form."""
+        """What is in ``.grad`` unless the optimizer-in-backward form has put it there."""
         grad = self.param.grad
-        if not self._gradients.visible and isinstance(grad, OffloadedGradient):
+        if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.IN_BACKWARD:
             return None
         return grad
+
+    def check_gradient(self) -> None:
+        """
+        Raises:
+            TypeError: the gradient is sparse.
+            RuntimeError: no optimizer step can use the gradient in ``.grad``.
+        """
+        grad, name = self._grad_of_others(), self.plan.name
+        if grad is None:
+            return
+        if isinstance(grad, OffloadedGradient):
+            grad._record.check_usable()
+        entry.refuse_sparse_grad(self.param, name)
+        if not self._gradients.visible and self.record is not None:
+            entry.refuse_second_grad(name)
 
     def asked_for(self) -> torch_private.Asked:
         """What autograd does with the gradient in the backward that runs now."""
@@ -190,7 +205,7 @@ class OffloadedParam:
 
     def show_consumed(self) -> None:
         """The optimizer-in-backward form has consumed the gradient: ``.grad`` says so to whoever asks for it."""
-        if self._consumed is None:
+        if self._consumed is None or self._consumed._record.state is not GradientState.IN_BACKWARD:
             record = GradientRecord(self._like, self._me)
             record.state = GradientState.IN_BACKWARD
             self._consumed = OffloadedGradient.of(record)

@@ -63,7 +63,7 @@ class OffloadedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values, as a dense gradient shows them; of one whose values are gone, its state."""
         record = self._record
-        if record.state.away or record.state in (GradientState.DENSE, GradientState.ZERO):
+        if not record.state.gone:
             return repr(record.read())
         return f"OffloadedGradient({record.like.name}, {list(self.shape)}, {record.state.name.lower()})"
 
@@ -92,7 +92,8 @@ class OffloadedGradient(Tensor):
         return self._record.make_dense().storage()  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> OffloadedGradient:
-        self._record.make_dense().share_memory_()  # type: ignore[no-untyped-call]
+        if not self._record.state.gone:  # ``module.share_memory()`` after a step
+            self._record.make_dense().share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
@@ -119,13 +120,20 @@ class OffloadedGradient(Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if values.shape != self.shape or values.dtype != self.dtype or values.device != self.device:
+        if values.shape != self.shape:
             raise ValueError(
-                f"the data of the gradient of {self._record.like.name} must be {self.dtype}{list(self.shape)} on "
-                f"{self.device}, not {values.dtype}{list(values.shape)} on {values.device}; assign such a tensor to "
-                ".grad instead"
+                f"the data of the gradient of {self._record.like.name} must have its shape {list(self.shape)}, not "
+                f"{list(values.shape)}; assign such a tensor to .grad instead"
             )
-        self._record.replace(values.detach())
+        if not isinstance(values, OffloadedGradient):
+            self._record.replace(values.detach())
+        elif values._record.state.gone:
+            self._record = values._record
+        elif values._record is not self._record:
+            self._record.replace(values._record.make_dense())
+        if values.dtype != self.dtype or values.device != self.device:
+            # ``module.to()``: the parameter has this dtype and device already.
+            Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
 def is_away(value: Any) -> bool:
@@ -166,6 +174,38 @@ def _in_place(func: Any) -> bool:
 
 
 # Operators that are answered.
+
+
+def _overwrite(func: Any) -> _Handler:
+    """In place, of every element: what was there does not matter."""
+
+    def overwrite(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        gradient, *others = args
+        if not isinstance(gradient, OffloadedGradient) or any(isinstance(each, OffloadedGradient) for each in others):
+            return NotImplemented
+        func(gradient._record.overwrite(), *others, **kwargs)
+        return gradient
+
+    return overwrite
+
+
+def _make_like(func: Any) -> _Handler:
+    """A new tensor, for which a shape, a dtype and a device are enough."""
+
+    def make_like(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        like = args[0]._record.like
+        return func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
+
+    return make_like
+
+
+def _to(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``module.to()`` moves ``.grad``, too, and values that are gone stay so."""
+    gradient = args[0]
+    if not gradient._record.state.gone:
+        return NotImplemented
+    moved = aten._to_copy.default(torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), **kwargs)
+    return OffloadedGradient.of(gradient._record.moved(moved))
 
 
 def _detach(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -306,8 +346,20 @@ _HANDLERS: dict[Any, _Handler] = {
     aten._foreach_norm.Scalar: _norms,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.add_.Tensor: _add,
+    aten.copy_.default: _overwrite(aten.copy_.default),
+    aten.fill_.Scalar: _overwrite(aten.fill_.Scalar),
+    aten.fill_.Tensor: _overwrite(aten.fill_.Tensor),
+    aten._to_copy.default: _to,
     aten.resize_.default: _refuse_resize,
     aten.set_.source_Tensor: _refuse_resize,
     aten.set_.source_Storage: _refuse_resize,
     aten.set_.source_Storage_storage_offset: _refuse_resize,
-}
+    **{
+        func: _make_like(func)
+        for func in (
+            aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+            aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
+            aten.new_ones.default, aten.new_full.default,
+        )
+    },
+}  # fmt: skip

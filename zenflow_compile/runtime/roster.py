@@ -32,7 +32,6 @@ from zenflow_compile.runtime.gradients import Gradients
 from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
-from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.overlap import refuse_overlap
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
@@ -93,7 +92,7 @@ class Roster:
         self.counters: list[VersionCounter] = []
         self.whole: list[tuple[int, Parameter]] = []
         self.offloaded: dict[int, OffloadedParam] = {}
-        self.gradients = Gradients(self.offloaded, engine, recorder, visible=visible_gradients)
+        self.gradients = Gradients(self.offloaded, engine, recorder, device, visible=visible_gradients)
         self.resident = ResidentAdam()
         self.transport = Transport(
             to_host=make_lane("D2H", device, recorder),
@@ -301,15 +300,10 @@ class Roster:
             TypeError: a gradient is sparse.
             RuntimeError: a gradient was consumed by an earlier optimizer step. Nothing has been changed then.
         """
-        for index, param in enumerate(self.params):
-            grad, name = param.grad, self.plan.params[index].name
-            if isinstance(grad, OffloadedGradient):
-                if self.gradients.visible:
-                    grad._record.check_usable()
-            elif grad is not None:
-                entry.refuse_sparse_grad(param, name)
-                if not self.gradients.visible and index in self.offloaded and self.offloaded[index].record is not None:
-                    entry.refuse_second_grad(name)
+        for index, param in self.whole:
+            entry.refuse_sparse_grad(param, self.plan.params[index].name)
+        for offloaded in self.offloaded.values():
+            offloaded.check_gradient()
 
     def read_factors(self) -> None:
         """Read the factors on all gradients that the optimizer step uses, with one copy to the host."""
