@@ -392,6 +392,50 @@ def test_pgd_after_accumulation_equals_adamw(entry: dict[str, Any] | None) -> No
     compare(loop, entry, effect=plain)
 
 
+# Gradients of gradients, which torch.compile does not have
+
+
+def penalized_inputs(weight: float) -> Callable[[nn.Module, Call, Optimizer], Numbers]:
+    """WGAN-GP: the loss has a term of its own gradient by the inputs."""
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        norms: list[float | Tensor] = []
+        for step in range(STEPS):
+            inputs, targets = batch(step)
+            x = inputs.clone().requires_grad_()
+            loss = F.cross_entropy(call(x), targets)
+            (by_inputs,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + weight * by_inputs.square().sum()).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    return loop
+
+
+def test_gradient_penalty_equals_adamw() -> None:
+    compare(penalized_inputs(10.0), effect=penalized_inputs(0.0))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_penalty_on_grad_equals_adamw() -> None:
+    """``.grad`` of a backward with ``create_graph`` is differentiated again."""
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        values: list[float | Tensor] = []
+        for step in range(STEPS):
+            loss_of(call, step).backward(create_graph=True)
+            penalty = sum(param.grad.square().sum() for param in model.parameters())
+            (10 * penalty).backward()
+            values += [param.grad.detach().clone() for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return values
+
+    compare(loop, effect=plain)
+
+
 # Two processes
 
 
