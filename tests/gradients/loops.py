@@ -175,14 +175,17 @@ def difference(a: Trained, b: Trained) -> float:
 
 def assert_close(actual: Trained, expected: Trained, *, atol: float = 1e-5, rel: float = 1e-6) -> None:
     """Numbers that are floats or scalars agree to ``rel``, other tensors and all weights to ``atol``."""
-    assert len(actual.numbers) == len(expected.numbers)
+    counts = len(actual.numbers), len(expected.numbers)
+    assert counts[0] == counts[1], f"the loop returned {counts[0]} numbers, and {counts[1]} under AdamW"
     for index, (a, b) in enumerate(zip(actual.numbers, expected.numbers, strict=True)):
         if isinstance(b, Tensor) and b.dim() > 0:
             torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda m, i=index: f"number {i}: {m}")
         elif math.isfinite(float(b)):
-            assert float(a) == pytest.approx(float(b), rel=rel, abs=0.0), f"number {index}"
+            assert float(a) == pytest.approx(float(b), rel=rel, abs=0.0), (
+                f"number {index} is {float(a)}, not {float(b)}"
+            )
         else:
-            assert str(float(a)) == str(float(b)), f"number {index}"
+            assert str(float(a)) == str(float(b)), f"number {index} is {float(a)}, not {float(b)}"
     for index, (a, b) in enumerate(zip(actual.weights, expected.weights, strict=True)):
         torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda m, i=index: f"weight {i}: {m}")
 

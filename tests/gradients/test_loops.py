@@ -164,7 +164,7 @@ def surgery(project: bool, clear: str = "optimizer") -> Callable[[nn.Module, Cal
                 param.grad = first + second
             optimizer.step()
             optimizer.zero_grad()
-        assert 0 < sum(products) < len(products)
+        assert 0 < sum(products) < len(products), "no gradients conflict, or all do"
         return products
 
     return loop
