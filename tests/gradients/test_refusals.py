@@ -1,0 +1,223 @@
+"""What a gradient that ``step()`` has used cannot do, and what the optimizer in backward cannot, is said clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim import Optimizer
+
+import zenflow_compile
+from tests.engine.training import EAGER_BACKEND
+from tests.gradients.loops import (
+    ADAM,
+    EXACT,
+    STEPS,
+    SUMMED,
+    WINDOWED,
+    ZERO_OFFLOAD,
+    Call,
+    Numbers,
+    both_entries,
+    compare,
+    difference,
+    loss_of,
+    plain,
+    run_of,
+    small,
+    train,
+)
+from zenflow_compile import ZenFlowAdamW
+
+NAME = "inner.weight"
+OPTIONS = {"exact": EXACT, "windowed": WINDOWED, "zero_offload": ZERO_OFFLOAD, "summed": SUMMED}
+every_policy = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+@contextmanager
+def refusing(*words: str) -> Iterator[None]:
+    """A RuntimeError, not one that follows from a missing check, whose message has all of ``words``."""
+    with pytest.raises(RuntimeError) as caught:
+        yield
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+@contextmanager
+def trained(options: dict[str, Any], entry: dict[str, Any] | None) -> Iterator[tuple[nn.Module, Call, Optimizer]]:
+    """A model after one step whose gradients have not been cleared."""
+    model = small()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options)
+    call = torch.compile(model, **entry) if entry else model
+    loss_of(call, 0).backward()
+    optimizer.step()
+    try:
+        yield model, call, optimizer
+    finally:
+        optimizer.zero_grad()
+        optimizer.close()
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "clone": torch.clone,
+    "item": lambda grad: grad[0, 0].item(),
+    "tolist": lambda grad: grad.tolist(),
+    "numpy": lambda grad: grad.numpy(),
+    "mean": lambda grad: grad.mean(),
+    "product": lambda grad: grad * 2 + 1,
+    "equal": lambda grad: torch.equal(grad, torch.zeros_like(grad)),
+    "copy": lambda grad: torch.empty(grad.shape).copy_(grad),
+    "value_clip": lambda grad: grad.clamp_(-1, 1),
+    "view": lambda grad: grad.view(-1)[0].item(),
+}
+
+
+@both_entries
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_values_after_step_are_refused(read: Callable[[Tensor], Any], entry: dict[str, Any] | None) -> None:
+    with trained(EXACT, entry) as (model, _, _), refusing(NAME, "zero_grad()"):
+        read(model.inner.weight.grad)
+
+
+@every_policy
+def test_values_after_step_under_every_policy(options: dict[str, Any]) -> None:
+    with trained(options, None) as (model, _, _), refusing(NAME, "zero_grad()"):
+        model.inner.weight.grad.clone()
+
+
+def test_consumed_gradient_can_be_printed() -> None:
+    with trained(EXACT, None) as (model, _, _):
+        assert model.inner.weight.grad is not None
+        assert repr(model.inner.weight.grad)
+
+
+@both_entries
+@every_policy
+def test_second_step_on_one_gradient_is_refused(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
+    """Weights stay as they are, and the next usual step is possible."""
+    with trained(options, entry) as (model, call, optimizer):
+        optimizer.synchronize()
+        before = [param.detach().clone() for param in model.parameters()]
+        with refusing("zero_grad()"):
+            optimizer.step()
+        optimizer.synchronize()
+        for param, weight in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param, weight)
+        optimizer.zero_grad()
+        loss_of(call, 1).backward()
+        optimizer.step()
+
+
+USES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "step": lambda _, optimizer: optimizer.step(),
+    "read": lambda model, _: model.inner.weight.grad.clone(),
+    "norm": lambda model, _: model.inner.weight.grad.norm().item(),
+    "total_norm": lambda model, _: get_total_norm([param.grad for param in model.parameters()]),
+    "clip": lambda model, _: clip_grad_norm_(model.parameters(), 1.0),
+    "value_clip": lambda model, _: clip_grad_value_(model.parameters(), 1.0),
+}
+
+
+@both_entries
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_backward_onto_used_gradient_raises_at_use(
+    use: Callable[[nn.Module, Optimizer], Any], entry: dict[str, Any] | None
+) -> None:
+    with trained(EXACT, entry) as (model, call, optimizer):
+        loss_of(call, 1).backward()
+        with refusing("zero_grad()"):
+            use(model, optimizer)
+
+
+@both_entries
+@every_policy
+def test_backward_onto_used_gradient_can_be_cleared(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
+    """The backward that was cleared leaves nothing behind, in no update window either."""
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        for step in range(STEPS):
+            loss_of(call, 10 * step).backward()
+            optimizer.step()
+            loss_of(call, 10 * step + 1).backward()
+            optimizer.zero_grad()
+        return None
+
+    if options is WINDOWED:
+        assert difference(train(run_of(loop), options, entry), train(run_of(plain), options, entry)) <= 1e-6
+    else:
+        compare(loop, entry, options)
+
+
+def test_step_without_backward_is_refused() -> None:
+    model = small()
+    with ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT) as optimizer:
+        with refusing("backward"):
+            optimizer.step()
+        loss_of(model, 0).backward()
+        model.zero_grad()
+        with refusing("backward"):
+            optimizer.step()
+
+
+def test_closed_optimizer_leaves_no_gradients_behind() -> None:
+    """A backward after ``close()`` gives plain gradients of the model."""
+    model, reference = small(), small()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **{**ADAM, "lr": 0.0}, **EXACT)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.close()
+    model.zero_grad()
+    loss_of(model, 1).backward()
+    loss_of(reference, 1).backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert type(param.grad) is Tensor
+        torch.testing.assert_close(param.grad, expected.grad, atol=1e-6, rtol=0)
+
+
+# The optimizer in backward
+
+
+def in_backward(model: nn.Module) -> Call:
+    return torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT})
+
+
+@contextmanager
+def closing(call: Call) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        try:
+            optimizer = zenflow_compile.optimizer_of(call)
+        except ValueError:  # refused before it was made
+            optimizer = None
+        if optimizer is not None and not optimizer.engine.closed:
+            optimizer.__exit__(RuntimeError, None, None)
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["before_compilation", "after_compilation"])
+def test_post_hook_in_backward_is_refused(at: int) -> None:
+    """The update runs before the hook would: what the hook did would be lost."""
+    model = small()
+    call = in_backward(model)
+    with closing(call):
+        for number in range(at):
+            loss_of(call, number).backward()
+        model.inner.weight.register_post_accumulate_grad_hook(lambda param: None)
+        with pytest.raises(RuntimeError, match=r"max_grad_norm|optimizer object|ZenFlowAdamW\("):
+            loss_of(call, at).backward()
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_], ids=["norm", "value"])
+def test_clip_after_backward_that_stepped_is_refused(clip: Callable[..., Any]) -> None:
+    """The update has run: PyTorch's clipping would have no effect."""
+    model = small()
+    call = in_backward(model)
+    with closing(call):
+        loss_of(call, 0).backward()
+        with refusing("max_grad_norm"):
+            clip(model.parameters(), 1.0)
