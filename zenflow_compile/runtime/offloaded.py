@@ -107,7 +107,8 @@ class OffloadedParam:
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
-        return self.record is not None or self._grad_of_others() is not None
+        consumed_in_backward = not self._gradients.visible and self.record is not None
+        return consumed_in_backward or self._grad_of_others() is not None
 
     def _grad_of_others(self) -> Tensor | None:
         """What is in ``.grad`` unless the optimizer-in-backward form has put it there."""
