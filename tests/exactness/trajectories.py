@@ -97,7 +97,7 @@ def train(member: Member, inner: str | None, steps: int, *, evaluate: bool = Fal
 def train_implicitly(member: Member, inner: str, steps: int, **options: Any) -> Trajectory:
     """Train with no optimizer object at all."""
     model = seeded(member.build)
-    run = compiled(model, inner, **ADAM, **OFFLOAD_ALL, **options)
+    run = compiled(model, inner, **{**ADAM, **OFFLOAD_ALL, **options})
     result = Trajectory()
     for _ in _loop(member, model, run, result, steps, evaluate=False):
         assert all(param.grad is None for param in model.parameters()), "the update is part of the backward"
