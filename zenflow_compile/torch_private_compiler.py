@@ -286,7 +286,7 @@ def register_write_lowerings(written_by: Iterable[torch._ops.OpOverload]) -> Non
     Inductor keeps pointwise reads of an input lazy: casts, products, gathers. Its fallback for a mutating custom op
     registers the op first and realizes the lazy readers of its arguments afterwards. The scheduler then orders these
     readers behind the write, and they read the new value. This lowering realizes the readers first, as Inductor does
-    for ``resize_storage_bytes_``. Idempotent: an op's lowering is replaced. Seen in torch 2.11 and 2.13.
+    for ``resize_storage_bytes_``. Idempotent: an op's lowering is replaced. Run in torch 2.13, written for 2.11 too.
 
     Args:
         written_by: ops that write to at least one argument, a tensor or a list of tensors.
@@ -314,7 +314,7 @@ def _write_lowering(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def realize_readers(op: torch._ops.OpOverload, args: Sequence[Any]) -> None:
-    """Realize all lazy readers of the arguments that ``op`` writes to. Seen in torch 2.11 and 2.13."""
+    """Realize all lazy readers of the arguments that ``op`` writes to. Run in torch 2.13, written for 2.11 too."""
     from torch._inductor.virtualized import V
 
     for argument, value in zip(op._schema.arguments, args, strict=True):
