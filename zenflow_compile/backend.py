@@ -111,6 +111,8 @@ class ServedGraph:
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if options.inner == "eager":
                 return private.compile_with_aot(graph, inputs, rewrite)
+            if rewrite is not None:
+                private.register_write_lowerings(ops.MUTATING)
             return private.compile_with_inductor(graph, inputs, rewrite, options.inductor)
 
         code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)

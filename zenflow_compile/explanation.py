@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from zenflow_compile.ownership import Engine, engines_of
 from zenflow_compile.passes.context import PassContext, Phase
+from zenflow_compile.passes.merge_gradients import MERGED
 from zenflow_compile.passes.pipeline import PassReport, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
@@ -81,6 +82,8 @@ def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> Gr
 
 def engine_of(node: Node) -> Any:
     """The engine that a node of ours names; None for a node of the model's own."""
+    if (merged := node.meta.get(MERGED)) is not None:
+        return merged[0]
     if node.op != "call_function" or not str(node.target).startswith("zenflow."):
         return None
     return node.args[0] if node.target is ops.BEGIN_BACKWARD else node.args[-2]
@@ -88,8 +91,12 @@ def engine_of(node: Node) -> Any:
 
 def reason(node: Node, ctx: PassContext) -> str | None:
     """Why the node was inserted for this engine; None for the model's own nodes and other engines' ones."""
+    if engine_of(node) != ctx.engine_id:
+        return None
+    if (merged := node.meta.get(MERGED)) is not None:
+        return f"{ctx.plan.params[merged[1]].name}: the graph has it at several inputs; its gradients become one"
     template = WHY.get(node.target)
-    if template is None or engine_of(node) != ctx.engine_id:
+    if template is None:
         return None
     p = node.args[-1]
     if node.target is ops.BEGIN_BACKWARD or not isinstance(p, int):

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-REWRITE_VERSION = "2"
-"""To be raised when passes leave the same nodes but other metadata than before. Inductor's FX graph cache keys on nodes
-alone: an update of this package would else load code that its predecessor's metadata made."""
+REWRITE_VERSION = "3"
+"""Part of the key of Inductor's FX graph cache. Raise it when the same nodes compile to different code: the cache sees
+neither the nodes' metadata nor their lowerings, so it would load the code that an older version made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +278,50 @@ def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
 
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
     return mode if mode is not None else nullcontext()
+
+
+def register_write_lowerings(written_by: Iterable[torch._ops.OpOverload]) -> None:
+    """Make Inductor finish every read of an argument before an op of ours writes to it.
+
+    Inductor keeps pointwise reads of an input lazy: casts, products, gathers. Its fallback for a mutating custom op
+    registers the op first and realizes the lazy readers of its arguments afterwards. The scheduler then orders these
+    readers behind the write, and they read the new value. This lowering realizes the readers first, as Inductor does
+    for ``resize_storage_bytes_``. Idempotent: an op's lowering is replaced. Run in torch 2.13, written for 2.11 too.
+
+    Args:
+        written_by: ops that write to at least one argument, a tensor or a list of tensors.
+    """
+    from torch._inductor import lowering
+
+    constraint = lowering.tag_to_layout_constraint(torch.Tag.needs_fixed_stride_order)
+    for op in written_by:
+        # What Inductor would set itself when it makes a fallback for an op without a lowering.
+        lowering.add_needs_realized_inputs(op)
+        lowering.add_layout_constraint(op, constraint)
+        lowering.register_lowering(op, type_promotion_kind=None)(_write_lowering(op))
+
+
+def _write_lowering(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    from torch._inductor.lowering import fallback_handler
+
+    fallback: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(*args: Any) -> Any:
+        realize_readers(op, args)
+        return fallback(*args)
+
+    return lower
+
+
+def realize_readers(op: torch._ops.OpOverload, args: Sequence[Any]) -> None:
+    """Realize all lazy readers of the arguments that ``op`` writes to. Run in torch 2.13, written for 2.11 too."""
+    from torch._inductor.virtualized import V
+
+    for argument, value in zip(op._schema.arguments, args, strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                tensor.realize()
+                V.graph.mark_buffer_mutated(tensor.get_name())
 
 
 def cache_note(graph: torch.fx.Graph) -> dict[str, str]:

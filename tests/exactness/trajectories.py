@@ -103,7 +103,7 @@ def grad_state(grad: Tensor) -> GradientState | None:
 def train_implicitly(member: Member, inner: str, steps: int, **options: Any) -> Trajectory:
     """Train with no optimizer object at all."""
     model = seeded(member.build)
-    run = compiled(model, inner, **ADAM, **OFFLOAD_ALL, **options)
+    run = compiled(model, inner, **{**ADAM, **OFFLOAD_ALL, **options})
     result = Trajectory()
     for _ in _loop(member, model, run, result, steps, evaluate=False):
         gradients = [param.grad for param in model.parameters()]

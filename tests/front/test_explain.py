@@ -37,6 +37,19 @@ def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> Non
     assert "more nodes" not in full.getvalue()
 
 
+def test_merged_gradients_are_explained(recording: Callable[..., RecordingEngine]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    recording(model)
+    compiled = torch.compile(model, backend=zenflow, options={"inner": "eager"})
+    compiled(torch.randn(3, 8)).sum().backward()
+    model[2].weight = model[0].weight
+    compiled(torch.randn(3, 8)).sum().backward()
+    backward = explain(compiled, console=Console(file=io.StringIO())).graphs[-1]
+    assert dict(backward.counts)["merge_gradients"] == 1
+    (line,) = (line for line in backward.lines if line.text.startswith("merged_gradient"))
+    assert line.reason == "0.weight: the graph has it at several inputs; its gradients become one"
+
+
 def test_windows_that_adapt_have_no_fixed_length() -> None:
     model = nn.Linear(16, 16)
     with ZenFlowAdamW(

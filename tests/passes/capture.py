@@ -55,7 +55,21 @@ class Capture:
     reports: dict[Phase, PassReport] = field(default_factory=dict)
 
     def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        pairs = [(self.engine.index_of(v), i) for i, v in enumerate(example_inputs) if isinstance(v, Tensor)]
+        return self.compile(gm, example_inputs, example_inputs)
+
+    def backend_per_call(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles Dynamo's graph at every call, for the parameters of that call, which may be one at two inputs."""
+        captured = private.capture(gm, example_inputs)
+
+        def call(*args: Any) -> Any:
+            code = private.compile_again(captured, lambda graph, fakes: self.compile(graph, fakes, args))
+            return code(*args)
+
+        return call
+
+    def compile(self, gm: GraphModule, inputs: Sequence[Any], args: Sequence[Any]) -> Callable[..., Any]:
+        """Compile for ``args``; ``inputs`` are the same, or fake."""
+        pairs = [(self.engine.index_of(v), i) for i, v in enumerate(args) if isinstance(v, Tensor)]
         params = tuple((p, i) for p, i in pairs if p is not None)
 
         def rewrite(graph: GraphModule, phase: str) -> None:
@@ -72,7 +86,7 @@ class Capture:
             self.after[ctx.phase] = graph
             self.contexts[ctx.phase] = ctx
 
-        return private.compile_with_aot(gm, example_inputs, rewrite)
+        return private.compile_with_aot(gm, inputs, rewrite)
 
     def run(self, model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = torch.compile(model, backend=self.backend)(x)

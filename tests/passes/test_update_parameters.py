@@ -10,7 +10,9 @@ from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, re
 from tests.recording import RecordingEngine
 from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import Phase, written_inputs
-from zenflow_compile.passes.update_parameters import build_step_graph
+from zenflow_compile.passes.offload_gradients import OffloadGradients
+from zenflow_compile.passes.select_columns import SelectColumns
+from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
 
@@ -57,8 +59,9 @@ def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., R
             self.first, self.weight = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4, 4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = torch.sin(x @ self.first) @ self.weight.detach().t()  # read in the backward, no gradient from here
-            return torch.sin(inner) @ self.weight
+            with torch.no_grad():
+                view = self.weight.t()  # read in the backward, no gradient from here
+            return torch.sin(torch.sin(x @ self.first) @ view) @ self.weight
 
     model, x = Twice(), torch.randn(3, 4)
     expected = reference_gradients(model, x)
@@ -72,6 +75,31 @@ def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., R
     between = between[between.index(copy) : between.index(write)]
     assert torch.ops.aten.mm.default in {node.target for node in between}
     torch.testing.assert_close(engine.received, {0: expected["first"], 1: expected["weight"]})
+
+
+def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngine]) -> None:
+    """A backward that gets a weight and a view of it: the compiler does not know that they share memory."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.gate = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(x @ (self.weight * self.gate))
+
+    model = Gated()
+    passes = {Phase.BACKWARD: (SelectColumns(), OffloadGradients())}
+    capture = Capture(recording(model, finalizes_in_backward=True), passes)
+    capture.run(model, torch.randn(3, 4))
+    backward, ctx = capture.after[Phase.BACKWARD], capture.contexts[Phase.BACKWARD]
+    weight = private.aot_inputs(backward.graph)[dict(ctx.params)[0]]
+    with backward.graph.inserting_after(weight):
+        view = backward.graph.placeholder("saved_view")
+    view.meta["val"] = weight.meta["val"].t()
+    assert UpdateParameters()(backward, ctx) == 0
+    backward.graph.erase_node(view)
+    assert UpdateParameters()(backward, ctx) == 1
 
 
 def test_leaves_updates_to_step(recording: Callable[..., RecordingEngine]) -> None:

@@ -33,7 +33,8 @@ class PassContext:
         engine_id: that engine; every inserted node names it.
         phase: which graph this is.
         params: ``(p, input index)`` for each parameter of the engine that Dynamo's graph has as an input: ``p`` is the
-            index in the plan, the input index counts the inputs of Dynamo's graph.
+            index in the plan, the input index counts the inputs of Dynamo's graph. A parameter that the graph was
+            called with twice has two pairs.
         finalizes_in_backward: the update nodes may sit in the backward graph.
         forward_order: parameters by first use in the forward, as far as known.
         weight_grad_bytes: how much the order of weight gradients may keep alive; 0 leaves the order as it is.
@@ -50,7 +51,11 @@ class PassContext:
     def in_forward_order(self) -> list[int]:
         """This graph's parameters by first use in the forward; those that it did not say in the plan's order."""
         known = {p: position for position, p in enumerate(self.forward_order)}
-        return sorted((p for p, _ in self.params), key=lambda p: (known.get(p, len(known)), p))
+        return sorted({p for p, _ in self.params}, key=lambda p: (known.get(p, len(known)), p))
+
+    def inputs_of(self, p: int) -> list[int]:
+        """The input indices of one parameter, in order; more than one if the graph was called with it twice."""
+        return sorted(index for each, index in self.params if each == p)
 
     def offloaded(self) -> Iterator[tuple[ParamPlan, int]]:
         """The parameters that have anything inserted for them, with their input indices."""

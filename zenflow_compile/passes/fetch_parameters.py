@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from zenflow_compile import torch_private_compiler as private
-from zenflow_compile.passes.context import PassContext, Phase, check_shape, insert
+from zenflow_compile.passes.context import PassContext, Phase, check_shape, insert, written_inputs
 from zenflow_compile.runtime import ops
 
 
@@ -25,6 +25,10 @@ class FetchParameters:
         zenflow.copy_to_device_(weight, engine, p)
         transposed = permute(weight, [1, 0])
         y = mm(x, transposed)
+
+    A parameter at two inputs of the graph is fetched in front of the first use of each: the compiler does not know that
+    both are the same memory and may exchange reads of one with writes to the other. The first fetch applies what is
+    due, so that the second finds nothing to do.
     """
 
     name: str = "fetch_parameters"
@@ -36,11 +40,11 @@ class FetchParameters:
         graph = gm.graph
         order = {node: position for position, node in enumerate(graph.nodes)}
         inputs = private.aot_inputs(graph)
-        fetched = set(fetch_order(gm, ctx.engine_id))
+        fetched = written_inputs(graph)
         todo: list[tuple[int, Node, Node]] = []
         for param, index in ctx.offloaded():
             node = inputs.get(index)
-            if node is None or not node.users or param.index in fetched:
+            if node is None or not node.users or node in fetched:
                 continue
             check_shape(node, param, "the input")
             todo.append((param.index, node, min(node.users, key=order.__getitem__)))
@@ -51,11 +55,11 @@ class FetchParameters:
 
 
 def fetch_order(gm: GraphModule, engine_id: int) -> list[int]:
-    """The engine's parameters in the order in which this graph needs them, fused or not."""
+    """The engine's parameters in the order in which this graph needs them first, fused or not."""
     order: list[int] = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in (ops.COPY_TO_DEVICE_, ops.FETCH_PARAMETERS_):
             _, engine, ps = node.args
             if engine == engine_id:
                 order += ps if isinstance(ps, (list, tuple)) else [ps]
-    return order
+    return list(dict.fromkeys(order))

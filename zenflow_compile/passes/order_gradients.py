@@ -63,7 +63,8 @@ class OrderGradients:
         inputs = private.aot_inputs(graph)
         weights = {inputs.get(index) for _, index in ctx.params}  # the graph keeps them anyway
         for p in ctx.in_forward_order():
-            found = gradient(graph, dict(ctx.params)[p])
+            each_input = (gradient(graph, index) for index in ctx.inputs_of(p))
+            found = next((each for each in each_input if each is not None), None)
             if found is None or not ctx.plan.params[p].offloaded:
                 continue
             cone = [node for node in exclusive_cone(found[0]) if node not in taken]

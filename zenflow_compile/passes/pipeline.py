@@ -12,6 +12,7 @@ from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import GraphPass, PassContext, Phase, written_inputs
 from zenflow_compile.passes.fetch_parameters import FetchParameters
 from zenflow_compile.passes.fuse_nodes import FuseNodes
+from zenflow_compile.passes.merge_gradients import MergeGradients
 from zenflow_compile.passes.offload_gradients import OffloadGradients
 from zenflow_compile.passes.order_gradients import OrderGradients
 from zenflow_compile.passes.select_columns import SelectColumns
@@ -21,7 +22,14 @@ from zenflow_compile.planning.plan import Plan
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
     Phase.FORWARD: (FetchParameters(), FuseNodes()),
     Phase.INFERENCE: (FetchParameters(), FuseNodes()),
-    Phase.BACKWARD: (OrderGradients(), SelectColumns(), OffloadGradients(), UpdateParameters(), FuseNodes()),
+    Phase.BACKWARD: (
+        MergeGradients(),
+        OrderGradients(),
+        SelectColumns(),
+        OffloadGradients(),
+        UpdateParameters(),
+        FuseNodes(),
+    ),
     Phase.STEP: (FuseNodes(),),
 }
 

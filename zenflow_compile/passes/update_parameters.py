@@ -64,7 +64,9 @@ class UpdateParameters:
 
     The update is behind this graph's last read of the parameter's memory, through whatever view. Whether another graph
     still has to read it, or to add to its gradient, only the engine knows: it may put the update off to the end of the
-    backward. It does that as well for parameters that this graph does not have as inputs.
+    backward. It does that as well for parameters that this graph does not have as inputs, and for those whose memory it
+    has at several, because it was called with one parameter twice or gets a saved view of it: the compiler would not
+    keep an update through one input behind the reads of another.
     """
 
     name: str = "update_parameters"
@@ -77,14 +79,18 @@ class UpdateParameters:
             return 0
         graph = gm.graph
         inputs = private.aot_inputs(graph)
-        of_param = dict(ctx.params)
         todo: list[tuple[int, Node, Node]] = []
         for copy in graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST):
             _, engine_id, p = copy.args
             if engine_id != ctx.engine_id or not isinstance(p, int):
                 continue
-            param_node = inputs.get(of_param[p])
-            if param_node is not None and not find(graph, ops.UPDATE_ON_HOST, ctx.engine_id, p):
+            index, *further = ctx.inputs_of(p)
+            if further:
+                continue
+            param_node = inputs.get(index)
+            if param_node is None or inputs_with_memory_of(param_node) > 1:
+                continue
+            if not find(graph, ops.UPDATE_ON_HOST, ctx.engine_id, p):
                 todo.append((p, param_node, copy))
         if not todo:
             return 0
@@ -96,3 +102,9 @@ class UpdateParameters:
             with graph.inserting_before(last.next):
                 emit_updates(graph, start, [(p, param_node)], ctx.plan, ctx.engine_id)
         return len(todo)
+
+
+def inputs_with_memory_of(node: Node) -> int:
+    """How many inputs of the graph have the memory of ``node``: itself and views of it."""
+    placeholders = node.graph.find_nodes(op="placeholder")
+    return sum(private.storage_of(each) == private.storage_of(node) for each in placeholders)

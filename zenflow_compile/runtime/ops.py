@@ -231,3 +231,6 @@ _WRITING = (
 )  # fmt: skip
 for _op in _WRITING:
     torch.fx.node.has_side_effect(_op)
+
+MUTATING = tuple(op for op in _WRITING if op._schema.is_mutable)
+"""The ops that write to an argument: a parameter, a list of parameters or the token."""
