@@ -238,11 +238,6 @@ def test_windowed_clip_is_equal_at_both_entries() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
-def test_clip_under_inductor_equals_adamw() -> None:
-    compare(with_tool(clip), INDUCTOR, effect=plain, rel=1e-5)
-
-
 # Loss scaling
 
 
@@ -608,11 +603,6 @@ def test_windowed_whole_edit_equals_scaled_loss() -> None:
     assert difference(expected, train(run_of(plain), WINDOWED)) > 2e-4
     for double in (lambda p: p.grad.mul_(2), lambda p: p.grad.view(-1).mul_(2), lambda p: p.grad.copy_(2 * p.grad)):
         assert difference(train(run_of(with_tool(each(double))), WINDOWED), expected) <= 1e-6
-
-
-@pytest.mark.slow
-def test_mask_under_inductor_equals_adamw() -> None:
-    compare(with_tool(each(multiply_by_mask)), INDUCTOR, effect=plain)
 
 
 # Clearing, holding and replacing
