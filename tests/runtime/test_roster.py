@@ -103,19 +103,21 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
     monkeypatch.setattr(roster, "StagingRing", lambda slots, size, device: StagingRing(slots, size, cpu))
     monkeypatch.setattr(DeviceSide, "allocate", lambda plan, device: allocate(plan, cpu))
     listener = Listener()
-    found = roster.Roster([{}, {}], Options(**OFFLOAD_ALL), torch.device("cuda"), Recorder(cpu))
+    device = torch.device("cuda")
+    engine = weakref.ref(listener)
+    found = roster.Roster([{}, {}], Options(**OFFLOAD_ALL), device, Recorder(cpu), engine, visible_gradients=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for group in (0, 1):
             named = [(f"{group}.{name}", param) for name, param in mlp().named_parameters()]
-            found.add([named], group, weakref.ref(listener))
+            found.add([named], group)
     assert len(calls) == 2
     assert [each.category for each in caught] == [RuntimeWarning]
     message = str(caught[0].message)
     assert "slower, and the training thread waits" in message
     assert "ulimit -l" in message
     assert len(found.offloaded) == 6  # everything works on unpinned memory
-    found.close()
+    found.close(keep_gradients=False)
 
 
 @pytest.mark.gpu
