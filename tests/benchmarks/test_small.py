@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gil_gap, op_overhead, profiler_overhead
+from benchmarks import clipping, gil_gap, op_overhead, profiler_overhead
 
 
 def test_gil_gap(results: Path) -> None:
@@ -37,3 +37,13 @@ def test_op_overhead(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["parts"]["update_parameters"]["calls"] == 1
         assert 0 < row["operators_cpu_ms"] < row["cpu_ms"]
     assert len(written["targets"]) == 4
+
+
+def test_clipping(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "TENSORS", 8)
+    assert clipping.main(["--width", "16", "--rounds", "2"]) == 0
+    written = json.loads((results / "clipping.json").read_text())
+    (row,) = written["rows"]
+    assert row["dense_gradients"] == 0
+    assert row["ratio"]["n"] == row["clip_us"]["offloaded"]["n"] == 2
+    assert [target["limit"] for target in written["targets"]] == [2.5, 4.0, 0.0]
