@@ -143,7 +143,7 @@ def test_the_gradient_that_tells_of_the_backward_after_a_failed_one_counts(has_o
         cut.check()
 
 
-def test_that_gradient_is_not_of_the_void_step_of_a_failed_backward_that_updated() -> None:
+def test_first_gradient_after_failed_backward_is_kept() -> None:
     cut = Cut(policy="zenflow", update_interval=2, max_grad_norm=None)
     for step in range(3):
         cut.run(step)

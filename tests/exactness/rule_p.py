@@ -103,7 +103,7 @@ class SplitParam:
         closes: bool,
         select_interval: int | None,
     ) -> None:
-        """Attempted step ``at``; without a gradient it is void. In a warm-up what closes is seen at once."""
+        """Step ``at``, perhaps without a gradient. In a warm-up what closes is seen at once."""
         if grad is not None:
             grad = self.lines(grad.contiguous()).float()
             self.taken += 1

@@ -124,7 +124,7 @@ class Broken(nn.Module):
 
 
 class Adapted(nn.Module):
-    """``never`` gets no gradient at all, ``adapter`` none at two steps of three: their steps are void."""
+    """``never`` gets no gradient at all, ``adapter`` none at two steps of three."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -197,7 +197,7 @@ def test_clipped_gradients_accumulate_like_pytorchs() -> None:
 
 
 def test_a_clip_factor_ends_with_its_step() -> None:
-    """Also when the step is void or the gradient discarded."""
+    """Also when the gradient is discarded."""
     mine, reference = mlp(), mlp()
     optimizer, adam = (
         ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT),

@@ -21,7 +21,7 @@ class MergeGradients:
 
     Dynamo compiles one graph for two parameters of the same shape, and calls it again when both are the same one:
     weights that are tied after the first step, or a function called with ``(w1, w2)`` and then with ``(w1, w1)``.
-    Autograd would add up the two gradients in ``.grad``, which gradients of offloaded parameters never reach.
+    Autograd would add up the two gradients, but those of offloaded parameters are taken before it sees them.
 
     Before::
 

@@ -1,4 +1,4 @@
-"""Backward: gradients leave the device instead of reaching ``.grad``."""
+"""Backward: gradients leave the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class OffloadGradients:
         ...
         return (..., None, ...)
 
-    As the gradient is no output any more, its memory is free as soon as it has been split.
+    As the gradient is no output any more, its memory is free as soon as it has been split. Where autograd must have the
+    gradient itself, the compiled code returns it all the same: see ``runtime.ops.returning_gradients``.
     """
 
     name: str = "offload_gradients"

@@ -69,8 +69,8 @@ class ParamPlan:
         name: the parameter's name, or ``param<index>`` where none is known.
         lines: number of lines; length: elements per line.
         k: lines whose state is on the device; ``rest`` = lines - k are the host's.
-        interval: attempted steps per window (upper bound where the interval adapts).
-        phase: the window closes at the attempted steps t with t % interval == phase.
+        interval: steps per window (upper bound where the interval adapts).
+        phase: the window closes at the steps t with t % interval == phase.
         staleness: whole steps after which a closed window becomes visible, beyond the next forward.
         blocking: the step waits for the host update instead of the parameter's next use.
         fixed: the device's lines are the first ``k`` for good.

@@ -1,6 +1,6 @@
 """The update rule, as pure functions: host, device and the tests' oracle share it.
 
-Rule P. A *window* is a number of attempted steps whose gradients are applied together. When it closes, the
+Rule P. A *window* is a number of steps whose gradients are applied together. When it closes, the
 moments take every stored gradient in order, exactly as AdamW would, and the weights then take one step, with
 the rate summed over the window and the closing moments::
 
@@ -61,14 +61,14 @@ def window_coefficients(slots: Sequence[SlotCoefficients], step: int) -> WindowC
     """Coefficients of the closing step.
 
     Args:
-        slots: the window's slots that are not void, oldest first; at least one.
+        slots: one for each gradient of the window, oldest first; at least one.
         step: how many gradients the moments have taken once this window is in, these slots included.
 
     Raises:
         ValueError: no slot, or ``step`` smaller than the number of slots.
     """
     if not slots:
-        raise ValueError("slots is empty: a window of void slots closes as a no-op and has no coefficients")
+        raise ValueError("slots is empty: a window of missing gradients has no coefficients, and is not flushed")
     if step < len(slots):
         raise ValueError(
             f"step={step} must be at least {len(slots)}, the number of slots: it counts the gradients in the "
@@ -107,7 +107,7 @@ def rule_p_(
             stays.
         step: gradients in the moments after this window.
         eps: of Adam, outside the root.
-        out: takes the new master, cast to its own dtype; also when every slot was void.
+        out: takes the new master, cast to its own dtype; also when every gradient was missing.
 
     Raises:
         ValueError: numbers of gradients and slots differ; or see :func:`window_coefficients`.

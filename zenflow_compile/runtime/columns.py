@@ -26,7 +26,7 @@ class DeviceSide:
         norms: f32[lines], squared norms of the gradient that waits.
         score: f32[lines], moving average of the squared norms of unscaled gradients.
         steps: gradients that the moments have taken.
-        selected_at: attempted step of the last re-selection; None before the first.
+        selected_at: step of the last re-selection; None before the first.
     """
 
     plan: ParamPlan

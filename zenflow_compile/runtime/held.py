@@ -57,7 +57,7 @@ class Held:
         return self.gradient
 
     def finalize(self, slot: SlotCoefficients) -> Outgoing | None:
-        """The gradient is final and not void. Returns what is to be sent at once: the sum waits for its window."""
+        """The gradient is final. Returns what is to be sent at once: the sum waits for its window."""
         assert self.gradient is not None
         if self.window_sum is not None:
             self.window_sum.add(self.gradient, slot)

@@ -40,7 +40,7 @@ class Landing:
         return sorted(self._roster.offloaded.values(), key=lambda offloaded: offloaded.deadline)
 
     def end_step(self, now: int) -> None:
-        """``now`` steps were attempted: land what cannot wait for a first use."""
+        """``now`` steps are over: land what cannot wait for a first use."""
         closed = [offloaded for offloaded in self._roster.offloaded.values() if offloaded.host.closes]
         self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
         for offloaded in self._in_flight:

@@ -454,7 +454,7 @@ class OffloadedParam:
             self.record = None
 
     def close_window(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> Close | None:
-        """Close the open window, whose job is to be submitted then; a window of void slots closes as a no-op.
+        """Close the open window, whose job is to be submitted then; a window of missing gradients does nothing.
 
         Args:
             selection: i32[k] on the device, the lines to select from here on; None where the selection stays.
@@ -479,7 +479,7 @@ class OffloadedParam:
     # The way back.
 
     def due(self, now: int) -> bool:
-        """Whether a closed window is visible to a forward after ``now`` attempted steps and has not landed."""
+        """Whether a closed window is visible to a forward after ``now`` steps and has not landed."""
         closes = self.host.closes
         return bool(closes) and any(close.visible_at <= now for close in closes)
 

@@ -76,7 +76,7 @@ class Recorder:
             self._add(kind, begin, self.now(), "")
 
     def end_step(self, steps: int) -> None:
-        """An optimizer step is done; ``steps`` were attempted so far."""
+        """An optimizer step is done; ``steps`` were done so far."""
         self.end_phase()
         if self.timeline is not None and self._step_began is not None:
             now = time.perf_counter_ns()

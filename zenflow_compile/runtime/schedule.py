@@ -1,4 +1,4 @@
-"""When windows close and selections move: functions of the attempted step, the options and gradient values alone.
+"""When windows close and selections move: functions of the step, the options and gradient values alone.
 
 Values of the device decide at a fixed lag, when they have long crossed to the host (``readback.py``): norms one step
 after they were computed, the drift of a selection one window after. Measured time has its say once, as the shortest
@@ -98,10 +98,10 @@ class Schedule:
         return step < self._options.full_warm_up_rounds
 
     def closes(self, plan: ParamPlan, device: DeviceSide, step: int, *, present: bool, unscale: float) -> bool:
-        """Whether the parameter's window closes with attempted step ``step`` (from 0).
+        """Whether the parameter's window closes with step ``step`` (from 0).
 
         Args:
-            present: the step is not void for the parameter; ``unscale``: one over its loss scale.
+            present: the parameter has a gradient in this step; ``unscale``: one over the loss scale of it.
         """
         self._arrive()
         if self.warming_up(step):

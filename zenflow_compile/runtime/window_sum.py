@@ -25,7 +25,7 @@ class WindowSum:
     Attributes:
         total: f32[rest, length], sum of ``gradient * grad_scale`` over the window's gradients, in units of ``unit``;
             meaningless while there is none.
-        slots: what each of the gradients was to be taken with, oldest first; void steps have none.
+        slots: what each of the gradients was to be taken with, oldest first; a missing gradient has none.
     """
 
     total: Tensor

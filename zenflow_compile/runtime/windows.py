@@ -84,7 +84,7 @@ class HostSide:
         home: where the state is: in the arena, too, or in a file.
         workers: how many share a close.
         taken: gradients that the moments have taken so far.
-        open: slots of the window that is open, oldest first; void slots never enter.
+        open: slots of the window that is open, oldest first; a missing gradient has none.
         closes: windows that closed and have not landed, oldest first.
         landed: the last upload's copy. Its buffer is written again only after it, which the copies of gradients do not
             guarantee if the upload landed late.
@@ -164,7 +164,7 @@ class HostSide:
         return index, self.gradients[index]
 
     def commit(self, slot: Slot) -> None:
-        """The gradient in ``slot`` is final and not void: it belongs to the open window."""
+        """The gradient in ``slot`` is final: it belongs to the open window."""
         self.open.append(slot)
         self._next_slot = (slot.index + 1) % len(self.gradients)
 
