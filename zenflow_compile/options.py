@@ -54,9 +54,9 @@ class Options:
     """What a user chose, checked; planners and the engine read it and nothing changes it.
 
     Numbers are stored as plain ``int`` and ``float``, so that ``torch.load(weights_only=True)`` reads a dict
-    of them. A *step* is a call of ``step()``; one that ``GradScaler`` skips is none. Every policy checks the ranges of all
-    options and ignores those that it does not read; "read by" in docs/options.md has the policies that read each. An
-    optimizer warns of options that its policy does not read.
+    of them. A *step* is a call of ``step()``; one that ``GradScaler`` skips is none. Every policy checks the ranges of
+    all options and ignores those that it does not read; "read by" in docs/options.md has the policies that read each.
+    An optimizer warns of options that its policy does not read.
 
     Attributes:
         policy: Where optimizer state lives. ``"resident"``: on the device, as in plain AdamW.

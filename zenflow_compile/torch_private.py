@@ -276,6 +276,15 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def inside_compiled_autograd() -> bool:
+    """Whether the backward that runs was captured by compiled autograd, which calls no callback at its end.
+
+    FSDP2 asks the same. Seen in torch 2.11 and 2.13.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
 def inside_backward_node() -> bool:
     """Whether a node of a backward is being evaluated in this thread. Seen in torch 2.11 and 2.13.
 

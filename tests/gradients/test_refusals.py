@@ -221,3 +221,16 @@ def test_clip_after_backward_that_stepped_is_refused(clip: Callable[..., Any]) -
         loss_of(call, 0).backward()
         with refusing("max_grad_norm"):
             clip(model.parameters(), 1.0)
+
+
+def test_compiled_autograd_in_backward_is_refused() -> None:
+    """It calls nothing at the end of a backward, and the step is due then."""
+    model = small()
+    call = in_backward(model)
+    with closing(call):
+        loss_of(call, 0).backward()
+        loss = loss_of(call, 1)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")), refusing("ZenFlowAdamW"):
+            loss.backward()
+        loss_of(call, 2).backward()
+        assert zenflow_compile.optimizer_of(call).engine.step == 2

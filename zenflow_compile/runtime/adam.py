@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class SlotCoefficients(NamedTuple):
-    """What was in force at the moment when the gradient in a slot became final. Void slots have none."""
+    """What was in force at the moment when the gradient in a slot became final. A missing gradient has none."""
 
     lr: float
     beta1: float
@@ -103,7 +103,7 @@ def rule_p_(
     Args:
         master, exp_avg, exp_avg_sq: state, of one shape and dtype (fp32 in training); updated in place.
         gradients: one per slot, oldest first, of that shape and any floating dtype; not written.
-        slots: coefficients of those gradients. Void slots are absent from both. With none at all the state
+        slots: coefficients of those gradients. Missing gradients are absent from both. With none at all the state
             stays.
         step: gradients in the moments after this window.
         eps: of Adam, outside the root.

@@ -172,6 +172,8 @@ class Engine(ReadableNodes):
         self._check()
         task = torch_private.current_graph_task()
         if task != self._graph_task:
+            if self.implicit and torch_private.inside_compiled_autograd():
+                entry.refuse_compiled_autograd()
             if self._graph_task is not None and self.implicit:
                 self._drop_failed_backward(arrived)
             self._graph_task = task
@@ -262,9 +264,9 @@ class Engine(ReadableNodes):
             RuntimeError: it is of weights that an update was on its way to; or see ``refuse_gradient_hooks``.
         """
         self.roster.interleaved.prefetch()
-        self._contributed = True
         name, param = self.plan.params[p].name, self.params[p]
         if p not in self.offloaded:
+            self._contributed = True
             entry.refuse_sparse_grad(param, name)
             self.leftovers.note(p)
             return
@@ -272,6 +274,7 @@ class Engine(ReadableNodes):
         from_graph, offloaded.returned = offloaded.returned, False
         if isinstance(param.grad, OffloadedGradient):
             return  # a graph's node has taken it, or ``accumulate_grad``
+        self._contributed = True
         entry.refuse_sparse_grad(param, name)
         if self.implicit:
             entry.refuse_gradient_hooks(param, name)

@@ -133,6 +133,17 @@ def refuse_nested_backward() -> NoReturn:
     )
 
 
+def refuse_compiled_autograd() -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: nothing tells when a backward under compiled autograd ends, and the step is due then.
+    """
+    raise RuntimeError(
+        "a model compiled without an optimizer object steps at the end of its backward, and compiled autograd does not "
+        "tell when that is; run the backward without compiled autograd, or create a ZenFlowAdamW and call its step()"
+    )
+
+
 def refuse_closed() -> NoReturn:
     """
     Raises:

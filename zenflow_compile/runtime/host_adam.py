@@ -55,9 +55,9 @@ class HostAdam(Protocol):
 
         Args:
             master, exp_avg, exp_avg_sq: f32[n] on the CPU, contiguous.
-            gradients: [n] each, one per slot that is not void, in the dtype the kernel was made for.
-            out: [n] in the out dtype the kernel was made for; takes the new master, also when every slot was
-                void.
+            gradients: [n] each, one per slot, in the dtype the kernel was made for.
+            out: [n] in the out dtype the kernel was made for; takes the new master, also when every gradient was
+                missing.
 
         Where a range is cut never changes results of ``inductor``. ``aten`` rounds the last ``n % 16``
         elements of a call a little differently, so cut at multiples of 64 elements where results must not
