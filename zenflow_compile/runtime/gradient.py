@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class Factors:
             return before * (1.0 / number if number else math.copysign(math.inf, number))  # as IEEE divides
         last = self._last
         # The memo keeps ``by`` alive, so that no other tensor can have its identity.
-        if last is not None and last[0] is before and last[1] is by and last[2] == by._version and last[3] == divide:
+        if last is not None and last[1] is by and last[2:4] == (by._version, divide) and _same(last[0], before):
             return last[4]
         value = by.detach().reshape(()).to(self._device, torch.float32, copy=True)
         product = before / value if divide else before * value
@@ -101,6 +102,10 @@ class Factors:
                 numbers[id(factor)] if isinstance(factor, Tensor) else factor
                 for factor in (record.clip, record.unscale)
             )
+
+
+def _same(one: Factor, other: Factor) -> bool:
+    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 
 class GradientLike(NamedTuple):
@@ -342,17 +347,21 @@ class GradientRecord:
         Args:
             keep: also the values of a gradient that is in engine memory.
         """
-        if self.state is GradientState.DENSE or (keep and (self.state.away or self.state is GradientState.ZERO)):
+        if self.state is GradientState.DENSE:
             return self.make_dense()
+        if keep and not self.state.gone:
+            with suppress(RuntimeError):  # a failed copy, which has raised or will
+                return self.make_dense()
         return None
 
     def dropped(self) -> None:
-        """It is the engine's no more, and not in ``.grad``: whoever holds a tensor of it gets the values."""
+        """It is not in ``.grad`` any more, and the engine is about to overwrite it: a tensor of it gets the values."""
         if not self.state.away:
             return
         if self.held:
-            self.make_dense()
-        else:
+            with suppress(RuntimeError):  # a failed copy, which has raised or will
+                self.make_dense()
+        if self.state.away:
             self.state = GradientState.DISCARDED
 
     def refuse(self, verb: str) -> NoReturn:

@@ -181,10 +181,11 @@ class OffloadedParam:
         return record
 
     def drop(self) -> None:
-        """The gradient was cleared or replaced: whoever still holds a tensor of it gets the values."""
-        if (record := self.record) is not None:
-            record.dropped()
-            self.give_up(record)
+        """The gradient was cleared or replaced. A tensor of it that is still referred to gets the values."""
+        if self.record is not None:
+            self.record.dropped()
+            self.record = None
+        self._release_parts()
 
     def discard(self) -> None:
         """Forget what no optimizer step will use: of visible gradients what is not in ``.grad``, of others all."""
@@ -253,14 +254,14 @@ class OffloadedParam:
         grad = self.param.grad if self._gradients.visible else None
         zeroed = grad if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.ZERO else None
         record = GradientRecord(self._like, self._me) if zeroed is None else zeroed._record
+        record.forget_factors()
+        record.contributions = 1
+        self.record = record  # first: if an interrupt comes behind the split, dropping the record frees its parts
         if split:
             self._split(record, matrix)
         else:
             self._accumulator_like(matrix).copy_(matrix)
             record.state = GradientState.ON_DEVICE
-        record.forget_factors()
-        record.contributions = 1
-        self.record = record
         if zeroed is None and self._gradients.visible:
             self.param.grad = OffloadedGradient.of(record)
 
@@ -288,10 +289,9 @@ class OffloadedParam:
         if record is None and (grad := self._grad_of_others()) is not None:
             self.eager = self.eager or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
-            record = GradientRecord(self._like, self._me)
-            self._split(record, self._matrix(values))
+            self.record = record = GradientRecord(self._like, self._me)
             record.contributions = 1
-            self.record = record
+            self._split(record, self._matrix(values))
             if not self._gradients.visible:
                 self.param.grad = None
         if (record := self.record) is not None and record.state is GradientState.ON_DEVICE:
@@ -303,6 +303,7 @@ class OffloadedParam:
         """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
         self._take(matrix)
         record.state = GradientState.PARTS
+
     def _take(self, matrix: Tensor) -> None:
         rest_shape = (self.plan.rest, self.plan.length)
         if self.held is not None:
