@@ -45,6 +45,7 @@ compiled = torch.compile(model, backend="zenflow")
 for _ in range(2):
     compiled(torch.ones(3, 64)).square().mean().backward()
     optimizer.step()
+    optimizer.zero_grad()
 optimizer.close()
 print(sum(param.double().sum().item() for param in model.parameters()))
 """
