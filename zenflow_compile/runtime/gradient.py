@@ -29,7 +29,7 @@ class GradientState(enum.Enum):
     ZERO = enum.auto()
     """All zero (``zero_()``, ``zero_grad(set_to_none=False)``). It takes no memory."""
     DENSE = enum.auto()
-    """A tensor of its own, which somebody may have changed or may hold a view of: the truth until it is dropped."""
+    """A tensor of its own, which users may have changed or may hold a view of: it counts until it is dropped."""
     CONSUMED = enum.auto()
     """An optimizer step has used it, and its parts may be overwritten at any time."""
     SPOILED = enum.auto()
@@ -37,7 +37,7 @@ class GradientState(enum.Enum):
     DISCARDED = enum.auto()
     """It was dropped before any optimizer step, and no tensor of it was alive then."""
     IN_BACKWARD = enum.auto()
-    """It never shows: the optimizer-in-backward form consumes gradients inside the backward."""
+    """The optimizer-in-backward form has consumed the gradient inside the backward; ``.grad`` has no values."""
 
     @property
     def away(self) -> bool:
@@ -145,7 +145,7 @@ class GradientSource(Protocol):
 
 
 class GradientRecord:
-    """One gradient, from its first contribution until nobody refers to it.
+    """One gradient, from its first contribution until no tensor and no engine refers to it.
 
     The engine and every ``OffloadedGradient`` of this gradient hold the record; the record holds neither, so that a
     parameter, its ``.grad`` and its engine form no cycle that the collector cannot see.
@@ -199,13 +199,13 @@ class GradientRecord:
 
     @property
     def grad_scale(self) -> float:
-        """The factor on the host, once ``Factors.read`` has run."""
+        """The factor on the host; ``Factors.read`` must have run."""
         factor = self.factor
         assert isinstance(factor, float)
         return factor
 
     def read(self) -> Tensor:
-        """The gradient as a dense tensor, which nobody may write: of a dense one it is the tensor itself.
+        """The gradient as a dense tensor, which callers must not write: of a dense gradient it is the tensor itself.
 
         Raises:
             RuntimeError: the values are gone.
@@ -228,7 +228,7 @@ class GradientRecord:
         """0-d L2 norm, of ``dtype`` or the gradient's own, without making it dense.
 
         Raises:
-            RuntimeError: nothing is known of it any more.
+            RuntimeError: the norm is unknown: the values are gone and were overwritten, or the gradient was discarded.
         """
         dtype = dtype or self.like.dtype
         if self.state is GradientState.DENSE:
@@ -254,7 +254,7 @@ class GradientRecord:
     # Writing.
 
     def make_dense(self) -> Tensor:
-        """Give the gradient a tensor of its own, which is the truth from now on, and return it.
+        """Give the gradient a tensor of its own, which holds its values from now on, and return it.
 
         Raises:
             RuntimeError: the values are gone.
@@ -355,7 +355,7 @@ class GradientRecord:
         return None
 
     def dropped(self) -> None:
-        """It is not in ``.grad`` any more, and the engine is about to overwrite it: a tensor of it gets the values."""
+        """The gradient left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
         if not self.state.away:
             return
         if self.held:

@@ -1,4 +1,4 @@
-"""What the gradients of one engine's offloaded parameters share: norms in one batch, factors, and who is told."""
+"""What the gradients of one engine's offloaded parameters share: norms in one batch, factors, the recorder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Gradients:
     """Shared by the offloaded parameters of an engine.
 
     Attributes:
-        visible: gradients are shown in ``.grad``; False for the optimizer-in-backward form, which consumes them before
-            anybody could look.
+        visible: gradients are shown in ``.grad``; False for the optimizer-in-backward form, which consumes them inside
+            the backward.
         factors: of all of them.
         dense: how many took memory of their own so far.
     """
@@ -71,7 +71,7 @@ class Gradients:
         engine.accumulate_grad(p, record, grad)
 
     def became_dense(self) -> None:
-        """Count a gradient that took memory of its own, and record the line of the user's that asked for it."""
+        """Count a gradient that took memory of its own, and record the line of user code that asked for it."""
         self.dense += 1
         if self._recorder.timeline is not None:
             self._recorder.dense_gradient(_line_outside())

@@ -4,8 +4,8 @@
 backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and
 from then on this parameter accumulates on the device and is split only when its gradient is final.
 
-[Note: .grad is the truth] The engine's gradient is the one whose ``OffloadedGradient`` is in ``.grad``. Whoever clears
-or replaces ``.grad`` changes what the next step uses, as with any optimizer. The engine looks where a gradient arrives
+[Note: .grad is the truth] The engine's gradient is the one whose ``OffloadedGradient`` is in ``.grad``. Clearing or
+replacing ``.grad`` changes what the next step uses, as with any optimizer. The engine looks where a gradient arrives
 and at the optimizer step, and nowhere else: ``look``. The optimizer-in-backward form shows no gradients.
 """
 
@@ -99,7 +99,7 @@ class OffloadedParam:
 
     @property
     def unscale(self) -> float:
-        """The factor that undoes loss scaling, once factors were read."""
+        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
         unscale = 1.0 if self.record is None else self.record.unscale
         assert isinstance(unscale, float)
         return unscale
@@ -181,7 +181,7 @@ class OffloadedParam:
         return record
 
     def drop(self) -> None:
-        """The gradient was cleared or replaced. A tensor of it that is still referred to gets the values."""
+        """The gradient was cleared or replaced. It becomes dense if a tensor of it is alive."""
         if self.record is not None:
             self.record.dropped()
             self.record = None
@@ -206,7 +206,7 @@ class OffloadedParam:
         self.drop()
 
     def show_consumed(self) -> None:
-        """The optimizer-in-backward form has consumed the gradient: ``.grad`` says so to whoever asks for it."""
+        """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
         if self._consumed is None or self._consumed._record.state is not GradientState.IN_BACKWARD:
             record = GradientRecord(self._like, self._me)
             record.state = GradientState.IN_BACKWARD
@@ -235,7 +235,7 @@ class OffloadedParam:
                     f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
                     "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
                 )
-            record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, which nobody reads
+            record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, and no code reads it
             return
         matrix = self._matrix(grad)
         if record is None:

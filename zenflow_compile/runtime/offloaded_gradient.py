@@ -312,7 +312,7 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _add(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Autograd's accumulation into ``.grad``. What somebody else adds makes the gradient dense."""
+    """Autograd's accumulation into ``.grad``. An addition outside of a backward makes the gradient dense."""
     gradient, other = args
     if kwargs or not isinstance(gradient, OffloadedGradient) or torch_private.current_graph_task() == -1:
         return NotImplemented
