@@ -253,14 +253,14 @@ class OffloadedParam:
         grad = self.param.grad if self._gradients.visible else None
         zeroed = grad if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.ZERO else None
         record = GradientRecord(self._like, self._me) if zeroed is None else zeroed._record
+        record.forget_factors()
         if split:
             self._split(record, matrix)
         else:
             self._accumulator_like(matrix).copy_(matrix)
             record.state = GradientState.ON_DEVICE
-        record.forget_factors()
         record.contributions = 1
-        self.record = record
+        self.record = record  # no call since the split: an interrupt finds parts that belong to a record, or none
         if zeroed is None and self._gradients.visible:
             self.param.grad = OffloadedGradient.of(record)
 
@@ -303,6 +303,7 @@ class OffloadedParam:
         """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
         self._take(matrix)
         record.state = GradientState.PARTS
+
     def _take(self, matrix: Tensor) -> None:
         rest_shape = (self.plan.rest, self.plan.length)
         if self.held is not None:
@@ -316,9 +317,13 @@ class OffloadedParam:
             rest_out = block.tensor
         else:
             rest_out = self.device.gradient.new_empty(rest_shape)
-        self.device.norms = device_ops.norms_and_split(
-            matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
-        )
+        try:
+            self.device.norms = device_ops.norms_and_split(
+                matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
+            )
+        except BaseException:
+            self._release_parts()  # no record has them yet, so nothing else would give the block back
+            raise
 
     def copy_to_host(self) -> None:
         """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
