@@ -239,7 +239,7 @@ class Engine(ReadableNodes):
                 entry.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
         if accumulates and not offloaded.leaves_to_autograd:
             return True
-        offloaded.returned = accumulates
+        offloaded.returned = self._graph_task if accumulates else None
         self._returned[p] = grad.detach().clone()  # the graph's own memory is used again
         return False
 
@@ -269,7 +269,7 @@ class Engine(ReadableNodes):
             self.leftovers.note(p)
             return
         offloaded = self.offloaded[p]
-        from_graph, offloaded.returned = offloaded.returned, False
+        from_graph, offloaded.returned = offloaded.returned == self._graph_task, None
         if isinstance(param.grad, OffloadedGradient):
             return  # a graph's node has taken it, or ``accumulate_grad``
         entry.refuse_sparse_grad(param, name)
@@ -289,7 +289,7 @@ class Engine(ReadableNodes):
         self.begin_backward(p)
         self._contributed = True
         offloaded = self.offloaded[p]
-        if not offloaded.returned:
+        if offloaded.returned != self._graph_task:
             self._read_outside_of_graphs(offloaded)
         if offloaded.takes_more(record):
             offloaded.offload(grad, split_now=self._split_now)

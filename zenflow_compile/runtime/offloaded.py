@@ -48,7 +48,8 @@ class OffloadedParam:
         record: the gradient that the engine has, or has consumed in the last optimizer step; None without one.
         accumulates: several contributions per step were seen: split at the final moment only.
         eager: a contribution came through ``.grad``, so first uses are unknown and updates land inside ``step()``.
-        returned: a compiled backward returned its gradient to autograd, so what reaches ``.grad`` next is not eager.
+        returned: number of the backward in which a compiled graph returned its gradient to autograd: what reaches
+            ``.grad`` next in that backward is not eager.
         uses: how often a graph was about to read it in this step.
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
         held: its remaining gradient, where that stays on the device until it is final.
@@ -73,7 +74,7 @@ class OffloadedParam:
         self.record: GradientRecord | None = None
         self.accumulates = False
         self.eager = False
-        self.returned = False
+        self.returned: int | None = None
         self.uses = 0
         self.single = False
         self.held = Held(plan, param.device) if plan.held else None
@@ -454,7 +455,6 @@ class OffloadedParam:
     def finish_step(self) -> None:
         """The optimizer step is over."""
         self.uses = 0
-        self.returned = False
         if not self._gradients.visible:
             self.record = None
 
@@ -645,7 +645,6 @@ class OffloadedParam:
                 record.state = GradientState.DISCARDED
             self.give_up(record)
         self._release_parts()
-        self.returned = False
         self._torn = None
         self._drop_upload()
         if self.held is not None:
