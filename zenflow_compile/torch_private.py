@@ -323,8 +323,10 @@ def asked_for(accumulate_grad: Any) -> Asked:
     """
     try:
         return Asked.ACCUMULATE if torch._C._will_engine_execute_node(accumulate_grad) else Asked.NO
-    except RuntimeError:  # the node is a leaf whose gradient is captured
-        return Asked.CAPTURE
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        return Asked.CAPTURE  # the node is a leaf whose gradient is captured
 
 
 def _references(param: Tensor) -> tuple[int, int, int]:

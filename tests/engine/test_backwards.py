@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.engine.training import (
     ADAM,
+    EAGER_BACKEND,
     OFFLOAD_ALL,
     Training,
     batch,
@@ -167,6 +168,27 @@ def test_a_gradient_that_was_added_to_a_failed_backwards_is_refused_once() -> No
     for step in range(4, 7):
         cut.run(step)
         cut.check()
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_eager_use_after_a_failed_backward(clear: str) -> None:
+    """A compiled backward that failed in a hook leaves nothing that a gradient from elsewhere could be taken for."""
+    training, undisturbed = (Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3) for _ in range(2))
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    hook = training.model[4].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        training.backward(3)
+    hook.remove()
+    (training.optimizer if clear == "optimizer" else training.model).zero_grad()
+    for each in (training, undisturbed):
+        each.optimizer.synchronize()
+        each.call = each.model  # without compilation from here on
+        each.run(3, 6)
+    for actual, expected in zip(training.weights(), undisturbed.weights(), strict=True):
+        assert torch.equal(actual, expected)
 
 
 class Reentrant(nn.Module):

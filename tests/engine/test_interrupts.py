@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +16,17 @@ import torch
 from torch import nn
 
 import zenflow_compile
-from tests.engine.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, assert_same, batch, mlp
+from tests.engine.training import (
+    ADAM,
+    EAGER_BACKEND,
+    ENTRIES,
+    ENTRY_IDS,
+    OFFLOAD_ALL,
+    Training,
+    assert_same,
+    batch,
+    mlp,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -247,6 +258,143 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_while_gradients_are_taken() 
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
     assert_same(training.run(3, 4).weights(), expected)
     training.optimizer.close()
+
+
+# Where the explicit form takes gradients: in a backward, at the beginning of a step, and when ``.grad`` is cleared.
+TAKING = {
+    "begin_backward", "offload_gradient", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
+    "end_backward", "offload", "receive", "_begin", "_add", "_split", "_take", "norms_and_split", "_rebuild",
+    "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up", "dropped",
+    "make_dense", "take_from_grad", "read_factors", "read",
+}  # fmt: skip
+
+
+@dataclass
+class Pair:
+    """Two equal trainings. The first is interrupted and repeats the step; the second is not disturbed.
+
+    Attributes:
+        step: the step that both make next.
+        stopped: how often training stopped with the half-way error and a loaded state continued it.
+    """
+
+    disturbed: Training
+    undisturbed: Training
+    backwards: int
+    clipped: bool = False
+    edited: bool = False
+    step: int = 2
+    stopped: int = 0
+
+    def gradients(self, training: Training) -> None:
+        for part in range(self.backwards):
+            training.backward(10 * self.step + part)
+        for param in training.model.parameters() if self.edited else ():
+            assert param.grad is not None
+            param.grad = param.grad + 0.01
+        if self.clipped:
+            nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)
+
+    def backward(self) -> None:
+        self.gradients(self.disturbed)
+        self.disturbed.optimizer.zero_grad()
+
+    def whole_step(self) -> None:
+        self.gradients(self.disturbed)
+        self.disturbed.optimizer.step()
+
+    def next_step(self) -> None:
+        """Clear gradients and repeat the whole step, or load a state if the step was interrupted half-way."""
+        optimizer = self.disturbed.optimizer
+        try:
+            optimizer.synchronize()
+        except RuntimeError as error:
+            assert "half-way" in str(error)  # noqa: PT017 (the other outcome is right, too)
+            self.stopped += 1
+            self.disturbed.load(self.undisturbed.saved())
+        optimizer.zero_grad()
+        self.whole_step()
+        self.end_step()
+
+    def step_again(self) -> None:
+        """Call ``step()`` again on the same gradients, and compute those of the next step."""
+        each_buffer_is_somewhere_once(self.disturbed)
+        self.disturbed.optimizer.step()
+        self.end_step()
+        self.gradients(self.disturbed)
+
+    def end_step(self) -> None:
+        self.gradients(self.undisturbed)
+        self.undisturbed.optimizer.step()
+        self.disturbed.optimizer.zero_grad()
+        self.undisturbed.optimizer.zero_grad()
+        assert_same(self.disturbed.weights(), self.undisturbed.weights())
+        each_buffer_is_somewhere_once(self.disturbed)
+        self.step += 1
+
+    def close(self) -> None:
+        self.disturbed.optimizer.close()
+        self.undisturbed.optimizer.close()
+
+
+def pair(
+    entry: dict[str, Any] | None, backwards: int, *, hooked: bool = False, interval: int = 1, **keywords: bool
+) -> Pair:
+    options = {"update_interval": interval}
+    trainings = [Training(entry, options).run(0, 2) for _ in range(2)]
+    for training in trainings:
+        training.optimizer.synchronize()
+        for param in training.model.parameters() if hooked else ():
+            param.register_hook(lambda grad: 0.5 * grad)
+    return Pair(trainings[0], trainings[1], backwards, **keywords)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_interrupted_backward_can_be_repeated(entry: dict[str, Any] | None, backwards: int) -> None:
+    made = pair(entry, backwards, clipped=True)
+    assert every_point(made.backward, TAKING, made.next_step) > 60
+    assert made.stopped == 0
+    made.close()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_interrupted_backward_with_hooks_repeats(entry: dict[str, Any] | None) -> None:
+    """Gradients pass through autograd, which calls the hooks, and are added up by the engine."""
+    made = pair(entry, 2, hooked=True)
+    assert every_point(made.backward, TAKING, made.next_step) > 60
+    assert made.stopped == 0
+    made.close()
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_interrupted_step_repeats_or_stops(entry: dict[str, Any] | None, backwards: int, interval: int) -> None:
+    """Where weights or state were about to change, training stops, and a loaded state continues."""
+    made = pair(entry, backwards, interval=interval)
+    functions = TAKING | {"begin_update", "update_parameters", "end_update"}
+    points = every_point(made.whole_step, functions, made.next_step)
+    assert points > 60
+    assert 0 < made.stopped < points / 3
+    made.close()
+
+
+BEGINNING = {
+    "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split", "_take",
+    "norms_and_split", "copy_to_host", "_send", "read_factors", "read",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["offloaded", "tensors"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_interrupted_step_takes_the_same_gradients(backwards: int, edited: bool) -> None:
+    """Until gradients are taken, nothing has changed: ``step()`` can be called again without another backward."""
+    made = pair(EAGER_BACKEND, backwards, edited=edited)
+    made.gradients(made.disturbed)
+    assert every_point(made.disturbed.optimizer.step, BEGINNING, made.step_again) > 20
+    assert made.stopped == 0
+    made.close()
 
 
 def test_no_buffer_is_lost_where_an_interrupt_comes_while_state_is_prefetched() -> None:

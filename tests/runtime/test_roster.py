@@ -117,7 +117,7 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
     assert "slower, and the training thread waits" in message
     assert "ulimit -l" in message
     assert len(found.offloaded) == 6  # everything works on unpinned memory
-    found.close(keep_gradients=False)
+    found.close()
 
 
 @pytest.mark.gpu

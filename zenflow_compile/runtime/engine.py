@@ -241,7 +241,7 @@ class Engine(ReadableNodes):
                 entry.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
         if accumulates and not offloaded.leaves_to_autograd:
             return True
-        offloaded.returned = accumulates
+        offloaded.returned = self._graph_task if accumulates else None
         self._returned[p] = grad.detach().clone()  # the graph's own memory is used again
         return False
 
@@ -271,7 +271,7 @@ class Engine(ReadableNodes):
             self.leftovers.note(p)
             return
         offloaded = self.offloaded[p]
-        from_graph, offloaded.returned = offloaded.returned, False
+        from_graph, offloaded.returned = offloaded.returned == self._graph_task, None
         if isinstance(param.grad, OffloadedGradient):
             return  # a graph's node has taken it, or ``accumulate_grad``
         self._contributed = True
@@ -292,7 +292,7 @@ class Engine(ReadableNodes):
         self.begin_backward(p)
         self._contributed = True
         offloaded = self.offloaded[p]
-        if not offloaded.returned:
+        if offloaded.returned != self._graph_task:
             self._read_outside_of_graphs(offloaded)
         if offloaded.takes_more(record):
             offloaded.offload(grad, split_now=self._split_now)
@@ -493,4 +493,7 @@ class Engine(ReadableNodes):
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
-            self.roster.close(keep_gradients=flush and self.failure is None)
+            try:
+                self.roster.release_gradients(keep=self.failure is None)
+            finally:
+                self.roster.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
@@ -173,6 +174,10 @@ class GradientRecord:
         self._values: Tensor | None = None
         self._handle: weakref.ref[OffloadedGradient] | None = None
 
+    def belongs_to(self, source: GradientSource) -> bool:
+        """Whether this is a gradient of the parameter that ``source`` serves."""
+        return self._source() is source
+
     # Tensors of this gradient.
 
     @property
@@ -193,8 +198,10 @@ class GradientRecord:
     def factor(self) -> Factor:
         """All factors on the values."""
         clip, unscale = self.clip, self.unscale
-        if isinstance(clip, float) and isinstance(unscale, float):
-            return clip * unscale
+        if isinstance(unscale, float) and (isinstance(clip, float) or unscale == 1.0):
+            return clip * unscale if isinstance(clip, float) else clip
+        if isinstance(clip, float) and clip == 1.0:
+            return unscale
         return torch.mul(clip, unscale) if isinstance(clip, Tensor) else torch.mul(unscale, clip)
 
     @property
@@ -249,6 +256,8 @@ class GradientRecord:
             norm = norm * factor.abs()
         elif factor != 1.0:
             norm = norm * abs(factor)
+        if norm is self.norm:
+            norm = norm.clone()  # the user's own: an in-place write must not reach what is cached
         return norm if norm.dtype == dtype else norm.to(dtype)
 
     # Writing.
@@ -260,27 +269,28 @@ class GradientRecord:
             RuntimeError: the values are gone.
         """
         if self.state is not GradientState.DENSE:
-            values = self.read()
-            source = self._source()
-            self._leave_engine()
-            self._set_dense(values)
-            if source is not None:
+            self._set_dense(self.read())
+            if (source := self._source()) is not None:
                 source.became_dense()
         assert self._values is not None
         return self._values
 
     def replace(self, values: Tensor) -> None:
         """Let ``values``, of the gradient's shape, be the gradient (``grad.data = values``)."""
-        self._leave_engine()
+        if self.state is GradientState.IN_BACKWARD:
+            self.refuse("write")
+        like = self.like._replace(dtype=values.dtype, device=values.device)
         self._set_dense(values)
-        self.like = self.like._replace(dtype=values.dtype, device=values.device)
+        self.like = like
 
-    def overwrite(self) -> Tensor:
-        """Give the gradient a tensor of its own, of undefined values that are about to be written as a whole."""
-        if self.state is not GradientState.DENSE:
-            self.replace(torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device))
-        assert self._values is not None
-        return self._values
+    def overwrite(self, write: Callable[[Tensor], object]) -> None:
+        """Let ``write`` set every element: what was there before does not matter."""
+        if self.state is GradientState.DENSE:
+            write(self.make_dense())
+            return
+        values = torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+        write(values)  # first: if it raises, the gradient stays as it was
+        self.replace(values)
 
     def moved(self, like: Tensor) -> GradientRecord:
         """A gradient whose values are gone, too, of the dtype and device of ``like``: ``module.to()`` asks for it."""
@@ -314,10 +324,9 @@ class GradientRecord:
         if self.state is GradientState.DENSE:
             self.make_dense().zero_()  # others may have a view of it
             return
+        self.state, self.contributions, self.norm = GradientState.ZERO, 0, None
+        self.clip = self.unscale = 1.0
         self._leave_engine()
-        self.state = GradientState.ZERO
-        self.contributions, self.norm = 0, None
-        self.forget_factors()
 
     def accumulate(self, grad: Tensor) -> None:
         """Add what autograd brings to the gradient in ``.grad``."""
@@ -402,11 +411,11 @@ class GradientRecord:
         return source
 
     def _leave_engine(self) -> None:
-        if self.state in (GradientState.DENSE, GradientState.ZERO):
-            return
         if (source := self._source()) is not None:
             source.give_up(self)
 
     def _set_dense(self, values: Tensor) -> None:
+        # No call in between: an interrupt finds the values and the state that says where they are, or neither.
         self._values, self.state, self.norm = values, GradientState.DENSE, None
-        self.forget_factors()
+        self.clip = self.unscale = 1.0
+        self._leave_engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class Gradients:
             the backward.
         factors: of all of them.
         dense: how many took memory of their own so far.
+        engine: decides what becomes of what autograd adds to a gradient.
     """
 
     def __init__(
@@ -47,8 +49,8 @@ class Gradients:
         self.visible = visible
         self.factors = Factors(device, deferred=device.type != "cpu")
         self.dense = 0
+        self.engine = engine
         self._params = params
-        self._engine = engine
         self._recorder = recorder
 
     def measure(self) -> None:
@@ -64,12 +66,6 @@ class Gradients:
             for record, norm in zip(records, squares.sqrt_().unbind(), strict=True):
                 record.norm = norm
 
-    def accumulate(self, p: int, record: GradientRecord, grad: Tensor) -> None:
-        """Autograd adds ``grad`` to a gradient of parameter ``p`` that is in ``.grad``."""
-        if (engine := self._engine()) is None:
-            record.refuse("add to")
-        engine.accumulate_grad(p, record, grad)
-
     def became_dense(self) -> None:
         """Count a gradient that took memory of its own, and record the line of user code that asked for it."""
         self.dense += 1
@@ -78,7 +74,7 @@ class Gradients:
 
 
 _IN_PARTS = (GradientState.PARTS, GradientState.CONSUMED)
-_NOT_THE_USERS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, zenflow_compile))
+_NOT_THE_USERS = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, zenflow_compile))
 
 
 def _line_outside() -> str:

@@ -48,7 +48,8 @@ class OffloadedParam:
         record: the gradient that the engine has, or has consumed in the last optimizer step; None without one.
         accumulates: several contributions per step were seen: split at the final moment only.
         eager: a contribution came through ``.grad``, so first uses are unknown and updates land inside ``step()``.
-        returned: a compiled backward returned its gradient to autograd, so what reaches ``.grad`` next is not eager.
+        returned: number of the backward in which a compiled graph returned its gradient to autograd: what reaches
+            ``.grad`` next in that backward is not eager.
         uses: how often a graph was about to read it in this step.
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
         held: its remaining gradient, where that stays on the device until it is final.
@@ -73,7 +74,7 @@ class OffloadedParam:
         self.record: GradientRecord | None = None
         self.accumulates = False
         self.eager = False
-        self.returned = False
+        self.returned: int | None = None
         self.uses = 0
         self.single = False
         self.held = Held(plan, param.device) if plan.held else None
@@ -82,7 +83,7 @@ class OffloadedParam:
         self._me: weakref.ref[GradientSource] = weakref.ref(self)
         self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
         self._accumulate_grad = torch_private.accumulate_grad_node(param)
-        self._consumed: OffloadedGradient | None = None
+        self._in_backward: OffloadedGradient | None = None
         self._accumulator: Tensor | None = None
         self._staged: StagedBlock | None = None
         self._copy: tuple[int, Ticket] | None = None
@@ -156,7 +157,13 @@ class OffloadedParam:
             return False
         if not isinstance(grad, OffloadedGradient):
             return True
-        return grad._record is not self.record and grad._record.state is not GradientState.ZERO
+        return grad._record is not self.record and not self._zeroed(grad)
+
+    def _zeroed(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
+        if not isinstance(grad, OffloadedGradient):
+            return False
+        return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
 
     def takes_more(self, record: GradientRecord) -> bool:
         """Whether the engine itself adds what autograd brings to the gradient ``record``."""
@@ -165,7 +172,7 @@ class OffloadedParam:
         grad = self.param.grad
         if not isinstance(grad, OffloadedGradient) or grad._record is not record:
             return False
-        return record is self.record or record.state is GradientState.ZERO
+        return record is self.record or self._zeroed(grad)
 
     def look(self) -> GradientRecord | None:
         """The engine's gradient if it is in ``.grad``; else it is dropped, and there is none.
@@ -175,7 +182,9 @@ class OffloadedParam:
         record = self.record
         if record is not None and self._gradients.visible:
             grad = self.param.grad
-            if type(grad) is not OffloadedGradient or grad._record is not record:
+            # An interrupt may come after a gradient became dense or zero and before the engine gave it up.
+            given_up = record.state in (GradientState.DENSE, GradientState.ZERO)
+            if given_up or type(grad) is not OffloadedGradient or grad._record is not record:
                 self.drop()
                 return None
         return record
@@ -194,7 +203,7 @@ class OffloadedParam:
         elif self.state is not GradientState.CONSUMED:
             self.drop()
 
-    def let_go_of_gradient(self, *, keep: bool) -> None:
+    def release_gradient(self, *, keep: bool) -> None:
         """Leave nothing in ``.grad`` that needs the engine.
 
         Args:
@@ -207,12 +216,12 @@ class OffloadedParam:
 
     def show_consumed(self) -> None:
         """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
-        if self._consumed is None or self._consumed._record.state is not GradientState.IN_BACKWARD:
-            record = GradientRecord(self._like, self._me)
+        if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
+            record = self._new_record()
             record.state = GradientState.IN_BACKWARD
-            self._consumed = OffloadedGradient.of(record)
+            self._in_backward = OffloadedGradient.of(record)
         if self.param.grad is None:
-            self.param.grad = self._consumed
+            self.param.grad = self._in_backward
 
     def offload(self, grad: Tensor, *, split_now: bool) -> None:
         """Take one contribution and start its copy, if it is split now. Raises: see ``receive``."""
@@ -252,18 +261,21 @@ class OffloadedParam:
     def _begin(self, matrix: Tensor, *, split: bool) -> None:
         """The first contribution of a gradient. One that was zeroed stays the object that it is in ``.grad``."""
         grad = self.param.grad if self._gradients.visible else None
-        zeroed = grad if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.ZERO else None
-        record = GradientRecord(self._like, self._me) if zeroed is None else zeroed._record
-        record.forget_factors()
-        record.contributions = 1
-        self.record = record  # first: if an interrupt comes behind the split, dropping the record frees its parts
+        zeroed = isinstance(grad, OffloadedGradient) and self._zeroed(grad)
+        record = grad._record if isinstance(grad, OffloadedGradient) and zeroed else self._new_record()
         if split:
-            self._split(record, matrix)
+            self._take(matrix)
         else:
             self._accumulator_like(matrix).copy_(matrix)
-            record.state = GradientState.ON_DEVICE
-        if zeroed is None and self._gradients.visible:
+        # No call from here on: an interrupt finds that all of it is done or nothing, see [Note: one assignment].
+        state = GradientState.PARTS if split else GradientState.ON_DEVICE
+        self.record, record.state, record.contributions, record.norm = record, state, 1, None
+        record.clip = record.unscale = 1.0
+        if self._gradients.visible and not zeroed:
             self.param.grad = OffloadedGradient.of(record)
+
+    def _new_record(self) -> GradientRecord:
+        return GradientRecord(self._like, self._me)
 
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:
         """A further contribution."""
@@ -289,9 +301,9 @@ class OffloadedParam:
         if record is None and (grad := self._grad_of_others()) is not None:
             self.eager = self.eager or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
-            self.record = record = GradientRecord(self._like, self._me)
-            record.contributions = 1
-            self._split(record, self._matrix(values))
+            record = self._new_record()
+            self._take(self._matrix(values))
+            self.record, record.state, record.contributions = record, GradientState.PARTS, 1
             if not self._gradients.visible:
                 self.param.grad = None
         if (record := self.record) is not None and record.state is GradientState.ON_DEVICE:
@@ -305,6 +317,7 @@ class OffloadedParam:
         record.state = GradientState.PARTS
 
     def _take(self, matrix: Tensor) -> None:
+        self._release_parts()  # what an interrupt may have left, before a record had it
         rest_shape = (self.plan.rest, self.plan.length)
         if self.held is not None:
             with self.transport.recorder.stall(self.held.busy, param=self.plan.name):
@@ -360,12 +373,11 @@ class OffloadedParam:
 
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
-        self._assemble(self._accumulator_like(self.weights.matrix))
-        self._release_parts()
+        self._assemble(record, self._accumulator_like(self.weights.matrix))
         record.state, record.norm = GradientState.ON_DEVICE, None
+        self._release_parts()
 
-    def _assemble(self, target: Tensor) -> None:
-        rest_in = self.device.gradient.new_empty((self.plan.rest, self.plan.length))
+    def _assemble(self, record: GradientRecord, target: Tensor) -> None:
         if self._copy is not None:
             index, ticket = self._copy
             ticket.wait()
@@ -374,6 +386,10 @@ class OffloadedParam:
             rest_in = self._staged.tensor
         elif self.held is not None and self.held.gradient is not None:
             rest_in = self.held.gradient
+        elif self.plan.rest:
+            record.refuse("read")
+        else:
+            rest_in = self.device.gradient.new_empty((0, self.plan.length))
         device_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
 
     def _accumulator_like(self, matrix: Tensor) -> Tensor:
@@ -388,13 +404,15 @@ class OffloadedParam:
 
         Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
         """
+        if record is not self.record:
+            record.refuse("read")
         values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
         matrix = values.view(self._like.shape[0], -1)
         if record.state is GradientState.ON_DEVICE:
             assert self._accumulator is not None
             matrix.copy_(self._accumulator)
         else:
-            self._assemble(matrix)
+            self._assemble(record, matrix)
         return values
 
     def norm_of(self, record: GradientRecord) -> Tensor | None:
@@ -417,7 +435,9 @@ class OffloadedParam:
 
     def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
         """Autograd adds to the gradient in ``.grad``."""
-        self._gradients.accumulate(self.plan.index, record, grad)
+        if (engine := self._gradients.engine()) is None:
+            record.refuse("add to")
+        engine.accumulate_grad(self.plan.index, record, grad)
 
     def became_dense(self) -> None:
         """Count a gradient that took memory of its own."""
@@ -450,7 +470,6 @@ class OffloadedParam:
     def finish_step(self) -> None:
         """The optimizer step is over."""
         self.uses = 0
-        self.returned = False
         if not self._gradients.visible:
             self.record = None
 
@@ -641,7 +660,6 @@ class OffloadedParam:
                 record.state = GradientState.DISCARDED
             self.give_up(record)
         self._release_parts()
-        self.returned = False
         self._torn = None
         self._drop_upload()
         if self.held is not None:

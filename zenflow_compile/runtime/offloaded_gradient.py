@@ -136,21 +136,19 @@ class OffloadedGradient(Tensor):
             Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
-def is_away(value: Any) -> bool:
-    """Whether ``value`` is a gradient in engine memory, or zero: one that operators need not make dense."""
-    return isinstance(value, OffloadedGradient) and value._record.state is not GradientState.DENSE
-
-
 # Operators on dense values.
 
 
 def _on_dense(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    writes = _may_write(func)
+    def dense(value: Any, *, aliased: bool) -> Any:
+        def values(gradient: OffloadedGradient) -> Tensor:
+            return gradient._record.make_dense() if aliased else gradient._record.read()
 
-    def dense(gradient: OffloadedGradient) -> Tensor:
-        return gradient._record.make_dense() if writes else gradient._record.read()
+        return tree_map_only(OffloadedGradient, values, value)
 
-    dense_args, dense_kwargs = tree_map_only(OffloadedGradient, dense, (tuple(args), kwargs))
+    aliased = _aliased_arguments(func)
+    dense_args = [dense(value, aliased=aliased is None or number in aliased) for number, value in enumerate(args)]
+    dense_kwargs = {name: dense(value, aliased=aliased is None or name in aliased) for name, value in kwargs.items()}
     result = func(*dense_args, **dense_kwargs)
     # An operator in place returns what it was called with, so that ``p.grad *= 2`` leaves ``p.grad`` the same object.
     if args and isinstance(args[0], OffloadedGradient) and result is dense_args[0] and _in_place(func):
@@ -159,12 +157,17 @@ def _on_dense(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @cache
-def _may_write(func: Any) -> bool:
-    """Whether an operator may write an argument, or return a view of one. Only PyTorch's own schemas tell."""
+def _aliased_arguments(func: Any) -> frozenset[int | str] | None:
+    """The arguments that an operator may write, or return a view of, by position and name; None: any of them.
+
+    Only PyTorch's own schemas tell. Collectives, for example, do not, and write after they have returned.
+    """
     if func.namespace not in ("aten", "prims"):
-        return True  # collectives, for example, do not say so, and write after they have returned
-    schema = func._schema
-    return any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+        return None
+    arguments = enumerate(func._schema.arguments)
+    return frozenset(
+        key for number, each in arguments if each.alias_info is not None for key in (number, each.name)
+    )
 
 
 @cache
@@ -183,7 +186,7 @@ def _overwrite(func: Any) -> _Handler:
         gradient, *others = args
         if not isinstance(gradient, OffloadedGradient) or any(isinstance(each, OffloadedGradient) for each in others):
             return NotImplemented
-        func(gradient._record.overwrite(), *others, **kwargs)
+        gradient._record.overwrite(lambda values: func(values, *others, **kwargs))
         return gradient
 
     return overwrite
@@ -299,14 +302,15 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     A norm can overflow where no element does, with elements above 1e19: such a step is skipped, too.
     """
     gradients, found_inf, inv_scale = args
-    dense = [each for each in gradients if not is_away(each)]
-    dense = [each._record.make_dense() if isinstance(each, OffloadedGradient) else each for each in dense]
-    away = [each._record for each in gradients if is_away(each)]
-    if away:
-        norms = torch.stack([record.l2_norm(torch.float32) for record in away])
+    records = [each._record for each in gradients if isinstance(each, OffloadedGradient)]
+    without_memory = [record for record in records if record.state is not GradientState.DENSE]
+    if without_memory:
+        norms = torch.stack([record.l2_norm(torch.float32) for record in without_memory])
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norms)).any().to(found_inf)))
-        for record in away:
+        for record in without_memory:
             record.scale(inv_scale, unscale=True)
+    dense = [record.make_dense() for record in records if record.state is GradientState.DENSE]
+    dense += [each for each in gradients if not isinstance(each, OffloadedGradient)]
     if dense:
         torch._amp_foreach_non_finite_check_and_unscale_(dense, found_inf, inv_scale)
 
@@ -318,6 +322,8 @@ def _add(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if isinstance(other, OffloadedGradient) or not isinstance(other, Tensor) or other.shape != gradient.shape:
         return NotImplemented
+    if other.dtype != gradient.dtype or other.device != gradient.device:
+        return NotImplemented  # autograd casts what it accumulates; this is a hook's
     gradient._record.accumulate(other)
     return gradient
 

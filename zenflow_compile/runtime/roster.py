@@ -393,14 +393,17 @@ class Roster:
         in_files = self._files is not None and self._files.runs(thread)
         return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
-    def close(self, *, keep_gradients: bool) -> None:
-        """Let go of the parameters, stop workers and lanes, free host memory, remove files. What was to land has.
+    def release_gradients(self, *, keep: bool) -> None:
+        """Leave no gradient in ``.grad`` that needs the engine.
 
         Args:
-            keep_gradients: those that no step has used become dense tensors in ``.grad``; else ``.grad`` is cleared.
+            keep: those that no step has used become dense tensors there; else ``.grad`` is cleared.
         """
         for offloaded in self.offloaded.values():
-            offloaded.let_go_of_gradient(keep=keep_gradients)
+            offloaded.release_gradient(keep=keep)
+
+    def close(self) -> None:
+        """Let go of the parameters, stop workers and lanes, free host memory, remove files. What was to land has."""
         for hook in self._hooks:
             hook.remove()
         for param in self.params:
