@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -244,7 +245,7 @@ class GradientRecord:
             norm = norm * factor.abs()
         elif factor != 1.0:
             norm = norm * abs(factor)
-        return norm if norm.dtype == dtype else norm.to(dtype)
+        return norm.to(dtype, copy=True)  # the caller may write it, and the cached norm must keep its value
 
     # Writing.
 
@@ -270,12 +271,16 @@ class GradientRecord:
         self._set_dense(values)
         self.like = self.like._replace(dtype=values.dtype, device=values.device)
 
-    def overwrite(self) -> Tensor:
-        """Give the gradient a tensor of its own, of undefined values that are about to be written as a whole."""
-        if self.state is not GradientState.DENSE:
-            self.replace(torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device))
-        assert self._values is not None
-        return self._values
+    def overwrite(self, write: Callable[[Tensor], Any]) -> None:
+        """Give the gradient a tensor of its own, of which ``write`` sets every element. If it raises, nothing has been
+        changed.
+        """
+        if self.state is GradientState.DENSE:
+            write(self.make_dense())
+        else:
+            values = torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+            write(values)
+            self.replace(values)
 
     def moved(self, like: Tensor) -> GradientRecord:
         """A gradient whose values are gone, too, of the dtype and device of ``like``: ``module.to()`` asks for it."""

@@ -43,6 +43,7 @@ class OffloadedGradient(Tensor):
         tensor: OffloadedGradient = Tensor._make_wrapper_subclass(
             OffloadedGradient, like.shape, dtype=like.dtype, device=like.device
         )
+        torch_private.refuse_data_pointer(tensor)
         tensor._record = record
         record.remember(tensor)
         return tensor
@@ -53,6 +54,10 @@ class OffloadedGradient(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # Tensors of inference mode could not be written after it, and a dense gradient outlives it.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             result = handler(args, kwargs)
@@ -74,6 +79,10 @@ class OffloadedGradient(Tensor):
 
     def __array__(self, dtype: Any = None) -> Any:
         return self._record.make_dense().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def apply_(self, function: Callable[[Any], Any]) -> OffloadedGradient:
+        self._record.make_dense().apply_(function)
+        return self
 
     def tolist(self) -> Any:
         return self._record.read().tolist()
@@ -183,7 +192,7 @@ def _overwrite(func: Any) -> _Handler:
         gradient, *others = args
         if not isinstance(gradient, OffloadedGradient) or any(isinstance(each, OffloadedGradient) for each in others):
             return NotImplemented
-        func(gradient._record.overwrite(), *others, **kwargs)
+        gradient._record.overwrite(lambda values: func(values, *others, **kwargs))
         return gradient
 
     return overwrite
