@@ -1,7 +1,8 @@
-"""What tools do with offloaded gradients at the edges: results in place, inference mode, raw memory, errors."""
+"""What tools do with offloaded gradients at the edges: results in place, inference mode, raw memory, forks, errors."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
@@ -101,3 +103,40 @@ def test_address_without_memory_is_refused() -> None:
     """The legacy function takes the address in C++."""
     with waiting() as model, pytest.raises(RuntimeError):
         torch.utils.dlpack.to_dlpack(model.inner.weight.grad)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_process_cannot_read_gradients() -> None:
+    with waiting() as model:
+        child = os.fork()
+        if child == 0:
+            try:
+                model.inner.weight.grad.clone()
+            except RuntimeError as error:
+                os._exit(0 if "inner.weight" in str(error) and "fork" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+class Lookup(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 16, sparse=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.head(self.table(numbers))
+
+
+@both_entries
+def test_sparse_gradient_is_refused(entry: dict[str, Any] | None) -> None:
+    model = Lookup()
+    with ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT) as optimizer:
+        call = torch.compile(model, **entry) if entry else model
+        numbers = torch.arange(8)
+        with pytest.raises(TypeError, match=r"table\.weight has a sparse gradient"):
+            F.cross_entropy(call(numbers), numbers).backward()
+        optimizer.zero_grad()

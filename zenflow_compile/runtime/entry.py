@@ -67,10 +67,29 @@ def refuse_sparse_grad(param: Parameter, name: str) -> None:
     """
     if param.grad is not None and param.grad.is_sparse:
         param.grad = None
-        raise TypeError(
-            f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
-            "or leave the parameter out of this optimizer"
-        )
+        refuse_sparse(name)
+
+
+def refuse_sparse(name: str) -> NoReturn:
+    """
+    Raises:
+        TypeError: always: the gradient is sparse.
+    """
+    raise TypeError(
+        f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
+        "or leave the parameter out of this optimizer"
+    )
+
+
+def refuse_forked(name: str) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: a forked process reads a gradient in host memory that it does not share.
+    """
+    raise RuntimeError(
+        f"cannot read the gradient of {name} in a forked process, which does not have the host memory of offloaded "
+        "gradients; read it before the fork, or pass a clone()"
+    )
 
 
 def refuse_stale_grad(name: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class Gradients:
             anybody could look.
         factors: of all of them.
         dense: how many took memory of their own so far.
+        process: the one whose host memory they are in.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Gradients:
         self.visible = visible
         self.factors = Factors(device, deferred=device.type != "cpu")
         self.dense = 0
+        self.process = os.getpid()
         self._params = params
         self._engine = engine
         self._recorder = recorder

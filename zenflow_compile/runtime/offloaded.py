@@ -11,6 +11,7 @@ and at the optimizer step, and nowhere else: ``look``. The optimizer-in-backward
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 
@@ -225,7 +226,10 @@ class OffloadedParam:
 
         Raises:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
+            TypeError: the gradient is sparse.
         """
+        if grad.is_sparse:
+            entry.refuse_sparse(self.plan.name)
         record = self.look()
         if record is not None and not record.state.away:
             if not self._gradients.visible:
@@ -386,7 +390,12 @@ class OffloadedParam:
         """A new dense tensor of the gradient without its factors.
 
         Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
+
+        Raises:
+            RuntimeError: this process was forked from the one that owns the gradient, and has not its host memory.
         """
+        if os.getpid() != self._gradients.process:
+            entry.refuse_forked(self.plan.name)
         values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
         matrix = values.view(self._like.shape[0], -1)
         if record.state is GradientState.ON_DEVICE:
