@@ -312,6 +312,11 @@ def _materialized(group: dict[str, Any]) -> dict[str, Any]:
 def _check_param(param: Any) -> None:
     if not isinstance(param, Tensor):
         raise TypeError(f"params has a {type(param).__name__}; give tensors, (name, tensor) pairs, or groups of them")
+    if torch_private.is_wrapper_subclass(param):
+        raise TypeError(
+            f"a parameter is a {type(param).__name__}; sharded and wrapped parameters are not supported in this "
+            "version: create the optimizer over plain tensors, in one process"
+        )
     if param.is_complex() or not param.is_floating_point():
         raise TypeError(
             f"a parameter has dtype {param.dtype}; only real floating-point parameters can be optimized: "

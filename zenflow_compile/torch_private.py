@@ -329,6 +329,21 @@ def asked_for(accumulate_grad: Any) -> Asked:
         return Asked.CAPTURE  # the node is a leaf whose gradient is captured
 
 
+def is_wrapper_subclass(tensor: Tensor) -> bool:
+    """Whether other tensors hold the memory of ``tensor``, as for ``DTensor``. Seen in torch 2.11 and 2.13."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def refuse_data_pointer(tensor: Tensor) -> None:
+    """Let C++ that asks a tensor without memory for its address raise ``RuntimeError``, not read address 0.
+
+    Fake tensors do the same. Seen in torch 2.11 and 2.13.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
 def _references(param: Tensor) -> tuple[int, int, int]:
     """References to ``param.grad``: of Python, to the tensor, to its storage. Those of this function are among them."""
     grad: Any = param.grad

@@ -73,7 +73,7 @@ def record_in(state: GradientState, source: Source) -> GradientRecord:
     like = GradientLike("layer.weight", (2, 2), torch.float32, CPU)
     record = GradientRecord(like, weakref.ref(source))
     if state is DENSE:
-        record.replace(VALUES.clone())
+        record.overwrite(lambda values: values.copy_(VALUES))
         source.given_up.clear()
     record.state = state
     return record
@@ -198,9 +198,10 @@ def test_written_norm_does_not_reach_the_cache() -> None:
 
 def test_replaced_record_takes_the_new_dtype() -> None:
     record = record_in(PARTS, Source())
-    record.replace(VALUES.to(torch.float64))
-    assert record.like.dtype == torch.float64
-    assert record.l2_norm().dtype == torch.float64
+    replaced = record.replaced(VALUES.to(torch.float64))
+    assert replaced.like.dtype == torch.float64
+    assert replaced.l2_norm().dtype == torch.float64
+    assert (record.state, record.like.dtype) == (PARTS, torch.float32)
 
 
 @every(PARTS, ON_DEVICE)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -80,7 +81,12 @@ class Engine(ReadableNodes):
         self._graph_task: int | None = None
         self._updating = False
         self._contributed = False  # a gradient was taken in the backward that runs, or ran last
-        self._returned: dict[int, Tensor] = {}  # by parameter: what the compiled backward that runs is to return
+        # Backwards of graphs may run in several threads. They accumulate one after the other.
+        self._accumulating = threading.RLock()
+        self._thread = threading.get_ident()  # of the last backward
+        self._concurrent = False  # it began while one in another thread ran, or had failed
+        # What compiled backwards that run are to return, by graph task and parameter.
+        self._returned: dict[tuple[int, int], Tensor] = {}
         ops.register_engine(self)
 
     def attach(self, optimizer: Any, on_backward_end: Callable[[Any], None]) -> None:
@@ -172,18 +178,27 @@ class Engine(ReadableNodes):
         self._check()
         task = torch_private.current_graph_task()
         if task != self._graph_task:
-            if self.implicit and torch_private.inside_compiled_autograd():
-                entry.refuse_compiled_autograd()
-            if self._graph_task is not None and self.implicit:
-                self._drop_failed_backward(arrived)
+            thread = threading.get_ident()
+            self._concurrent = self._graph_task is not None and thread != self._thread
+            self._thread = thread
+            if self.implicit:
+                self._begin_in_backward(arrived)
             self._graph_task = task
             self._contributed = False
-            self._returned.clear()
             entry.listen_to_end(weakref.ref(self))
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
             self.recorder.begin_phase("backward")
             self.roster.interleaved.prefetch()  # behind the forward, whose weights come the same way
+
+    def _begin_in_backward(self, arrived: int | None) -> None:
+        """A backward begins that steps at its end: nothing may be left of the one before."""
+        if torch_private.inside_compiled_autograd():
+            entry.refuse_compiled_autograd()
+        if self._concurrent:
+            entry.refuse_concurrent_backward()
+        if self._graph_task is not None:
+            self._drop_failed_backward(arrived)
 
     def _drop_failed_backward(self, arrived: int | None) -> None:
         """Drop what the backward before this one left, beside what ``arrived`` of this one.
@@ -221,8 +236,9 @@ class Engine(ReadableNodes):
 
     def offload_gradient(self, p: int, grad: Tensor) -> None:
         """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
-        if self._takes(p, grad):
-            self.offloaded[p].offload(grad, split_now=self._split_now)
+        with self._accumulating:
+            if self._takes(p, grad):
+                self.offloaded[p].offload(grad, split_now=self._split_now)
 
     def _takes(self, p: int, grad: Tensor) -> bool:
         """Whether the engine takes a gradient of a graph, now.
@@ -242,14 +258,16 @@ class Engine(ReadableNodes):
         if accumulates and not offloaded.leaves_to_autograd:
             return True
         offloaded.returned = self._graph_task if accumulates else None
-        self._returned[p] = grad.detach().clone()  # the graph's own memory is used again
+        # A copy, since the graph uses its own memory again.
+        self._returned[torch_private.current_graph_task(), p] = grad.detach().clone()
         return False
 
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
         """Gradients of ``ps`` that the compiled backward that ends now is to return to autograd, by parameter."""
         if not self._returned:
             return {}
-        return {p: self._returned.pop(p) for p in ps if p in self._returned}
+        task = torch_private.current_graph_task()
+        return {p: self._returned.pop((task, p)) for p in ps if (task, p) in self._returned}
 
     @property
     def _split_now(self) -> bool:
@@ -263,43 +281,48 @@ class Engine(ReadableNodes):
             TypeError: it is sparse.
             RuntimeError: it is of weights that an update was on its way to; or see ``refuse_gradient_hooks``.
         """
-        self.roster.interleaved.prefetch()
-        name, param = self.plan.params[p].name, self.params[p]
-        if p not in self.offloaded:
+        with self._accumulating:
+            self.begin_backward(p)
+            self.roster.interleaved.prefetch()
+            name, param = self.plan.params[p].name, self.params[p]
+            if p not in self.offloaded:
+                self._contributed = True
+                entry.refuse_sparse_grad(param, name)
+                self.leftovers.note(p)
+                return
+            offloaded = self.offloaded[p]
+            from_graph, offloaded.returned = offloaded.returned == self._graph_task, None
+            if isinstance(param.grad, OffloadedGradient):
+                return  # a graph's node has taken it, or ``accumulate_grad``
             self._contributed = True
             entry.refuse_sparse_grad(param, name)
-            self.leftovers.note(p)
-            return
-        offloaded = self.offloaded[p]
-        from_graph, offloaded.returned = offloaded.returned == self._graph_task, None
-        if isinstance(param.grad, OffloadedGradient):
-            return  # a graph's node has taken it, or ``accumulate_grad``
-        self._contributed = True
-        entry.refuse_sparse_grad(param, name)
-        if self.implicit:
-            entry.refuse_gradient_hooks(param, name)
-        if not from_graph:
-            self._read_outside_of_graphs(offloaded)
-        # A tensor that others can see stays where it is, and the optimizer step takes it from there.
-        if self.implicit or torch_private.only_parameter_holds_grad(param):
-            grad, param.grad = param.grad, None
-            assert grad is not None
-            offloaded.offload(grad, split_now=self._split_now)
+            if self.implicit:
+                entry.refuse_gradient_hooks(param, name)
+            if self._concurrent:
+                entry.refuse_concurrent_backward()  # it may add to what is in ``.grad`` while we take that out
+            if not from_graph:
+                self._read_outside_of_graphs(offloaded)
+            # A tensor that others can see stays where it is, and the optimizer step takes it from there.
+            if self.implicit or torch_private.only_parameter_holds_grad(param):
+                grad, param.grad = param.grad, None
+                assert grad is not None
+                offloaded.offload(grad, split_now=self._split_now)
 
     def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None:
         """Autograd adds ``grad`` to a gradient of parameter ``p`` that is in ``.grad``."""
-        self._check()
-        self.begin_backward(p)
-        self._contributed = True
-        offloaded = self.offloaded[p]
-        if offloaded.returned != self._graph_task:
-            self._read_outside_of_graphs(offloaded)
-        if offloaded.takes_more(record):
-            offloaded.offload(grad, split_now=self._split_now)
-        elif record.state is GradientState.CONSUMED:
-            record.state = GradientState.SPOILED
-        elif record.state is not GradientState.SPOILED:
-            record.make_dense().add_(grad)
+        with self._accumulating:
+            self._check()
+            self.begin_backward(p)
+            self._contributed = True
+            offloaded = self.offloaded[p]
+            if offloaded.returned != self._graph_task:
+                self._read_outside_of_graphs(offloaded)
+            if offloaded.takes_more(record):
+                offloaded.offload(grad, split_now=self._split_now)
+            elif record.state is GradientState.CONSUMED:
+                record.state = GradientState.SPOILED
+            elif record.state is not GradientState.SPOILED:
+                record.make_dense().add_(grad)
 
     def _read_outside_of_graphs(self, offloaded: OffloadedParam) -> None:
         """A gradient did not come from a graph: first uses of its weight are unknown, and updates land in ``step()``.
@@ -425,6 +448,8 @@ class Engine(ReadableNodes):
     def discard(self) -> None:
         """Forget gradients that are not in ``.grad``."""
         self._begin_anew()
+        if not self.implicit:
+            self._graph_task = None  # of a backward that failed
         self.leftovers.forget()
         for offloaded in self.offloaded.values():
             offloaded.discard()
@@ -432,6 +457,7 @@ class Engine(ReadableNodes):
     def _begin_anew(self) -> None:
         """No backward has been, and no update is under way."""
         self._updating = self._contributed = False
+        self._returned.clear()  # of backwards that failed
         self.backwards = 0
 
     # The next forward.

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sized
 from typing import NoReturn, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -19,18 +20,16 @@ from zenflow_compile import torch_private
 class Listener(Protocol):
     """What hears of gradients and backwards."""
 
-    def begin_backward(self, arrived: int | None = None) -> None: ...
     def end_backward(self, *, nested: bool) -> None: ...
     def accept_grad(self, p: int) -> None: ...
 
 
 def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) -> RemovableHandle:
-    """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad``, within ``begin_backward``."""
+    """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad``."""
 
     @torch_private.skipped_by_dynamo
     def accumulated(param: Tensor) -> None:
         if (me := listener()) is not None and param.grad is not None:
-            me.begin_backward(p)
             me.accept_grad(p)
 
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
@@ -67,10 +66,40 @@ def refuse_sparse_grad(param: Parameter, name: str) -> None:
     """
     if param.grad is not None and param.grad.is_sparse:
         param.grad = None
-        raise TypeError(
-            f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
-            "or leave the parameter out of this optimizer"
-        )
+        refuse_sparse(name)
+
+
+def refuse_sparse(name: str) -> NoReturn:
+    """
+    Raises:
+        TypeError: always: the gradient is sparse.
+    """
+    raise TypeError(
+        f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
+        "or leave the parameter out of this optimizer"
+    )
+
+
+def refuse_forked(name: str) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: a forked process reads a gradient in host memory that it does not share.
+    """
+    raise RuntimeError(
+        f"cannot read the gradient of {name} in a forked process, which does not have the host memory of offloaded "
+        "gradients; read it before the fork, or pass a clone()"
+    )
+
+
+def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> NoReturn:
+    """
+    Raises:
+        TypeError: always: the parameter changed its dtype.
+    """
+    raise TypeError(
+        f"{name} or its gradient is {found} now, and was {expected} when its optimizer was made; change the model's "
+        "dtype first, then create the optimizer and compile the model"
+    )
 
 
 def refuse_stale_grad(name: str) -> NoReturn:
@@ -130,6 +159,18 @@ def refuse_nested_backward() -> NoReturn:
     raise RuntimeError(
         "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
         "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
+    )
+
+
+def refuse_concurrent_backward() -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: another thread runs a backward, or one of its backwards has failed.
+    """
+    raise RuntimeError(
+        "a backward in another thread has not ended, or has failed: a model that is not compiled, or was compiled "
+        "without an optimizer object, can run one backward at a time; run them one after the other, and call "
+        "optimizer.zero_grad() after one that failed"
     )
 
 

@@ -275,13 +275,13 @@ class GradientRecord:
         assert self._values is not None
         return self._values
 
-    def replace(self, values: Tensor) -> None:
-        """Let ``values``, of the gradient's shape, be the gradient (``grad.data = values``)."""
+    def replaced(self, values: Tensor) -> GradientRecord:
+        """A dense gradient in the place of this one (``grad.data = values``), of the same shape."""
         if self.state is GradientState.IN_BACKWARD:
             self.refuse("write")
-        like = self.like._replace(dtype=values.dtype, device=values.device)
-        self._set_dense(values)
-        self.like = like
+        record = self.moved(values)
+        record._values, record.state = values, GradientState.DENSE
+        return record
 
     def overwrite(self, write: Callable[[Tensor], object]) -> None:
         """Let ``write`` set every element: what was there before does not matter."""
@@ -289,11 +289,13 @@ class GradientRecord:
             write(self.make_dense())
             return
         values = torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+        if self.state is GradientState.IN_BACKWARD:
+            self.refuse("write")
         write(values)  # first: if it raises, the gradient stays as it was
-        self.replace(values)
+        self._set_dense(values)
 
     def moved(self, like: Tensor) -> GradientRecord:
-        """A gradient whose values are gone, too, of the dtype and device of ``like``: ``module.to()`` asks for it."""
+        """A gradient in the same state, of the dtype and device of ``like``."""
         record = GradientRecord(self.like._replace(dtype=like.dtype, device=like.device), self._source)
         record.state = self.state
         return record

@@ -35,6 +35,7 @@ class Gradients:
         factors: of all of them.
         dense: how many took memory of their own so far.
         engine: decides what becomes of what autograd adds to a gradient.
+        process: the one whose host memory they are in.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Gradients:
         self.factors = Factors(device, deferred=device.type != "cpu")
         self.dense = 0
         self.engine = engine
+        self.process = os.getpid()
         self._params = params
         self._recorder = recorder
 

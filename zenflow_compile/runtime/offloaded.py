@@ -11,6 +11,7 @@ and at the optimizer step, and nowhere else: ``look``. The optimizer-in-backward
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 
@@ -235,7 +236,10 @@ class OffloadedParam:
 
         Raises:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
+            TypeError: the gradient is sparse, or of another dtype than the parameter had at construction.
         """
+        if grad.is_sparse:
+            entry.refuse_sparse(self.plan.name)
         record = self.look()
         if record is not None and not record.state.away:
             if not self._gradients.visible:
@@ -255,6 +259,8 @@ class OffloadedParam:
             self._split(record, self._accumulator_like(matrix))
 
     def _matrix(self, grad: Tensor) -> Tensor:
+        if grad.dtype != self.plan.dtype:
+            entry.refuse_other_dtype(self.plan.name, grad.dtype, self.plan.dtype)
         matrix = grad.detach() if grad.requires_grad else grad
         return matrix if matrix.dim() == 2 else matrix.reshape(self.param.shape[0], -1)
 
@@ -403,7 +409,12 @@ class OffloadedParam:
         """A new dense tensor of the gradient without its factors.
 
         Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
+
+        Raises:
+            RuntimeError: this process was forked from the one that owns the gradient, and has not its host memory.
         """
+        if os.getpid() != self._gradients.process:
+            entry.refuse_forked(self.plan.name)
         if record is not self.record:
             record.refuse("read")
         values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)

@@ -43,6 +43,7 @@ class OffloadedGradient(Tensor):
         tensor: OffloadedGradient = Tensor._make_wrapper_subclass(
             OffloadedGradient, like.shape, dtype=like.dtype, device=like.device
         )
+        torch_private.refuse_data_pointer(tensor)
         tensor._record = record
         record.remember(tensor)
         return tensor
@@ -53,6 +54,10 @@ class OffloadedGradient(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # Tensors of inference mode could not be written after it, and a dense gradient outlives it.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             result = handler(args, kwargs)
@@ -74,6 +79,10 @@ class OffloadedGradient(Tensor):
 
     def __array__(self, dtype: Any = None) -> Any:
         return self._record.make_dense().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def apply_(self, function: Callable[[Any], Any]) -> OffloadedGradient:
+        self._record.make_dense().apply_(function)
+        return self
 
     def tolist(self) -> Any:
         return self._record.read().tolist()
@@ -106,6 +115,9 @@ class OffloadedGradient(Tensor):
     def __dlpack_device__(self) -> Any:
         return torch.empty(0, device=self.device).__dlpack_device__()
 
+    def __copy__(self) -> Tensor:
+        return self.detach()  # a shallow copy shares memory
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self._record.read().clone()
         memo[id(self)] = copy
@@ -125,12 +137,11 @@ class OffloadedGradient(Tensor):
                 f"the data of the gradient of {self._record.like.name} must have its shape {list(self.shape)}, not "
                 f"{list(values.shape)}; assign such a tensor to .grad instead"
             )
-        if not isinstance(values, OffloadedGradient):
-            self._record.replace(values.detach())
-        elif values._record.state.gone:
+        if isinstance(values, OffloadedGradient):
             self._record = values._record
-        elif values._record is not self._record:
-            self._record.replace(values._record.make_dense())
+        else:
+            # A record of this tensor's own: others of the same gradient keep their values, as in PyTorch.
+            self._record = self._record.replaced(values.detach())
         if values.dtype != self.dtype or values.device != self.device:
             # ``module.to()``: the parameter has this dtype and device already.
             Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
@@ -203,7 +214,7 @@ def _make_like(func: Any) -> _Handler:
 
 
 def _to(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``module.to()`` moves ``.grad``, too, and values that are gone stay so."""
+    """``module.to()`` moves ``.grad``, too, and values that are gone stay gone."""
     gradient = args[0]
     if not gradient._record.state.gone:
         return NotImplemented

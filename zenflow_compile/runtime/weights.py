@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime import entry
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.device_ops import Selection
 from zenflow_compile.runtime.version_counter import VersionCounter, bump_versions
@@ -36,6 +37,8 @@ class Weights:
         """The parameter's own memory, [rows, columns]; operators that write it do not move the parameter's version."""
         view = self._view
         if view is None or view.data_ptr() != self._param.data_ptr():  # its storage was replaced
+            if self._param.dtype != self._plan.dtype:
+                entry.refuse_other_dtype(self._plan.name, self._param.dtype, self._plan.dtype)
             view = self._view = self._param.data.view(self._param.shape[0], -1)
         return view
 
