@@ -172,7 +172,7 @@ def test_eager_backwards_in_threads_are_refused() -> None:
     handle.remove()
     with pytest.raises(RuntimeError, match="one after the other"):
         loss.backward()
-    assert ["one after the other" in str(error) for error in errors] == [True], errors
+    assert "one after the other" in str(errors[0])
     optimizer.zero_grad()
     loss_of(model, 2).backward()
     optimizer.step()
