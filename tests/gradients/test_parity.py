@@ -121,6 +121,23 @@ def test_gradient_of_inputs_does_not_step_in_backward(ask: Ask) -> None:
     compare_in_backward(loop)
 
 
+@asking
+def test_gradient_of_inputs_between_accumulated_ones(ask: Ask) -> None:
+    """It is not counted among the declared backwards, after which the optimizer in backward steps."""
+
+    def loop(model: nn.Module, call: Call, step: Callable[[], None]) -> Numbers:
+        values: list[float | Tensor] = []
+        for number in range(STEPS):
+            loss_of(call, 10 * number).backward()
+            values.append(saliency(ask, call, 100 + number))
+            loss_of(call, 10 * number + 1).backward()
+            step()
+            values.append(saliency(ask, call, 200 + number))
+        return values
+
+    compare_in_backward(loop, options={**EXACT, "gradient_accumulation_steps": 2})
+
+
 def test_gradient_of_inputs_alone_moves_no_weight() -> None:
     def loop(model: nn.Module, call: Call, step: Callable[[], None]) -> Numbers:
         loss_of(call, 0).backward()
@@ -625,6 +642,32 @@ def test_function_called_with_one_parameter_twice(options: dict[str, Any]) -> No
         return weights, norms
 
     compare_runs(run, EAGER_BACKEND, options)
+
+
+@pytest.mark.parametrize("options", [EXACT, ZERO_OFFLOAD], ids=["exact", "zero_offload"])
+@pytest.mark.parametrize("how", ["hook", "tensor"])
+@pytest.mark.parametrize("eager_first", [True, False])
+def test_eager_and_compiled_uses_in_one_backward(options: dict[str, Any], how: str, eager_first: bool) -> None:
+    """Autograd adds both gradients before the engine sees one: for a hook, or into a tensor of the user's."""
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        weight = model.inner.weight
+        if how == "hook":
+            weight.register_hook(lambda grad: 0.5 * grad)
+        losses: list[float | Tensor] = []
+        for step in range(STEPS):
+            if how == "tensor":
+                weight.grad = torch.full_like(weight, 0.01)
+            late = None if eager_first else loss_of(call, step)
+            eager = model.inner(batch(step)[0]).square().mean()
+            compiled = loss_of(call, step) if late is None else late
+            (eager + compiled).backward()
+            losses += [eager.detach(), compiled.detach()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    compare(loop, EAGER_BACKEND, options, rel=1e-5)
 
 
 # Compilation of other parts

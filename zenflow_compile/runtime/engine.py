@@ -291,7 +291,6 @@ class Engine(ReadableNodes):
                 self.leftovers.note(p)
                 return
             offloaded = self.offloaded[p]
-            from_graph, offloaded.returned = offloaded.returned == self._graph_task, None
             if isinstance(param.grad, OffloadedGradient):
                 return  # a graph's node has taken it, or ``accumulate_grad``
             self._contributed = True
@@ -300,8 +299,7 @@ class Engine(ReadableNodes):
                 entry.refuse_gradient_hooks(param, name)
             if self._concurrent:
                 entry.refuse_concurrent_backward()  # it may add to what is in ``.grad`` while we take that out
-            if not from_graph:
-                self._read_outside_of_graphs(offloaded)
+            self._arrived_through_autograd(offloaded)
             # A tensor that others can see stays where it is, and the optimizer step takes it from there.
             if self.implicit or torch_private.only_parameter_holds_grad(param):
                 grad, param.grad = param.grad, None
@@ -315,8 +313,7 @@ class Engine(ReadableNodes):
             self.begin_backward(p)
             self._contributed = True
             offloaded = self.offloaded[p]
-            if offloaded.returned != self._graph_task:
-                self._read_outside_of_graphs(offloaded)
+            self._arrived_through_autograd(offloaded)
             if offloaded.takes_more(record):
                 offloaded.offload(grad, split_now=self._split_now)
             elif record.state is GradientState.CONSUMED:
@@ -324,14 +321,16 @@ class Engine(ReadableNodes):
             elif record.state is not GradientState.SPOILED:
                 record.make_dense().add_(grad)
 
-    def _read_outside_of_graphs(self, offloaded: OffloadedParam) -> None:
-        """A gradient did not come from a graph: first uses of its weight are unknown, and updates land in ``step()``.
+    def _arrived_through_autograd(self, offloaded: OffloadedParam) -> None:
+        """Autograd delivers a gradient: first uses of its weight may be unknown, so updates land in ``step()``.
+
+        Autograd may have added the gradient of an uncompiled use to one that a graph has returned.
 
         Raises:
             RuntimeError: an update of the weight was on its way, so that the gradient is of old weights.
         """
         offloaded.eager = True
-        if offloaded.due(self.step):
+        if offloaded.returned != self._graph_task and offloaded.due(self.step):
             entry.refuse_stale_grad(offloaded.plan.name)
 
     # The final moment.

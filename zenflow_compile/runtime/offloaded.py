@@ -48,9 +48,8 @@ class OffloadedParam:
     Attributes:
         record: the gradient that the engine has, or has consumed in the last optimizer step; None without one.
         accumulates: several contributions per step were seen: split at the final moment only.
-        eager: a contribution came through ``.grad``, so first uses are unknown and updates land inside ``step()``.
-        returned: number of the backward in which a compiled graph returned its gradient to autograd: what reaches
-            ``.grad`` next in that backward is not eager.
+        eager: a contribution came through autograd, so first uses are unknown and updates land inside ``step()``.
+        returned: number of the last backward in which a compiled graph returned its gradient to autograd.
         uses: how often a graph was about to read it in this step.
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
         held: its remaining gradient, where that stays on the device until it is final.
