@@ -380,6 +380,59 @@ def test_interrupted_step_repeats_or_stops(entry: dict[str, Any] | None, backwar
     made.close()
 
 
+EDITING = {
+    "__torch_dispatch__", "_on_dense", "dense", "values", "make_dense", "_set_dense", "overwrite", "replaced", "data",
+    "_leave_engine", "give_up", "_release_parts", "zero", "_zero", "read", "values_of", "_assemble", "became_dense",
+    "moved", "scale", "times",
+}  # fmt: skip
+
+
+def set_data(grad: torch.Tensor) -> None:
+    grad.data = torch.full_like(grad, 0.25)
+
+
+EDITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "clamp": lambda grad: grad.clamp_(-1e-3, 1e-3), "zero": lambda grad: grad.zero_(),
+    "copy": lambda grad: grad.copy_(torch.full_like(grad, 0.5)), "data": set_data, "scale": lambda grad: grad.mul_(0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_interrupted_edit_is_made_or_not(edit: Callable[[torch.Tensor], object], backwards: int) -> None:
+    """The gradient is what it was or what it was to become, to whoever reads it and to the step."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
+    weight = training.model[2].weight
+    outcomes: set[str] = set()
+    expected: dict[str, torch.Tensor] = {}
+
+    def gradients() -> None:
+        training.optimizer.zero_grad()
+        for part in range(backwards):
+            training.backward(20 + part)
+
+    def look() -> None:
+        found = weight.grad.clone()
+        outcomes.add(next(name for name, values in expected.items() if torch.equal(values, found)))
+        training.backward(30)
+        torch.testing.assert_close(weight.grad.clone(), found + expected["next"])
+        gradients()
+
+    training.optimizer.zero_grad()
+    training.backward(30)
+    following = weight.grad.clone()
+    gradients()
+    expected |= {"not": weight.grad.clone()}
+    edit(weight.grad)
+    expected |= {"made": weight.grad.clone(), "next": following}
+    gradients()
+    assert every_point(lambda: edit(weight.grad), EDITING, look) > 1
+    assert "not" in outcomes
+    assert outcomes <= {"not", "made"}
+    each_buffer_is_somewhere_once(training)
+    training.optimizer.close()
+
+
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split", "_take",
     "norms_and_split", "copy_to_host", "_send", "read_factors", "read",

@@ -155,9 +155,7 @@ class OffloadedParam:
         grad = self.param.grad
         if grad is None or not self._gradients.visible:
             return False
-        if not isinstance(grad, OffloadedGradient):
-            return True
-        return grad._record is not self.record and not self._zeroed(grad)
+        return self.look() is None and not self._zeroed(grad)
 
     def _zeroed(self, grad: Tensor | None) -> bool:
         """Whether ``grad`` is a gradient of this parameter that was zeroed."""
@@ -172,7 +170,7 @@ class OffloadedParam:
         grad = self.param.grad
         if not isinstance(grad, OffloadedGradient) or grad._record is not record:
             return False
-        return record is self.record or self._zeroed(grad)
+        return record is self.look() or self._zeroed(grad)
 
     def look(self) -> GradientRecord | None:
         """The engine's gradient if it is in ``.grad``; else it is dropped, and there is none.
