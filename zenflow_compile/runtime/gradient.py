@@ -79,12 +79,15 @@ class Factors:
                 return before * number
             return before * (1.0 / number if number else math.copysign(math.inf, number))  # as IEEE divides
         last = self._last
-        # The memo keeps ``by`` alive, so that no other tensor can have its identity.
-        if last is not None and last[1] is by and last[2:4] == (by._version, divide) and _same(last[0], before):
+        version = -1 if by.is_inference() else by._version  # tensors of inference mode have no version
+        # The memo keeps ``by`` alive, so that no other tensor can have its identity. Writes through ``by.data`` between
+        # two calls would stay unnoticed: they do not move the version.
+        known = last is not None and last[1] is by and last[2:4] == (version, divide) and version >= 0
+        if known and last is not None and _same(last[0], before):
             return last[4]
         value = by.detach().reshape(()).to(self._device, torch.float32, copy=True)
         product = before / value if divide else before * value
-        self._last = before, by, by._version, divide, product
+        self._last = before, by, version, divide, product
         return product
 
     def read(self, records: list[GradientRecord]) -> None:
