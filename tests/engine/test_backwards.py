@@ -191,6 +191,34 @@ def test_eager_use_after_a_failed_backward(clear: str) -> None:
         assert torch.equal(actual, expected)
 
 
+def test_model_cast_to_double_and_back() -> None:
+    """Autograd then accumulates the gradients of its parameters in new nodes."""
+    training, undisturbed = (Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3) for _ in range(2))
+    training.optimizer.synchronize()
+    training.model.double().float()
+    for actual, expected in zip(training.run(3, 6).weights(), undisturbed.run(3, 6).weights(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_gradient_returned_by_a_failed_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that fails after a hooked gradient does not return that gradient from the next backward."""
+    training, undisturbed = (Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3) for _ in range(2))
+    hook = training.model[4].weight.register_hook(lambda grad: None)
+    first = training.optimizer.engine.offloaded[0]
+
+    def fail(grad: Tensor, *, split_now: bool) -> None:
+        raise ArithmeticError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "offload", fail)
+        with pytest.raises(ArithmeticError):
+            training.backward(3)
+    hook.remove()
+    training.optimizer.zero_grad()
+    for actual, expected in zip(training.run(3, 6).weights(), undisturbed.run(3, 6).weights(), strict=True):
+        assert torch.equal(actual, expected)
+
+
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()

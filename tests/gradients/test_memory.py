@@ -71,6 +71,25 @@ def test_cleared_gradients_cost_no_memory() -> None:
     assert shared.dense == 3  # those that stay in ``.grad``
 
 
+@both_entries
+def test_zeroed_gradient_stays_the_same_tensor(entry: dict[str, Any] | None) -> None:
+    """The next backward writes into the tensor that ``zero_grad(set_to_none=False)`` has left in ``.grad``."""
+    training = Training(entry)
+    offloaded = training.optimizer.engine.offloaded.values()
+    training.backward(0)
+    before = offloaded_gradients(training)
+    for step in range(1, 4):
+        training.optimizer.zero_grad(set_to_none=False)
+        training.backward(step)
+        for each, grad in zip(offloaded, before, strict=True):
+            assert each.param.grad is grad
+            assert grad is not None
+            assert grad.norm() > 0
+        training.optimizer.step()
+    assert training.optimizer.engine.roster.gradients.dense == 0
+    training.optimizer.close()
+
+
 def line_here() -> str:
     """``file:line`` of the caller's next line."""
     frame = inspect.currentframe()
@@ -80,9 +99,7 @@ def line_here() -> str:
 
 
 @both_entries
-def test_dense_gradients_name_the_users_line(
-    entry: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dense_gradients_name_the_users_line(entry: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(entry).run(0, 2)
     params = list(training.model.parameters())
     with zf.profile(training.optimizer) as profile:

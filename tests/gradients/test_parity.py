@@ -121,6 +121,22 @@ def test_gradient_of_inputs_does_not_step_in_backward(ask: Ask) -> None:
     compare_in_backward(loop)
 
 
+def test_backward_steps_without_resident_parameters() -> None:
+    """Every parameter is updated inside the backward, and none has a gradient in ``.grad`` at its end."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(16, 12, bias=False), nn.Tanh(), nn.Linear(12, 10, bias=False))
+
+    def loop(model: nn.Module, call: Call, step: Callable[[], None]) -> Numbers:
+        for number in range(STEPS):
+            loss_of(call, number).backward()
+            step()
+        return None
+
+    compare_in_backward(loop, build)
+
+
 @asking
 def test_gradient_of_inputs_between_accumulated_ones(ask: Ask) -> None:
     """It is not counted among the declared backwards, after which the optimizer in backward steps."""
@@ -237,6 +253,27 @@ def test_gradients_of_parameters_under_inductor() -> None:
 # A forward before the step
 
 
+@pytest.mark.slow
+def test_hooks_of_equal_layers_under_inductor() -> None:
+    """The memory of one gradient is used again for the next one, before autograd calls the hooks of the first."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())))
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        seen: list[float | Tensor] = []
+        for param in model.parameters():
+            param.register_hook(lambda grad: seen.append(grad.norm()))
+        for step in range(6):
+            linear_loss(call, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sorted(seen, key=float)
+
+    compare(loop, INDUCTOR, build=build, rel=1e-4)
+
+
 class Factors(nn.Module):
     """Matrix factorization: no weight is saved for the backward."""
 
@@ -308,6 +345,23 @@ def test_forward_before_step_with_windows(build: Callable[[], nn.Module], loss: 
         for entry in ENTRIES
     ]
     assert all(difference(runs[0], other) <= 1e-6 for other in runs[1:])
+
+
+def test_hook_added_between_forward_and_step() -> None:
+    """The graph read the weights before the update, as it would under AdamW, and returns its gradient to the hook."""
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        following = linear_loss(call, 0)
+        for step in range(STEPS):
+            following.backward()
+            following = linear_loss(call, step + 1)
+            if step == 3:
+                model.weight.register_hook(lambda grad: 0.5 * grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    compare(loop, EAGER_BACKEND, build=linear, effect=prefetched(linear_loss))
 
 
 # Clipping over groups and of values

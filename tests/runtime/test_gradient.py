@@ -500,9 +500,7 @@ def test_step_reads_deferred_factors_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert reads.take().keys() <= {"stack"}
         read = Factors.read
 
-        def counted(
-            factors: Factors, records: list[GradientRecord], read: Callable[..., None] = read
-        ) -> None:
+        def counted(factors: Factors, records: list[GradientRecord], read: Callable[..., None] = read) -> None:
             assert all(isinstance(record.factor, Tensor) for record in records)
             before = reads.take()
             assert not before.keys() & {"item", "tolist", "__float__"}
@@ -513,6 +511,29 @@ def test_step_reads_deferred_factors_once(monkeypatch: pytest.MonkeyPatch) -> No
             patch.setattr(Factors, "read", counted)
             training.optimizer.step()
         training.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
+@pytest.mark.parametrize("deferring", [False, True])
+def test_overflow_in_one_offloaded_gradient_is_found(value: float, deferring: bool) -> None:
+    """No parameter that the device updates whole overflows with it."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 12, bias=False), nn.Linear(12, 10, bias=False))
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    assert len(optimizer.engine.offloaded) == 2
+    if deferring:
+        optimizer.engine.roster.gradients.factors = deferred()
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    hook = model[0].weight.register_hook(lambda grad: grad * value)
+    scaler.scale(model(torch.ones(2, 16)).sum()).backward()
+    hook.remove()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.synchronize()
+    assert scaler.get_scale() == 2.0
+    assert_same([param.detach() for param in model.parameters()], before)
+    optimizer.close()
 
 
 # Selection scores
