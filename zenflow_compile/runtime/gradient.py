@@ -160,10 +160,12 @@ class GradientRecord:
         clip: factor on its values from scaling in place, clipping above all.
         unscale: factor from loss scaling. Selection scores take it into account, but not ``clip``.
         norm: cached f32[] L2 norm without the factors.
+        spare: a copy of ``norm`` that nobody has yet, with the norm that it is a copy of.
     """
 
     __slots__ = (
-        "__weakref__", "_handle", "_source", "_values", "clip", "contributions", "like", "norm", "state", "unscale",
+        "__weakref__", "_handle", "_source", "_values", "clip", "contributions", "like", "norm", "spare", "state",
+        "unscale",
     )  # fmt: skip
 
     def __init__(self, like: GradientLike, source: weakref.ref[GradientSource]) -> None:
@@ -173,6 +175,7 @@ class GradientRecord:
         self.clip: Factor = 1.0
         self.unscale: Factor = 1.0
         self.norm: Tensor | None = None
+        self.spare: tuple[Tensor, Tensor] | None = None
         self._source = source
         self._values: Tensor | None = None
         self._handle: weakref.ref[OffloadedGradient] | None = None
@@ -240,13 +243,13 @@ class GradientRecord:
         Raises:
             RuntimeError: the norm is unknown: the values are gone and were overwritten, or the gradient was discarded.
         """
-        dtype = dtype or self.like.dtype
-        if self.state is GradientState.DENSE:
+        dtype, state = dtype or self.like.dtype, self.state
+        if state is GradientState.DENSE:
             dense: Tensor = torch.linalg.vector_norm(self.read(), dtype=dtype)
             return dense
-        if self.state is GradientState.ZERO:
+        if state is GradientState.ZERO:
             norm = torch.zeros((), device=self.like.device)
-        elif self.state in (GradientState.SPOILED, GradientState.DISCARDED, GradientState.IN_BACKWARD):
+        elif state in (GradientState.SPOILED, GradientState.DISCARDED, GradientState.IN_BACKWARD):
             self.refuse("measure")
         else:
             source = self._source()
@@ -259,8 +262,10 @@ class GradientRecord:
             norm = norm * factor.abs()
         elif factor != 1.0:
             norm = norm * abs(factor)
-        if norm is self.norm:
-            norm = norm.clone()  # the user's own: an in-place write must not reach what is cached
+        elif norm is self.norm:
+            # The user's own: an in-place write must not reach what is cached.
+            spare, self.spare = self.spare, None
+            norm = spare[1] if spare is not None and spare[0] is norm else norm.clone()
         return norm if norm.dtype == dtype else norm.to(dtype)
 
     # Writing.

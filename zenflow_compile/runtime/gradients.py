@@ -64,9 +64,10 @@ class Gradients:
                 records.append(record)
                 line_norms.append(param.device.norms)
         if records:
-            squares = torch.stack(torch._foreach_norm(line_norms, 1))  # of squares, which are not negative: their sum
-            for record, norm in zip(records, squares.sqrt_().unbind(), strict=True):
-                record.norm = norm
+            norms = torch._foreach_norm(line_norms, 1)  # of squares, which are not negative: their sum
+            torch._foreach_sqrt_(norms)
+            for record, norm, spare in zip(records, torch.stack(norms).unbind(), norms, strict=True):
+                record.norm, record.spare = norm, (norm, spare)
 
     def became_dense(self) -> None:
         """Count a gradient that took memory of its own, and record the line of user code that asked for it."""

@@ -289,6 +289,8 @@ def _is_l2(order: Any) -> bool:
 
 
 def _vector_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if not kwargs and (len(args) == 1 or (len(args) == 2 and args[1] == 2.0)):
+        return args[0]._record.l2_norm()  # as clipping asks; PyTorch leaves out what has its default
     gradient, order, dim, keepdim = _with_defaults(args, (None, 2, None, False))
     if dim or keepdim or kwargs.keys() - {"dtype"} or not _is_l2(order):
         return NotImplemented
