@@ -1,4 +1,4 @@
-# make setup     virtual environment with everything in it     make check     lint, types, file lengths
+# make setup     virtual environment with everything in it     make check     lint, types
 # make train     train a small GPT; options: see below         make bench     every benchmark, results in benchmarks/results
 # make test      all tests that need no GPU                    make test-gpu  the tests that do
 # make deepspeed a second environment with DeepSpeed, which benchmarks compare with
@@ -50,7 +50,6 @@ test-gpu: $(READY)
 check: $(READY)
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m mypy
-	$(PYTHON) scripts/check_file_length.py
 
 format: $(READY)
 	$(PYTHON) -m ruff check --fix $(SOURCES)
