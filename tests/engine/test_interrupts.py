@@ -400,7 +400,7 @@ EDITS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_interrupted_edit_is_made_or_not(edit: Callable[[torch.Tensor], object], backwards: int) -> None:
-    """The gradient is what it was or what it was to become, to whoever reads it and to the step."""
+    """Readers and the step see the old gradient or the edited one, and nothing in between."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     weight = training.model[2].weight
     outcomes: set[str] = set()

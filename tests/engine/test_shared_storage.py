@@ -205,7 +205,7 @@ def test_write_to_a_sharer_drops_no_update(
     between: Callable[[Run, int], None],
     dtype: torch.dtype,
 ) -> None:
-    """The bias is resident: whoever writes it moves the version of the matrices too, whose updates are in flight."""
+    """The bias is resident: a write to it moves the version of the matrices too, whose updates are in flight."""
     expected = Run(options, entry, shared=False, dtype=dtype).run(between=between)
     assert_same(Run(options, entry, dtype=dtype).run(between=between), expected)
 
@@ -233,7 +233,7 @@ def test_optimizer_over_a_sharer_drops_no_update(ours: int) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_external_write_counts_for_its_parameter(entry: dict[str, Any] | None) -> None:
-    """It is noticed among our own bumps, and its sharer, whose weights nobody wrote, loses nothing."""
+    """It is noticed among our own bumps, and its sharer, whose weights were not written, loses nothing."""
 
     def write(run: Run, step: int) -> None:
         if step % 4 == 1:

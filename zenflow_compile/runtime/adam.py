@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class SlotCoefficients(NamedTuple):
-    """What was in force at the moment when the gradient in a slot became final. A missing gradient has none."""
+    """Hyperparameters at the optimizer step that used the gradient in a slot. A missing gradient has none."""
 
     lr: float
     beta1: float

@@ -160,7 +160,7 @@ class GradientRecord:
         clip: factor on its values from scaling in place, clipping above all.
         unscale: factor from loss scaling. Selection scores take it into account, but not ``clip``.
         norm: cached f32[] L2 norm without the factors.
-        spare: a copy of ``norm`` that nobody has yet, with the norm that it is a copy of.
+        spare: ``norm``, and a copy of it that no caller has yet.
     """
 
     __slots__ = (

@@ -16,7 +16,7 @@ from zenflow_compile.runtime.windows import Close
 
 
 class Coefficients:
-    """What is in force now, kept for one optimizer step: param groups are the user's, and may change afterwards."""
+    """Hyperparameters of one optimizer step: param groups are the user's, and may change afterwards."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
