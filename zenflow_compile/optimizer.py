@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from torch.nn import Parameter
 from zenflow_compile import torch_private
 from zenflow_compile.options import Options
 from zenflow_compile.passes.pipeline import fused_step_graph
-from zenflow_compile.planning.policies import stride_weight_bytes
+from zenflow_compile.planning.policies import empty_plan, stride_weight_bytes
 from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
+from zenflow_compile.runtime.claim import Claim
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.file_store import require_directory
 from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.param_groups import check_group
-from zenflow_compile.runtime.roster import specs_of
+from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
 from zenflow_compile.unread_options import warn_of_unread
 
 
@@ -31,9 +34,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW with column-selected updates on the device and asynchronous updates of the rest on the host.
 
     Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it
-    works as well, with less overlap. Param groups, learning-rate schedulers, closures, hooks and ``state_dict`` are
-    those of any PyTorch optimizer. ``.grad`` of an offloaded parameter is a tensor without memory of its own, which
-    PyTorch's clipping, ``GradScaler`` and hooks see as any other. Its values are gone once ``step()`` has consumed it.
+    works as well, with less overlap. State is allocated at the first use (a compilation, a gradient, ``state_dict()``),
+    so that the model may be moved to another device or dtype before it. Param groups, learning-rate schedulers,
+    closures, hooks and ``state_dict`` are those of any PyTorch optimizer. ``.grad`` of an offloaded parameter is a
+    tensor without memory of its own, which PyTorch's clipping, ``GradScaler`` and hooks see as any other. Its values
+    are gone once ``step()`` has consumed it.
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
@@ -41,15 +46,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
-    Attributes:
-        options: with what was left to the performance model decided: under ``policy="auto"`` the policy and its
-            ``ratio``, ``update_stride``, ``spare_device_bytes`` and ``offload_device``. Groups that are added later are
-            planned under the same choice.
-
     Raises:
         ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
-            this kind owns, more host memory needed than there is, or ``policy="auto"`` where nothing fits. Nothing has
-            been changed then.
+            this kind owns, or more host memory needed than there is. Nothing has been changed then. What only the
+            first use can find raises there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
         TypeError: an unknown option, or a complex, integer or sparse parameter.
     """
 
@@ -62,26 +62,23 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         **options: Any,
     ) -> None:
-        implicit = bool(options.pop("_implicit", False))
-        self.options = Options.from_keywords(**options)
-        warn_of_unread(self.options, stacklevel=2)
+        self._in_backward = bool(options.pop("_implicit", False))
         self._engine: Engine | None = None
+        self._closed = False
+        self._options = Options.from_keywords(**options)
+        warn_of_unread(self._options, stacklevel=2)
+        self._building = threading.RLock()  # first gradients may arrive in several threads
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
-        _check_device_and_owner(params, None)
-        self.options = _resolved(self.options, _named(self.param_groups, 0), implicit=implicit)
-        engine = Engine(self.param_groups, self.options, params[0].device, implicit=implicit)
-        try:
-            engine.add_params(_named(self.param_groups, 0))
-        except BaseException:
-            engine.close(flush=False)
-            raise
-        self._engine = engine
-        engine.attach(self, _backward_ended)
-        self._step_graph: GraphModule = fused_step_graph(engine.plan, engine.id)
-        record_new_engine(engine)
+        _check_device_and_owner(params, params[0].device)
+        # The number of groups after construction and after each add_param_group(): what comes with one call is planned
+        # together, whether the engine exists by then or not, so that a resumed run has the plan of the saved one.
+        self._calls = [len(self.param_groups)]
+        self._check_plan(self.param_groups, params)
+        self._claim = Claim(self)
+        self._claim.add(params)
 
     @classmethod
     def _implicit(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
@@ -89,15 +86,75 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return cls(named_params, _implicit=True, **keywords)
 
     @property
+    def options(self) -> Options:
+        """The options of this optimizer.
+
+        Under ``policy="auto"`` with the policy and its ``ratio``, ``update_stride``, ``spare_device_bytes`` and
+        ``offload_device`` decided, likewise ``update_stride="auto"``: reading them then is a first use. Groups that are
+        added later are planned under the same choice.
+        """
+        return self.engine.options if self._engine is None and _left_open(self._options) else self._options
+
+    @property
     def engine(self) -> Engine:
-        """The runtime behind this optimizer.
+        """The runtime behind this optimizer, built now if this is the optimizer's first use.
 
         Raises:
             RuntimeError: the optimizer is closed.
+            ValueError: see :class:`ZenFlowAdamW`; the next use tries again.
         """
-        if self._engine is None or self._engine.closed:
+        engine = self._engine
+        if engine is None or engine.closed:
+            with self._building:
+                engine = self._built()
+        return engine
+
+    def _built(self) -> Engine:
+        """The engine; made of the parameters as they are now, if there is none yet."""
+        self._check_open()
+        if self._engine is not None:
+            return self._engine
+        named = _named(self.param_groups)
+        device = self._claim.params[0].device
+        _check_devices(self._claim.params, device)
+        options = _resolved(self._options, named, implicit=self._in_backward)
+        engine = Engine(self.param_groups, options, device, implicit=self._in_backward)
+        try:
+            for first, stop in pairwise((0, *self._calls)):
+                engine.add_params(named[first:stop], first)
+            step_graph = fused_step_graph(engine.plan, engine.id)
+        except BaseException:
+            engine.close(flush=False)
+            raise
+        self._options = options
+        self._step_graph: GraphModule = step_graph
+        self._claim.listen()
+        engine.attach(self._claim, _backward_ended)
+        self._engine = engine
+        ops.unregister_claim(self._claim)
+        record_new_engine(engine)
+        return engine
+
+    def _check_open(self) -> None:
+        if self._closed or (self._engine is not None and self._engine.closed):
             raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
-        return self._engine
+
+    def _check_plan(self, groups: Sequence[dict[str, Any]], params: Sequence[Parameter]) -> None:
+        """Plan ``params`` as they are now, to raise at construction what needs no memory to know.
+
+        Raises:
+            ValueError: see ``require_directory``, ``worker_cores`` and ``checked_plan``.
+        """
+        if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
+            require_directory(self._options.nvme_path)
+        if _left_open(self._options):
+            return
+        worker_cores(self._options)
+        plan = empty_plan(self._options)
+        named = _named(groups)
+        for first, stop in pairwise((0, *self._calls)):
+            new = [pair for group in named[first:stop] for pair in group]
+            plan = checked_plan(plan, params[: len(plan.params) + len(new)], new, self._options)
 
     @property
     def device_bytes(self) -> int:
@@ -115,7 +172,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: as at construction; nothing has been changed then.
         """
-        engine = None if self._engine is None else self.engine
+        self._check_open()
         param_group = _materialized(param_group)
         check_group({**self.defaults, **param_group})
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
@@ -123,16 +180,24 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             _check_param(param)
         if len({id(param) for param in params}) < len(params):
             raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
-        if engine is not None:
-            _check_device_and_owner(params, engine)
+        if not hasattr(self, "_claim"):  # the base class's constructor adds the groups that it was given
+            super().add_param_group(param_group)
+            return
+        _check_device_and_owner(params, self._claim.params[0].device)
         super().add_param_group(param_group)
-        if engine is not None:
-            try:
-                engine.add_params(_named(self.param_groups[-1:], len(engine.params)), len(self.param_groups) - 1)
-            except BaseException:
-                self.param_groups.pop()
-                raise
-            self._step_graph = fused_step_graph(engine.plan, engine.id)
+        self._calls.append(len(self.param_groups))
+        engine = self._engine
+        try:
+            if engine is None:
+                self._check_plan(self.param_groups, [*self._claim.params, *params])
+            else:
+                engine.add_params(_named(self.param_groups)[-1:], len(self.param_groups) - 1)
+                self._step_graph = fused_step_graph(engine.plan, engine.id)
+        except BaseException:
+            self.param_groups.pop()
+            self._calls.pop()
+            raise
+        self._claim.add(params)
 
     @torch_private.outside_of_graphs
     @torch.no_grad()
@@ -149,6 +214,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 after each), a closed optimizer, or asynchronous work that failed (chained to the original error).
         """
         engine = self.engine
+        self._claim.check_groups(self.param_groups, engine.groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -175,9 +241,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             set_to_none: False sets gradients to zero instead. A step uses zeros, as in PyTorch: moments and weights
                 decay.
         """
-        engine = self.engine
+        self._check_open()
         super().zero_grad(set_to_none)
-        engine.discard()
+        if self._engine is not None:
+            self._engine.discard()
 
     def synchronize(self) -> None:
         """Wait for work in flight and make visible what is due, before weights are read outside of compiled graphs.
@@ -223,24 +290,34 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """End of training: apply the gradients that wait in open windows, land everything, free host memory."""
+        self._close(flush=True)
+
+    def _close(self, *, flush: bool) -> None:
+        with self._building:
+            self._closed = True
         if self._engine is not None:
-            self._engine.close(flush=True)
+            self._engine.close(flush=flush)
+        else:
+            self._claim.release()
 
     def __enter__(self) -> ZenFlowAdamW:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._engine is None:
-            return
         if exception[0] is None:
             self.close()
             return
         with suppress(RuntimeError):  # what left the block is the error to see; this one follows from it, or is alike
-            self._engine.close(flush=False)
+            self._close(flush=False)
 
     def __del__(self) -> None:
         # What is due still lands; open windows are not flushed, since the moment of collection is not the user's.
-        engine = getattr(self, "_engine", None)
+        claim, engine = getattr(self, "_claim", None), getattr(self, "_engine", None)
+        # A wrapper that shares our attributes (Lightning's) may be collected before us.
+        if claim is None or (claim.optimizer is not None and claim.optimizer is not self):
+            return
+        if engine is None:
+            claim.release()
         if engine is None or engine.closed or sys.is_finalizing():  # at exit, engines have closed before
             return
         with suppress(Exception):
@@ -271,11 +348,16 @@ def _backward_ended(optimizer: ZenFlowAdamW) -> None:
     engine.show_consumed()
 
 
+def _left_open(options: Options) -> bool:
+    """Whether some of the options are left to the performance model."""
+    return options.policy == "auto" or options.measures_stride
+
+
 def _resolved(
     options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, implicit: bool
 ) -> Options:
     """``options`` with what is left to the performance model decided, on this machine as it is now."""
-    if options.policy != "auto" and not options.measures_stride:
+    if not _left_open(options):
         return options
     from zenflow_compile.planning import auto  # its equations bring sympy, a third of a second to import
 
@@ -288,9 +370,10 @@ def _resolved(
     return auto.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
 
 
-def _named(groups: Sequence[dict[str, Any]], first: int) -> list[list[tuple[str, Parameter]]]:
-    """Parameters with names, by group; those without a name are called after their index, counted from ``first``."""
+def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:
+    """Parameters with names, by group; those without a name are called after their index in the optimizer."""
     named: list[list[tuple[str, Parameter]]] = []
+    first = 0
     for group in groups:
         names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
         named.append(list(zip(names, group["params"], strict=True)))
@@ -328,17 +411,20 @@ def _check_param(param: Any) -> None:
         raise ValueError("a parameter is on the meta device; materialise the model before creating the optimizer")
 
 
-def _check_device_and_owner(params: Sequence[Tensor], engine: Engine | None) -> None:
-    device = params[0].device if engine is None else engine.device
+def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
+    _check_devices(params, device)
+    if any(ops.is_owned(param) for param in params):
+        raise ValueError(
+            "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"
+        )
+
+
+def _check_devices(params: Sequence[Tensor], device: torch.device) -> None:
     for param in params:
         if param.device != device:
             raise ValueError(
-                f"a parameter is on {param.device} and its peers on {device}; move the model to one device first, "
+                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first, "
                 "or use one optimizer per device"
-            )
-        if ops.owner_of(param) is not None:
-            raise ValueError(
-                "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"
             )
 
 

@@ -163,13 +163,13 @@ def test_parameters_on_different_devices() -> None:
     model = mlp()
     with FakeTensorMode():  # a second device, whatever this machine has
         other = nn.Parameter(torch.zeros(4, 4, device="cuda"))
-    with pytest.raises(ValueError, match=r"on cuda:0 and its peers on cpu; move the model to one device first"):
+    with pytest.raises(ValueError, match=r"on cuda:0 and the others are on cpu; move the model to one device first"):
         ZenFlowAdamW([*model.parameters(), other])
     with pytest.raises(ValueError, match=r"on the meta device; materialise the model"):
         ZenFlowAdamW([*model.parameters(), nn.Parameter(torch.zeros(4, 4, device="meta"))])
     assert untouched(model)
     optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
-    with pytest.raises(ValueError, match=r"on cuda:0 and its peers on cpu"):
+    with pytest.raises(ValueError, match=r"on cuda:0 and the others are on cpu"):
         optimizer.add_param_group({"params": [other]})
     assert len(optimizer.param_groups) == 1
 

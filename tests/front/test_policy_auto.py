@@ -91,11 +91,13 @@ def test_knobs_that_steer_convergence_stay(measured: list[Hardware], tight: Hard
 def test_without_host_memory_the_error_says_what_is_missing(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = replace(tight, host_bytes=1.0)
     with pytest.raises(ValueError, match=r"no policy fits 'round': .* lacks .* GB of (host|device) memory; use fewer"):
-        Training(None, AUTO)
+        Training(None, AUTO).run(0, 1)
     model = mlp()
+    optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
     with pytest.raises(ValueError, match="no policy fits"):
-        ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
-    ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL).close()  # nobody owns the parameters
+        _ = optimizer.options
+    optimizer.close()
+    ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL).close()  # the parameters have no owner
 
 
 def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
@@ -105,7 +107,7 @@ def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
     host_bytes = needed("zero_offload", "host", deep) - 1
     measured[0] = replace(SLOW_HOST, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
     with pytest.raises(ValueError, match=r"no policy fits.*of host memory; .*give nvme_path"):
-        Training(None, AUTO, build=deep)
+        Training(None, AUTO, build=deep).run(0, 1)
     training = Training(None, {**AUTO, "nvme_path": str(tmp_path)}, build=deep).run(0, 2)
     assert training.optimizer.options.in_files
     assert training.optimizer.options.nvme_path == str(tmp_path)
@@ -192,7 +194,9 @@ def test_the_choice_knows_whether_updates_run_in_the_backward(
         compiled(batch(0)[0])
         optimizer_of(compiled).close()
     else:
-        ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO).close()
+        optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
+        assert optimizer.options.policy != "auto"
+        optimizer.close()
     assert seen == [implicit]
 
 

@@ -26,6 +26,7 @@ from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
+from zenflow_compile.runtime.claim import Claim
 from zenflow_compile.runtime.gradient import GradientRecord, GradientState
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.leftovers import Leftovers
@@ -76,7 +77,7 @@ class Engine(ReadableNodes):
         self.failure: BaseException | None = None
         self._time_bound = TimeBound(self.roster, self.recorder, whole_step=self.finalizes_in_backward)
         self._process = os.getpid()
-        self._optimizer: weakref.ref[Any] | None = None
+        self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._graph_task: int | None = None
         self._updating = False
@@ -89,15 +90,15 @@ class Engine(ReadableNodes):
         self._returned: dict[tuple[int, int], Tensor] = {}
         ops.register_engine(self)
 
-    def attach(self, optimizer: Any, on_backward_end: Callable[[Any], None]) -> None:
-        """Serve ``optimizer``, which owns this engine; ``on_backward_end(optimizer)`` runs after each backward."""
-        self._optimizer = weakref.ref(optimizer)
+    def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
+        """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
+        self._claim = claim
         self._on_backward_end = on_backward_end
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that this engine serves; None while it is being made, or when it was collected."""
-        return None if self._optimizer is None else self._optimizer()
+        """The optimizer that this engine serves; None while the engine is built, or when it was collected."""
+        return None if self._claim is None else self._claim.optimizer
 
     # Parameters.
 
@@ -178,6 +179,7 @@ class Engine(ReadableNodes):
         self._check()
         task = torch_private.current_graph_task()
         if task != self._graph_task:
+            self.check_unchanged()
             thread = threading.get_ident()
             self._concurrent = self._graph_task is not None and thread != self._thread
             self._thread = thread
@@ -348,6 +350,7 @@ class Engine(ReadableNodes):
         Raises: see ``Roster.check_gradients``; nothing has been changed then.
         """
         self._check()
+        self.check_unchanged()
         self.roster.check_gradients()
         self.roster.interleaved.raise_failures()
         self.recorder.begin_phase("update")
@@ -484,6 +487,7 @@ class Engine(ReadableNodes):
             RuntimeError: work in flight failed.
         """
         self._check()
+        self.check_unchanged()
         for offloaded in self.landing.by_deadline():
             offloaded.raise_failures()
             if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
@@ -492,6 +496,15 @@ class Engine(ReadableNodes):
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
         self.roster.interleaved.wait()
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
+        """
+        for plan, param in zip(self.plan.params, self.params, strict=True):
+            if param.dtype != plan.dtype or param.shape != plan.shape or param.device != self.device:
+                entry.refuse_changed(param, plan, self.device)
 
     # Life and death.
 
@@ -518,6 +531,8 @@ class Engine(ReadableNodes):
         finally:
             self.closed = True
             ops.unregister_engine(self.id)
+            if self._claim is not None:
+                self._claim.release()
             try:
                 self.roster.release_gradients(keep=self.failure is None)
             finally:

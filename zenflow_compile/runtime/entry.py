@@ -15,16 +15,22 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile import torch_private
+from zenflow_compile.planning.plan import ParamPlan
 
 
-class Listener(Protocol):
-    """What hears of gradients and backwards."""
+class TakesGradients(Protocol):
+    """What is told of gradients that have reached ``.grad``."""
 
-    def end_backward(self, *, nested: bool) -> None: ...
     def accept_grad(self, p: int) -> None: ...
 
 
-def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) -> RemovableHandle:
+class EndsBackward(Protocol):
+    """What is told of the end of a backward."""
+
+    def end_backward(self, *, nested: bool) -> None: ...
+
+
+def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[TakesGradients]) -> RemovableHandle:
     """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad``."""
 
     @torch_private.skipped_by_dynamo
@@ -36,7 +42,7 @@ def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[Listener]) ->
     return handle
 
 
-def listen_to_end(listener: weakref.ref[Listener]) -> None:
+def listen_to_end(listener: weakref.ref[EndsBackward]) -> None:
     """Call ``end_backward`` once, when the backward that runs now is over; not if it raises."""
 
     @torch_private.skipped_by_dynamo
@@ -99,6 +105,19 @@ def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> 
     raise TypeError(
         f"{name} or its gradient is {found} now, and was {expected} when its optimizer was made; change the model's "
         "dtype first, then create the optimizer and compile the model"
+    )
+
+
+def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: the parameter was changed since the optimizer's first use.
+    """
+    was = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.shape)} on {device}"
+    now = f"{str(param.dtype).removeprefix('torch.')}{list(param.shape)} on {param.device}"
+    raise RuntimeError(
+        f"{plan.name} was {was} at the optimizer's first use and is {now}: change the model's dtype, device and "
+        "shapes first, then create the optimizer and compile the model"
     )
 
 

@@ -52,6 +52,16 @@ def whole_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
+def require_directory(path: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        ValueError: ``nvme_path`` is not a directory.
+    """
+    if not Path(path).is_dir():
+        what = "is not a directory" if Path(path).exists() else "does not exist"
+        raise ValueError(f"nvme_path={str(path)!r} {what}; create it, on a local disk, or name one that is there")
+
+
 class ScratchDirectory:
     """A directory that one optimizer at a time keeps its state in.
 
@@ -63,10 +73,8 @@ class ScratchDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        require_directory(path)
         self.path = Path(path).resolve()  # the working directory may change
-        if not self.path.is_dir():
-            what = "is not a directory" if self.path.exists() else "does not exist"
-            raise ValueError(f"nvme_path={str(path)!r} {what}; create it, on a local disk, or name one that is there")
         self._files: list[StateFile] = []
         self._numbers = itertools.count()
         self._lock = self._locked()

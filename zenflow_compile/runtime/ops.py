@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -53,7 +53,16 @@ class EngineOps(Protocol):
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
 
 
+class ClaimOps(Protocol):
+    """Parameters of an optimizer whose engine has not been built."""
+
+    @property
+    def engine(self) -> EngineOps: ...
+    def holds(self, param: Tensor) -> bool: ...
+
+
 _LIVE: WeakValueDictionary[int, EngineOps] = WeakValueDictionary()
+_CLAIMS: WeakSet[ClaimOps] = WeakSet()
 
 
 def register_engine(engine: EngineOps) -> None:
@@ -71,12 +80,35 @@ def live_engines() -> Iterator[EngineOps]:
     return iter(tuple(_LIVE.values()))
 
 
+def register_claim(claim: ClaimOps) -> None:
+    """Make the parameters of ``claim`` owned, before their engine is built."""
+    _CLAIMS.add(claim)
+
+
+def unregister_claim(claim: ClaimOps) -> None:
+    """Forget a claim: its engine was built, or its optimizer closed."""
+    _CLAIMS.discard(claim)
+
+
 def owner_of(param: Tensor) -> tuple[EngineOps, int] | None:
-    """The engine that updates ``param`` and the parameter's index in its plan; None if no optimizer owns it."""
+    """The engine that updates ``param`` and the parameter's index in its plan; None if no optimizer owns it.
+
+    This is a use of the optimizer: an engine that has not been built is built now.
+    """
     for engine in live_engines():
         if (index := engine.index_of(param)) is not None:
             return engine, index
+    for claim in tuple(_CLAIMS):
+        if claim.holds(param):
+            index = claim.engine.index_of(param)
+            return None if index is None else (claim.engine, index)
     return None
+
+
+def is_owned(param: Tensor) -> bool:
+    """Whether an optimizer owns ``param``. Builds nothing."""
+    live = any(engine.index_of(param) is not None for engine in live_engines())
+    return live or any(claim.holds(param) for claim in tuple(_CLAIMS))
 
 
 def engine(engine_id: int) -> EngineOps:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan
@@ -40,17 +39,6 @@ from zenflow_compile.runtime.transport import Transport
 from zenflow_compile.runtime.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.windows import HostSide
 from zenflow_compile.runtime.workers import WorkerPool
-
-
-class Owner:
-    """What compiled graphs tell an owned parameter by: no other object equals it.
-
-    Parameters are pickled with their attributes, and a file is nobody's: it gets an empty ``torch.Size`` in its place,
-    which ``torch.load(weights_only=True)`` reads.
-    """
-
-    def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
-        return torch.Size, ()
 
 
 class _Added(NamedTuple):
@@ -111,7 +99,6 @@ class Roster:
         self._arenas: list[HostArena] = []
         self._files: FileWindow | None = None
         self._kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
-        self._hooks: list[RemovableHandle] = []
 
     def add(self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int) -> None:
         """Plan and allocate further parameters, by param group; nothing may be in flight.
@@ -121,18 +108,15 @@ class Roster:
             first_group: index of the first of them among the optimizer's.
 
         Raises:
-            ValueError: more host memory is needed than the machine has, a block is larger than ``staging_bytes`` or
-                ``host_window_bytes``, ``nvme_path`` cannot hold the state, or the memory of an offloaded parameter
-                overlaps another one's; nothing has been changed then.
+            ValueError: see ``checked_plan``, or ``nvme_path`` cannot hold the state; nothing has been changed then.
         """
         named = [pair for group in groups for pair in group]
-        plan = extend_plan(self.plan, specs_of(named), self._options)
         params = [*self.params, *(param for _, param in named)]
-        refuse_overlap(plan.params, params)
+        files = self._files.nbytes if self._files else 0
+        plan = checked_plan(self.plan, params, named, self._options, allocated=len(self.params), window=files)
         counters = counters_of(params, self.counters)
-        file_window = self._file_window_bytes(plan)
-        require_host_memory(self._needed_bytes(plan, file_window), less_host_memory(self._options))
-        up_slots = self._up_slots(plan)
+        file_window = _file_window_bytes(plan, self._options)
+        up_slots = upload_slots(plan, self._options)
         with ExitStack() as undo:
             added = self._allocate(plan, [param for _, param in named], file_window, undo)
             self.transport.down_ring.fit(GRADIENT_RING, largest_block(plan, held=False))
@@ -151,11 +135,6 @@ class Roster:
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for _, param in named:
             self._own(param, counters[len(self.params)])
-
-    def _needed_bytes(self, plan: Plan, file_window: int) -> int:
-        """Host memory for what ``plan`` has beyond our parameters, a larger window for files included."""
-        needed = sum(param.host_bytes for param in plan.params[len(self.params) :])
-        return needed + (file_window if self._files is None or file_window > self._files.nbytes else 0)
 
     def _allocate(self, plan: Plan, params: Sequence[Parameter], file_window: int, undo: ExitStack) -> _Added:
         """Host memory for the parameters that ``plan`` has beyond ours.
@@ -201,14 +180,6 @@ class Roster:
         if index not in self.offloaded:
             self.whole.append((index, param))
             self.resident.counters[param] = counter
-        if param.requires_grad:
-            self._hooks.append(entry.listen_to_grad(param, index, self._engine))
-        param._zenflow_owner = Owner()  # type: ignore[attr-defined]
-
-    def _file_window_bytes(self, plan: Plan) -> int:
-        """Host memory that state in files passes through."""
-        in_file = [param for param in plan.params if param.in_file]
-        return window_bytes(in_file, self._options.host_window_bytes) if in_file else 0
 
     def _file_homes(self, plan: Plan, new: Sequence[ParamPlan], size: int, undo: ExitStack) -> dict[int, FileHome]:
         """Places in files for the state of ``new``, by index.
@@ -256,19 +227,6 @@ class Roster:
                 self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
             )
         return self._kernels[key]
-
-    def _up_slots(self, plan: Plan) -> int:
-        """How many blocks of uploads may be on the device at once."""
-        staging_bytes, largest = self._options.staging_bytes, largest_block(plan)
-        if staging_bytes is None or not largest:
-            return UPLOAD_RING
-        if staging_bytes < largest:
-            name = max((p for p in plan.params if p.offloaded), key=block_bytes).name
-            raise ValueError(
-                f"staging_bytes={staging_bytes} must be at least {largest}, what {name} uploads at once; raise it, "
-                f"{smaller_uploads(self._options)}or leave it at None for three times that"
-            )
-        return staging_bytes // largest
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of these."""
@@ -403,12 +361,7 @@ class Roster:
             offloaded.release_gradient(keep=keep)
 
     def close(self) -> None:
-        """Let go of the parameters, stop workers and lanes, free host memory, remove files. What was to land has."""
-        for hook in self._hooks:
-            hook.remove()
-        for param in self.params:
-            if hasattr(param, "_zenflow_owner"):
-                del param._zenflow_owner
+        """Stop workers and lanes, free host memory, remove files. What was to land has."""
         self.transport.workers.close()
         self.transport.to_host.close()
         self.transport.to_device.close()
@@ -417,6 +370,61 @@ class Roster:
             self._files.close()
         for arena in self._arenas:
             arena.close()
+
+
+def checked_plan(
+    plan: Plan,
+    params: Sequence[Tensor],
+    new: Sequence[tuple[str, Parameter]],
+    options: Options,
+    *,
+    allocated: int = 0,
+    window: int = 0,
+) -> Plan:
+    """``plan`` with further parameters, which the machine has room for. Allocates nothing.
+
+    Args:
+        params: all parameters, the new ones last.
+        new: those, with their names.
+        allocated: number of parameters that have their memory.
+        window: host memory, in bytes, that state in files passes through already.
+
+    Raises:
+        ValueError: more host memory is needed than the machine has, a block is larger than ``staging_bytes`` or
+            ``host_window_bytes``, or the memory of an offloaded parameter overlaps another one's.
+    """
+    plan = extend_plan(plan, specs_of(new), options)
+    refuse_overlap(plan.params, params)
+    needed = sum(param.host_bytes for param in plan.params[allocated:])
+    if (file_window := _file_window_bytes(plan, options)) > window:
+        needed += file_window
+    require_host_memory(needed, less_host_memory(options))
+    upload_slots(plan, options)
+    return plan
+
+
+def upload_slots(plan: Plan, options: Options) -> int:
+    """How many blocks of uploads may be on the device at once.
+
+    Raises:
+        ValueError: ``staging_bytes`` is less than the largest block.
+    """
+    staging_bytes, largest = options.staging_bytes, largest_block(plan)
+    if staging_bytes is None or not largest:
+        return UPLOAD_RING
+    if staging_bytes < largest:
+        name = max((p for p in plan.params if p.offloaded), key=block_bytes).name
+        raise ValueError(
+            f"staging_bytes={staging_bytes} must be at least {largest}, what {name} uploads at once; raise it, "
+            f"{smaller_uploads(options)}or leave it at None for three times that"
+        )
+    return staging_bytes // largest
+
+
+def _file_window_bytes(plan: Plan, options: Options) -> int:
+    """Host memory that state in files passes through."""
+    in_file = [param for param in plan.params if param.in_file]
+    return window_bytes(in_file, options.host_window_bytes) if in_file else 0
 
 
 def block_bytes(plan: ParamPlan) -> int:

@@ -1,0 +1,270 @@
+"""The optimizer's state is allocated at its first use, so that the model may be changed before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.engine.training import OFFLOAD_ALL
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime import ops
+
+EXACT: dict[str, Any] = {**OFFLOAD_ALL, "update_interval": 1, "lr": 1e-2, "eps": 1e-4}
+STEPS = 5
+COMPILED = [None, "eager"]
+
+
+def model_of(width: int = 24) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width))
+
+
+def train(model: nn.Module, optimizer: Any, *, inner: str | None = None, steps: int = STEPS) -> list[Tensor]:
+    call: Any = torch.compile(model, backend="zenflow", options={"inner": inner}) if inner else model
+    parameter = next(model.parameters())
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        inputs = torch.randn(8, 24, generator=generator).to(parameter.dtype)
+        F.mse_loss(call(inputs).float(), torch.ones(8, 24)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, ZenFlowAdamW):
+        optimizer.synchronize()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for each, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=0.0, atol=0.0)
+
+
+def built(optimizer: ZenFlowAdamW) -> bool:
+    return any(getattr(engine, "optimizer", None) is optimizer for engine in ops.live_engines())
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "storage": lambda model: model._apply(torch.clone),
+}
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+@pytest.mark.parametrize("change", CHANGES)
+def test_model_changed_before_first_use(change: str, inner: str | None) -> None:
+    expected_model = model_of()
+    CHANGES[change](expected_model)
+    expected = train(expected_model, ZenFlowAdamW(expected_model.parameters(), **EXACT), inner=inner)
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    CHANGES[change](model)
+    assert_equal(train(model, optimizer, inner=inner), expected)
+
+
+def test_nothing_is_built_before_first_use() -> None:
+    threads = threading.active_count()
+    model = model_of()
+    with ZenFlowAdamW(model.parameters(), **EXACT) as optimizer:
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(24, 24))]})
+        model(torch.ones(1, 24))
+        assert not built(optimizer)
+        assert threading.active_count() == threads
+        model(torch.ones(1, 24)).sum().backward()
+        assert built(optimizer)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("use", ["state_dict", "synchronize", "engine", "host_bytes"])
+def test_uses_that_build(use: str) -> None:
+    with ZenFlowAdamW(model_of().parameters(), **EXACT) as optimizer:
+        value = getattr(optimizer, use)
+        if callable(value):
+            value()
+        assert built(optimizer)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+@pytest.mark.parametrize("change", ["bfloat16", "double"])
+def test_model_changed_later_is_refused(change: str, inner: str | None) -> None:
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **EXACT)
+    train(model, optimizer, inner=inner)
+    CHANGES[change](model)
+    dtype = str(model[0].weight.dtype).removeprefix("torch.")
+    message = rf"0\.weight was float32\[32, 24\] on cpu .*first use and is {dtype}\[32, 24\].*create the optimizer"
+    with pytest.raises(RuntimeError, match=message):
+        train(model, optimizer, inner=inner)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.synchronize()
+
+
+def test_changed_shape_is_refused_at_step() -> None:
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **EXACT)
+    train(model, optimizer)
+    model[2].bias.data = torch.zeros(25)
+    model[0].weight.grad = torch.ones(32, 24)
+    with pytest.raises(RuntimeError, match=r"2\.bias was float32\[24\] on cpu .* and is float32\[25\]"):
+        optimizer.step()
+
+
+def test_parameter_unfrozen_before_first_use() -> None:
+    expected_model, model = model_of(), model_of()
+    reference = torch.optim.AdamW(expected_model.parameters(), lr=1e-2, eps=1e-4)
+    expected = train(expected_model, reference)
+    model[0].weight.requires_grad_(False)
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    model[0].weight.requires_grad_(True)
+    weights = train(model, optimizer)
+    assert 0 in optimizer.engine.offloaded
+    for each, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=0.0, atol=1e-6)
+
+
+def test_groups_keep_the_plan_of_their_calls() -> None:
+    """Groups added before the first use are planned as those that are added after it."""
+    states = []
+    for use_first in (True, False):
+        model = model_of()
+        options = {**EXACT, "policy": "twinflow", "ratio": 0.5}
+        optimizer = ZenFlowAdamW(model[0].parameters(), **options)
+        if use_first:
+            optimizer.synchronize()
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        states.append([(plan.placement, plan.k) for plan in optimizer.engine.plan.params])
+    assert states[0] == states[1]
+
+
+def test_closed_before_first_use() -> None:
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    with pytest.raises(ValueError, match="already belongs to another ZenFlowAdamW"):
+        ZenFlowAdamW(model.parameters(), **EXACT)
+    optimizer.close()
+    optimizer.close()
+    for use in (optimizer.step, optimizer.zero_grad, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="this ZenFlowAdamW is closed"):
+            use()
+    second = ZenFlowAdamW(model.parameters(), **EXACT)
+    del optimizer
+    gc.collect()
+    train(model, second, inner="eager")
+    assert all(model.get_parameter(name)._zenflow_owner for name in ("0.weight", "2.weight"))  # type: ignore[attr-defined]
+
+
+def test_collected_before_first_use() -> None:
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    del optimizer
+    gc.collect()
+    train(model, ZenFlowAdamW(model.parameters(), **EXACT))
+    assert not hasattr(copy.deepcopy(model)[0].weight, "_zenflow_owner")
+
+
+def test_failed_first_use_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zenflow_compile.runtime import roster
+
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("no memory for a test")
+
+        patch.setattr(roster.HostArena, "__init__", fail)
+        with pytest.raises(MemoryError, match="no memory for a test"):
+            train(model, optimizer)
+    optimizer.zero_grad()
+    assert not built(optimizer)
+    model = model_of()
+    expected = train(model, ZenFlowAdamW(model.parameters(), **EXACT))
+    again = model_of()
+    assert_equal(train(again, ZenFlowAdamW(again.parameters(), **EXACT)), expected)
+
+
+def test_first_gradients_in_several_threads() -> None:
+    """All threads get the one engine, although each finds none."""
+    models = [model_of() for _ in range(4)]
+    optimizer = ZenFlowAdamW([param for model in models for param in model.parameters()], **EXACT)
+    barrier = threading.Barrier(4)
+    engines: list[Any] = []
+
+    def use() -> None:
+        barrier.wait()
+        engines.append(optimizer.engine)
+
+    threads = [threading.Thread(target=use) for _ in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(engine) for engine in engines}) == 1
+    optimizer.close()
+
+
+def append_group(optimizer: ZenFlowAdamW) -> None:
+    optimizer.param_groups.append({**optimizer.defaults, "params": [nn.Parameter(torch.zeros(24, 24))]})
+
+
+def append_param(optimizer: ZenFlowAdamW) -> None:
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(24, 24)))
+
+
+def remove_param(optimizer: ZenFlowAdamW) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def replace_list(optimizer: ZenFlowAdamW) -> None:
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("edit", [append_group, append_param, remove_param, replace_list])
+def test_edited_param_groups_are_refused(edit: Callable[[ZenFlowAdamW], None]) -> None:
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    before = train(model, optimizer)
+    edit(optimizer)
+    with pytest.raises(ValueError, match=r"param_groups were changed by hand.*add_param_group\(\)"):
+        train(model, optimizer)
+    assert_equal([param.detach() for param in model.parameters()], before)
+
+
+def test_replaced_group_with_the_same_parameters() -> None:
+    """Options of a group may be set by replacing the group's dict."""
+    model, expected_model = model_of(), model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    expected_optimizer = ZenFlowAdamW(expected_model.parameters(), **EXACT)
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 1e-3}
+    expected_optimizer.param_groups[0]["lr"] = 1e-3
+    assert_equal(train(model, optimizer), train(expected_model, expected_optimizer))
+
+
+class Wrapper(ZenFlowAdamW):
+    """Shares the attributes of an optimizer, as Lightning's wrapper does."""
+
+    def __init__(self, optimizer: ZenFlowAdamW) -> None:
+        self.__dict__ = {**optimizer.__dict__, "wrapped": optimizer}
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_collected_wrapper_does_not_close(used: bool) -> None:
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    if used:
+        train(model, optimizer)
+    wrapper = Wrapper(optimizer)
+    del wrapper
+    gc.collect()
+    train(model, optimizer)
+    assert built(optimizer)
