@@ -89,7 +89,7 @@ def settled(**options: Any) -> Run:
 def test_drift_reselects_one_window_after_it_was_seen() -> None:
     run = settled()
     assert run.reselections(1, 60, lambda step: scores(5, 4.0)) == [AUTO_SELECT_INTERVAL]
-    assert set(range(20, 25)) < set(run.device.selection.selected.tolist())
+    assert set(range(20, 24)) < set(run.device.selection.selected.tolist())  # one of each group; 24 is in that of 20
     late = settled()
     drifted = AUTO_SELECT_INTERVAL + 3  # seen at the close that follows, 20, and acted upon at 22
     assert late.reselections(1, 60, lambda step: scores(5, 4.0 if step >= drifted else 0.0)) == [drifted + 3]

@@ -79,6 +79,11 @@ class Selection:
         return self.position.numel()
 
     @property
+    def mask(self) -> Tensor:
+        """bool[lines], a new tensor: which slices are selected, whatever the order of the state's rows."""
+        return self.position < self.selected.numel()
+
+    @property
     def nbytes(self) -> int:
         """Device memory."""
         return self.selected.nbytes + self.rest.nbytes + self.position.nbytes
