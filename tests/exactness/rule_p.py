@@ -165,7 +165,7 @@ class SplitParam:
         count = len(self.groups)
         shares = [swaps // count] * count
         golden = Fraction(0x9E3779B1, 2**32)
-        first = math.floor(at * golden % 1 * count)
+        first = math.floor(at // 16 * golden % 1 * count)
         for extra in range(swaps % count):
             shares[(first + extra) % count] += 1
         return shares

@@ -15,6 +15,8 @@ import math
 import torch
 from torch import Tensor
 
+from zenflow_compile.options import AUTO_SELECT_INTERVAL
+
 
 def best_slices(score: Tensor, k: int, groups: int) -> Tensor:
     """The slices with the highest scores of each group.
@@ -78,11 +80,12 @@ def count_swaps(score: Tensor, selected: Tensor, groups: int, margin: float, out
 def swaps_per_group(swaps: int, groups: int, step: int, device: torch.device) -> Tensor:
     """Divide a budget of swaps over groups, by step alone: i64[groups] that adds up to ``swaps``.
 
-    Where it does not divide evenly, other groups get the remainder at other steps: re-selections are often 16 steps
-    apart, or a multiple of that, so it is a multiplicative hash of the step that says which.
+    Where it does not divide evenly, the remainder goes to the groups from one on that changes with the step. It moves on
+    by the golden ratio, as a share of all groups, so that no group is left out whatever the distance of re-selections.
     """
     each, left = divmod(swaps, groups)
-    first = (step * 0x9E3779B1 % (1 << 32)) * groups >> 32
+    turn = step // AUTO_SELECT_INTERVAL  # the least distance of two re-selections
+    first = (turn * 0x9E3779B1 % (1 << 32)) * groups >> 32
     place = (torch.arange(groups, device=device) - first) % groups
     return each + (place < left).to(torch.int64)
 
