@@ -108,9 +108,7 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
         held.residual.lost.copy_(held.residual.lost[outside])
     if held is not None and held.window_sum is not None:
         held.window_sum.total.copy_(held.window_sum.total[outside])
-    device.selection = Selection.of(
-        old.selected[inside], old.lines, old.selected.device, rest=old.rest[outside]
-    )
+    device.selection = Selection.of(old.selected[inside], old.lines, old.selected.device, rest=old.rest[outside])
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any], step: int) -> None:

@@ -156,9 +156,9 @@ def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int
     assert 0.4 * min(allowed, steps / 18 * plan.k * plan.length * 24) < moved <= allowed
 
 
-@pytest.mark.parametrize("k", [0, 200])
-def test_nothing_is_selected_where_there_is_no_choice(k: int) -> None:
-    assert Run(replace(PLAN, k=k)).reselections(0, 40, lambda step: torch.rand(200)) == []
+@pytest.mark.parametrize("changes", [{"k": 0}, {"k": 200}, {"fixed": True}])
+def test_nothing_is_selected_where_there_is_no_choice(changes: dict[str, Any]) -> None:
+    assert Run(replace(PLAN, **changes)).reselections(0, 40, lambda step: torch.rand(200)) == []
 
 
 # Windows that adapt.

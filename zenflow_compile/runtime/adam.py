@@ -27,10 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 VECTOR_ELEMENTS = 16
-"""fp32 elements of the widest CPU vector. What is left of a tensor behind its last whole vector, PyTorch's fused AdamW
-updates by scalar code, which rounds differently."""
+"""fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements behind the last whole vector of a
+tensor by scalar code, which rounds differently."""
 
 
 class PaddedTail(NamedTuple):
@@ -38,7 +37,8 @@ class PaddedTail(NamedTuple):
 
     Attributes:
         vectors: views of all whole vectors.
-        tail: views of the elements behind them; padded: copies of these as one vector each. Empty if there are none.
+        tail: views of the elements behind them. Empty if there are none.
+        padded: copies of ``tail``, each filled up to one vector.
     """
 
     vectors: list[Tensor]

@@ -80,8 +80,8 @@ def count_swaps(score: Tensor, selected: Tensor, groups: int, margin: float, out
 def swaps_per_group(swaps: int, groups: int, step: int, device: torch.device) -> Tensor:
     """Divide a budget of swaps over groups, by step alone: i64[groups] that adds up to ``swaps``.
 
-    Where it does not divide evenly, the remainder goes to the groups from one on that changes with the step. It moves on
-    by the golden ratio, as a share of all groups, so that no group is left out whatever the distance of re-selections.
+    Where it does not divide evenly, consecutive groups get one more. The first of them moves on with the step by the
+    golden ratio, as a share of all groups, so that no group is left out whatever the distance of re-selections.
     """
     each, left = divmod(swaps, groups)
     turn = step // AUTO_SELECT_INTERVAL  # the least distance of two re-selections

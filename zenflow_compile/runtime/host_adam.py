@@ -228,23 +228,23 @@ class AtenHostAdam:
             step_tensor = torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
             def apply(parts: Sequence[Tensor]) -> None:
-                *state, new_weights = parts[:4]
-                grads = self._scaled(list(parts[4:]), slots)
+                weights, mean, square, new_weights, *raw = parts
+                grads = self._scaled(raw, slots)
                 taken = 0
                 for (beta1, beta2), group in itertools.groupby(slots[:-1], key=lambda s: (s.beta1, s.beta2)):
                     count = len(list(group))
                     # eps = 1 keeps the quotient finite where v is still zero: rate 0 times it is then 0.
                     torch_private.fused_adamw_(
-                        *state, grads[taken : taken + count], step_tensor,
+                        weights, mean, square, grads[taken : taken + count], step_tensor,
                         lr=0.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=1.0,
                     )  # fmt: skip
                     taken += count
                 torch_private.fused_adamw_(
-                    *state, grads[-1:], step_tensor,
+                    weights, mean, square, grads[-1:], step_tensor,
                     lr=window.rate, beta1=slots[-1].beta1, beta2=slots[-1].beta2, weight_decay=weight_decay,
                     eps=eps,
                 )  # fmt: skip
-                new_weights.copy_(state[0])
+                new_weights.copy_(weights)
 
             cut = PaddedTail.of((master, exp_avg, exp_avg_sq, out, *gradients))
             for start in range(0, cut.vectors[0].numel(), self.BLOCK):
