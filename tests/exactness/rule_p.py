@@ -1,7 +1,8 @@
 """The oracle: windows, phases, selection, rule P and the mean step written down plainly, with no asynchrony.
 
 It shares nothing with the runtime but the plan, which says what is decided before anything runs: which parameters are
-split, along which dimension, into how many lines, and at which phase their windows close.
+split, along which dimension, into how many lines, and at which phase their windows close. Into how many groups the
+lines are divided for their selection is the oracle's own reckoning.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -131,10 +133,19 @@ class SplitParam:
                 elif at - self.selected_at >= select_interval:
                     self.reselect(at, self.best())
 
+    @property
+    def groups(self) -> list[list[int]]:
+        """Lines of each group: 16 groups, or as many fewer as lets each select four lines and leave four."""
+        fewer = min(self.plan.k, self.plan.rest) // 4
+        count = max(number for number in (1, 2, 4, 8, 16) if number <= max(1, fewer))
+        return [list(range(group, self.plan.lines, count)) for group in range(count)]
+
     def best(self) -> Tensor:
-        """bool[lines], those with the highest scores."""
+        """bool[lines]: of each group, as many of the highest scores as it has among the first k lines."""
         best = torch.zeros_like(self.selected)
-        best[self.score.sort(descending=True).indices[: self.plan.k]] = True
+        for group in self.groups:
+            ranked = sorted(group, key=lambda line: -self.score[line].item())
+            best[ranked[: sum(line < self.plan.k for line in group)]] = True
         return best
 
     def follow_drift(self, at: int) -> None:
@@ -145,19 +156,31 @@ class SplitParam:
         line_bytes = 2 * 3 * 4 * self.plan.length  # fp32 master and moments, there and back
         swaps = int(0.01 * waited * self.param.nbytes / line_bytes)
         if waited >= least and drifted and swaps:
-            self.reselect(at, self.after_swaps(swaps))
+            self.reselect(at, self.after_swaps(self.swaps_of_groups(swaps, at)))
         elif waited + self.plan.interval >= least:
-            self.kept = (self.after_swaps(self.plan.k) & self.selected).sum().item() / self.plan.k
+            self.kept = (self.after_swaps([self.plan.k] * 16) & self.selected).sum().item() / self.plan.k
 
-    def after_swaps(self, at_most: int) -> Tensor:
-        """bool[lines]: the worst selected lines give way to the best others, if those are better by a quarter."""
+    def swaps_of_groups(self, swaps: int, at: int) -> list[int]:
+        """An equal share for each group, and what is left to the groups from one on that differs from step to step."""
+        count = len(self.groups)
+        shares = [swaps // count] * count
+        golden = Fraction(0x9E3779B1, 2**32)
+        first = math.floor(at // 16 * golden % 1 * count)
+        for extra in range(swaps % count):
+            shares[(first + extra) % count] += 1
+        return shares
+
+    def after_swaps(self, at_most: Sequence[int]) -> Tensor:
+        """bool[lines]: in each group the worst selected lines give way to the best others that are a quarter better."""
         wanted = self.selected.clone()
-        inside, outside = torch.nonzero(self.selected).flatten(), torch.nonzero(~self.selected).flatten()
-        leaving = inside[self.score[inside].argsort()]
-        entering = outside[self.score[outside].argsort(descending=True)]
-        for out, into in list(zip(leaving.tolist(), entering.tolist(), strict=False))[:at_most]:
-            if self.score[into] > 1.25 * self.score[out]:
-                wanted[out], wanted[into] = False, True
+        for group, swaps in zip(self.groups, at_most, strict=False):
+            leaving = sorted((line for line in group if self.selected[line]), key=lambda line: self.score[line].item())
+            entering = sorted(
+                (line for line in group if not self.selected[line]), key=lambda line: -self.score[line].item()
+            )
+            for out, into in list(zip(leaving, entering, strict=False))[:swaps]:
+                if self.score[into] > 1.25 * self.score[out]:
+                    wanted[out], wanted[into] = False, True
         return wanted
 
     def reselect(self, at: int, wanted: Tensor) -> None:

@@ -89,7 +89,7 @@ def settled(**options: Any) -> Run:
 def test_drift_reselects_one_window_after_it_was_seen() -> None:
     run = settled()
     assert run.reselections(1, 60, lambda step: scores(5, 4.0)) == [AUTO_SELECT_INTERVAL]
-    assert set(range(20, 25)) < set(run.device.selection.selected.tolist())
+    assert set(range(20, 24)) < set(run.device.selection.selected.tolist())  # one of each group; 24 is in that of 20
     late = settled()
     drifted = AUTO_SELECT_INTERVAL + 3  # seen at the close that follows, 20, and acted upon at 22
     assert late.reselections(1, 60, lambda step: scores(5, 4.0 if step >= drifted else 0.0)) == [drifted + 3]
@@ -156,9 +156,9 @@ def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int
     assert 0.4 * min(allowed, steps / 18 * plan.k * plan.length * 24) < moved <= allowed
 
 
-@pytest.mark.parametrize("k", [0, 200])
-def test_nothing_is_selected_where_there_is_no_choice(k: int) -> None:
-    assert Run(replace(PLAN, k=k)).reselections(0, 40, lambda step: torch.rand(200)) == []
+@pytest.mark.parametrize("changes", [{"k": 0}, {"k": 200}, {"fixed": True}])
+def test_nothing_is_selected_where_there_is_no_choice(changes: dict[str, Any]) -> None:
+    assert Run(replace(PLAN, **changes)).reselections(0, 40, lambda step: torch.rand(200)) == []
 
 
 # Windows that adapt.

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.dtypes import FLOAT32
+from zenflow_compile.planning.partition import group_count
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +119,11 @@ class ParamPlan:
     def selects(self) -> bool:
         """Whether there are lines to choose from, and the choice may move."""
         return self.k > 0 and self.rest > 0 and not self.fixed
+
+    @property
+    def groups(self) -> int:
+        """Groups of slices inside which slices are selected, where ``selects``."""
+        return group_count(self.lines, self.k)
 
     @property
     def numel(self) -> int:

@@ -27,6 +27,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+VECTOR_ELEMENTS = 16
+"""fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements behind the last whole vector of a
+tensor by scalar code, which rounds differently."""
+
+
+class PaddedTail(NamedTuple):
+    """Flat tensors of one size, cut so that vectorized code updates every element, whatever its place.
+
+    Attributes:
+        vectors: views of all whole vectors.
+        tail: views of the elements behind them. Empty if there are none.
+        padded: copies of ``tail``, each filled up to one vector.
+    """
+
+    vectors: list[Tensor]
+    tail: list[Tensor]
+    padded: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> PaddedTail:
+        """Cut 1-D tensors; ``put_back`` after the update of ``padded``."""
+        rest = tensors[0].numel() % VECTOR_ELEMENTS
+        if not rest:
+            return cls(list(tensors), [], [])
+        tail = [tensor[-rest:] for tensor in tensors]
+        padded = [torch.nn.functional.pad(each, (0, VECTOR_ELEMENTS - rest)) for each in tail]
+        return cls([tensor[:-rest] for tensor in tensors], tail, padded)
+
+    def put_back(self, count: int) -> None:
+        """Copy the first ``count`` of ``padded`` into their places."""
+        for each, padded in zip(self.tail[:count], self.padded, strict=False):
+            each.copy_(padded[: each.numel()])
+
 
 class SlotCoefficients(NamedTuple):
     """Hyperparameters at the optimizer step that used the gradient in a slot. A missing gradient has none."""

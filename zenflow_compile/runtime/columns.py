@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime import device_ops, groups
 
 # Weight of the past in the score. A one-batch score is mostly noise: the choice made by an average over about ten steps
 # keeps a Jaccard overlap of 0.70 after 16 steps, that of a single batch 0.29 (the project's convergence study).
@@ -42,7 +42,7 @@ class DeviceSide:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> DeviceSide:
-        """All zero; the first ``k`` lines are selected until gradients have been seen."""
+        """All zero; the first ``k`` slices, as many of each group as later, are selected until there are gradients."""
         block = (plan.k, plan.length)
         state = [torch.zeros(block, dtype=torch.float32, device=device) for _ in range(3)]
         return cls(
@@ -63,37 +63,30 @@ class DeviceSide:
         return sum(tensor.nbytes for tensor in tensors) + self.selection.nbytes
 
     def best_lines(self) -> Tensor:
-        """i32[k], sorted: the lines with the highest scores."""
-        return torch.topk(self.score, self.plan.k, sorted=False).indices.sort().values.to(torch.int32)
+        """i32[k], ascending: the slices with the highest scores of each group."""
+        return groups.best_slices(self.score, self.plan.k, self.plan.groups)
 
-    def better_lines(self, margin: float, at_most: int) -> Tensor:
-        """i32[k], sorted: the selection after the ``at_most`` best swaps; see ``_swaps``."""
-        enters, places, entering = self._swaps(margin, at_most)
-        lines = self.selection.selected.clone()
-        lines[places] = torch.where(enters, self.selection.rest[entering], lines[places])
-        return lines.sort().values
+    def better_lines(self, margin: float, swaps: int, step: int) -> Tensor:
+        """i32[k], ascending: the selection after the best swaps of each group, at most ``swaps`` of all groups.
+
+        Args:
+            margin: by how much an entering slice's score must exceed that of the slice it replaces.
+            swaps: divided over the groups.
+            step: which groups get the remainder depends on it.
+        """
+        at_most = groups.swaps_per_group(swaps, self.plan.groups, step, self.score.device)
+        return groups.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
 
     def count_leaving(self, margin: float, out: Tensor) -> None:
-        """Write into ``out``, f32[] on the device, how many selected lines would go, however many swaps it took."""
-        enters, _, _ = self._swaps(margin, self.plan.k)
-        torch.sum(enters, 0, dtype=torch.float32, out=out)
+        """Write into ``out``, f32[] on the device, how many selected slices would leave if swaps cost nothing."""
+        groups.count_swaps(self.score, self.selection.mask, self.plan.groups, margin, out)
 
-    def _swaps(self, margin: float, at_most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best line outside for the worst inside, the second best for the second worst, and so on.
+    def selected_norm(self, out: Tensor | None = None) -> Tensor:
+        """f32[], squared norm of the selected slices' gradient, in ``out`` if given.
 
-        A line enters only if its score exceeds that of the line it replaces by ``margin``, as a share of it, so that
-        near-ties do not swap back and forth.
-
-        Returns:
-            Whether each swap is worth it, and where its lines are: the leaving one in ``selected``, the entering one in
-            ``rest``.
+        It is a sum in the order of slices, not of the state's rows: its rounding depends on the set of slices alone.
         """
-        count = min(at_most, self.plan.k, self.plan.rest)
-        inside = self.score.index_select(0, self.selection.selected)
-        outside = self.score.index_select(0, self.selection.rest)
-        worst, best = torch.topk(inside, count, largest=False), torch.topk(outside, count)
-        enters = best.values > (1.0 + margin) * worst.values
-        return enters, worst.indices, best.indices
+        return torch.sum(self.norms.masked_fill(~self.selection.mask, 0.0), 0, out=out)
 
     def next_step(self, matrix: Tensor) -> device_ops.LineState:
         """One more gradient counts: the waiting one, for an AdamW step on the selected lines of the 2-D view."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile import torch_private
-from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.adam import PaddedTail, SlotCoefficients
 
 # Elements that the references work on at a time, so that what they make in between stays small and in a core's cache.
 # Transposed, a piece should also have many rows: pieces of a quarter of this size gain nothing.
@@ -77,6 +77,11 @@ class Selection:
     def lines(self) -> int:
         """Number of lines of the matrix."""
         return self.position.numel()
+
+    @property
+    def mask(self) -> Tensor:
+        """bool[lines], a new tensor: which slices are selected, whatever the order of the state's rows."""
+        return self.position < self.selected.numel()
 
     @property
     def nbytes(self) -> int:
@@ -208,18 +213,29 @@ def reference_adam_columns_(params: Sequence[LineState], slot: SlotCoefficients,
         if slot.grad_scale != 1.0:
             grads = list(torch._foreach_mul(grads, slot.grad_scale))
         steps = {count: torch.tensor(float(count)) for count in {each.step for each in batch}}
+        # Rows are stored in any order, so that no element's result may depend on its place.
+        cuts = [
+            PaddedTail.of([block.reshape(-1) for block in (each.master, each.exp_avg, each.exp_avg_sq, grad)])
+            for each, grad in zip(batch, grads, strict=True)
+        ]
+        counts = [steps[each.step] for each in batch]
+        parts = [(*cut.vectors, count) for cut, count in zip(cuts, counts, strict=True)]
+        parts += [(*cut.padded, count) for cut, count in zip(cuts, counts, strict=True) if cut.tail]
+        masters, exp_avgs, exp_avg_sqs, gradients, counts = (list(each) for each in zip(*parts, strict=True))
         torch_private.fused_adamw_multi_(
-            [each.master for each in batch],
-            grads,
-            [each.exp_avg for each in batch],
-            [each.exp_avg_sq for each in batch],
-            [steps[each.step] for each in batch],
+            masters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            counts,
             lr=slot.lr,
             beta1=slot.beta1,
             beta2=slot.beta2,
             weight_decay=slot.weight_decay,
             eps=eps,
         )
+        for cut in cuts:
+            cut.put_back(3)
         for each in batch:
             master = each.master.to(each.matrix.dtype)
             reference_merge_columns(each.matrix, each.dim, each.selection.selected, master)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile import torch_private
-from zenflow_compile.runtime.adam import SlotCoefficients, window_coefficients
+from zenflow_compile.runtime.adam import PaddedTail, SlotCoefficients, window_coefficients
 
 Kernel = Literal["auto", "inductor", "aten"]
 
@@ -59,9 +59,8 @@ class HostAdam(Protocol):
             out: [n] in the out dtype the kernel was made for; takes the new master, also when every gradient was
                 missing.
 
-        Where a range is cut never changes results of ``inductor``. ``aten`` rounds the last ``n % 16``
-        elements of a call a little differently, so cut at multiples of 64 elements where results must not
-        depend on the cut.
+        What comes out for an element does not depend on its place or on where a range is cut: a run that loads a
+        state stores its slices in another order than the run that saved it.
 
         Raises:
             ValueError, TypeError: an argument is not what the above says. Nothing has been written then.
@@ -227,25 +226,32 @@ class AtenHostAdam:
             window = window_coefficients(slots, step)
             weight_decay = (1.0 - window.decay) / window.rate if window.rate else 0.0
             step_tensor = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-            for start in range(0, master.numel(), self.BLOCK):
-                block = slice(start, start + self.BLOCK)
-                state = (master[block], exp_avg[block], exp_avg_sq[block])
-                grads = self._scaled([gradient[block] for gradient in gradients], slots)
+
+            def apply(parts: Sequence[Tensor]) -> None:
+                weights, mean, square, new_weights, *raw = parts
+                grads = self._scaled(raw, slots)
                 taken = 0
                 for (beta1, beta2), group in itertools.groupby(slots[:-1], key=lambda s: (s.beta1, s.beta2)):
                     count = len(list(group))
                     # eps = 1 keeps the quotient finite where v is still zero: rate 0 times it is then 0.
                     torch_private.fused_adamw_(
-                        *state, grads[taken : taken + count], step_tensor,
+                        weights, mean, square, grads[taken : taken + count], step_tensor,
                         lr=0.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=1.0,
                     )  # fmt: skip
                     taken += count
                 torch_private.fused_adamw_(
-                    *state, grads[-1:], step_tensor,
+                    weights, mean, square, grads[-1:], step_tensor,
                     lr=window.rate, beta1=slots[-1].beta1, beta2=slots[-1].beta2, weight_decay=weight_decay,
                     eps=eps,
                 )  # fmt: skip
-                out[block].copy_(state[0])
+                new_weights.copy_(weights)
+
+            cut = PaddedTail.of((master, exp_avg, exp_avg_sq, out, *gradients))
+            for start in range(0, cut.vectors[0].numel(), self.BLOCK):
+                apply([each[start : start + self.BLOCK] for each in cut.vectors])
+            if cut.tail:
+                apply(cut.padded)
+                cut.put_back(4)
 
     def _scaled(self, gradients: list[Tensor], slots: Sequence[SlotCoefficients]) -> list[Tensor]:
         """The block's gradients in fp32 and scaled: in this thread's scratch, unless they are so already."""

@@ -39,6 +39,6 @@ def record_norms(roster: Roster, timeline: Timeline | None, step: int) -> None:
     present = [offloaded for offloaded in roster.offloaded.values() if offloaded.state in used]
     if timeline is None or not present:
         return
-    sides = [(offloaded.device.norms, offloaded.device.selection.selected) for offloaded in present]
-    selected = torch.stack([norms.index_select(0, lines).sum() for norms, lines in sides]).sum()
-    timeline.add_norms(step, selected, torch.stack([norms.sum() for norms, _ in sides]).sum())
+    sides = [offloaded.device for offloaded in present]
+    selected = torch.stack([side.selected_norm() for side in sides]).sum()
+    timeline.add_norms(step, selected, torch.stack([side.norms.sum() for side in sides]).sum())

@@ -65,7 +65,10 @@ class AdaptiveWindow:
 
 
 def swaps_paid_for(plan: ParamPlan, steps: int) -> int:
-    """Swaps of a line of the device for one of the host, after ``steps`` steps without any: what the budget allows."""
+    """Swaps of a line of the device for one of the host, after ``steps`` steps without any: what the budget allows.
+
+    ``DeviceSide.better_lines`` divides them over the groups of slices.
+    """
     bytes_per_swap = 2 * STATE_BYTES * plan.length
     return int(STATE_BUDGET * steps * plan.numel * plan.dtype.itemsize / bytes_per_swap)
 
@@ -117,10 +120,8 @@ class Schedule:
             return True
         if present and plan.selects:
             self._units[plan.index] = plan, unscale
-            norms = device.norms
-            selected = norms.index_select(0, device.selection.selected)
-            torch.sum(selected, 0, out=self._readback.cell(plan.index, _SELECTED))
-            torch.sum(norms, 0, out=self._readback.cell(plan.index, _TOTAL))
+            device.selected_norm(out=self._readback.cell(plan.index, _SELECTED))
+            torch.sum(device.norms, 0, out=self._readback.cell(plan.index, _TOTAL))
         return False
 
     def selection(self, plan: ParamPlan, device: DeviceSide, step: int) -> Tensor | None:
@@ -140,7 +141,7 @@ class Schedule:
             return device.best_lines() if waited >= least else None
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
         if waited >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, waited)):
-            return device.better_lines(ENTRY_MARGIN, swaps)
+            return device.better_lines(ENTRY_MARGIN, swaps, step)
         if waited + plan.interval >= least:  # the next close may re-select
             device.count_leaving(ENTRY_MARGIN, self._readback.cell(plan.index, _LEAVING))
         return None
