@@ -366,7 +366,11 @@ def _check_names(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _materialized(group: dict[str, Any]) -> dict[str, Any]:
-    params = group["params"]
+    if not isinstance(group, dict):
+        raise TypeError(f"a param group is of type {type(group).__name__}; give a dict, as in {{'params': [...]}}")
+    if "params" not in group:
+        raise ValueError(f"a param group has no 'params', only {list(group)}; give its parameters under that key")
+    params = group["params"] if isinstance(group["params"], Tensor) else _iterable(group["params"])
     if isinstance(params, set):  # its order would change between runs, and a resume would mix parameters up
         raise TypeError("params is a set, which has no order; give a list of parameters")
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}

@@ -297,6 +297,8 @@ PARAMS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: None, TypeError, r"params is of type NoneType; give the parameters, as in model\.parameters\(\)"),
     (lambda: nn.Linear(2, 2), TypeError, r"params is of type Linear; give the parameters"),
     (lambda: nn.Sequential(nn.Linear(2, 2)), TypeError, r"params is of type Sequential; give the parameters"),
+    (lambda: [{"params": None}], TypeError, r"params is of type NoneType; give the parameters"),
+    (lambda: [{"lr": 1e-3}], ValueError, r"a param group has no 'params', only \['lr'\]; give its parameters"),
     (lambda: nn.LazyLinear(3).parameters(), ValueError, r"not initialized yet .*run the model once before"),
     (
         lambda: [nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))],
@@ -331,6 +333,12 @@ PARAMS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_params_that_cannot_be_optimized(params: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         ZenFlowAdamW(params(), **EXACT)
+
+
+def test_added_group_must_be_a_dict() -> None:
+    optimizer = ZenFlowAdamW(small().parameters(), **EXACT)
+    with pytest.raises(TypeError, match=r"a param group is of type int; give a dict"):
+        optimizer.add_param_group(3)  # type: ignore[arg-type]
 
 
 # Options given twice
