@@ -199,6 +199,15 @@ def test_maximize_in_backward() -> None:
         assert_same(*weights)
 
 
+@pytest.mark.parametrize("name", ["windowed", "summed", "int8"])
+def test_maximize_resumes_in_the_middle_of_a_window(name: str) -> None:
+    options = {**RULES[name], "maximize": True}
+    training = Training(None, options).run(0, 6)
+    resumed = Training(None, {**options, "maximize": False}).load(training.saved())
+    assert resumed.optimizer.param_groups[0]["maximize"] is True
+    assert_same(training.run(6, 12).weights(), resumed.run(6, 12).weights())
+
+
 def test_summed_window_of_fp16_keeps_small_gradients() -> None:
     """A window's mean is scaled by the largest factor: by a factor of 1 it would underflow under a loss scale."""
     weights = []
