@@ -338,8 +338,10 @@ def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str,
 def _iterable(params: Any) -> Any:
     """
     Raises:
-        TypeError: ``params`` is a module, or nothing to iterate over.
+        TypeError: ``params`` is a module, a set, or nothing to iterate over.
     """
+    if isinstance(params, (set, frozenset)):  # its order would change between runs, and a resume mix parameters up
+        raise TypeError("params is a set, which has no order; give a list of parameters")
     if isinstance(params, Module) or not isinstance(params, Iterable):
         raise TypeError(
             f"params is of type {type(params).__name__}; give the parameters, as in model.parameters() or "
@@ -371,8 +373,6 @@ def _materialized(group: dict[str, Any]) -> dict[str, Any]:
     if "params" not in group:
         raise ValueError(f"a param group has no 'params', only {list(group)}; give its parameters under that key")
     params = group["params"] if isinstance(group["params"], Tensor) else _iterable(group["params"])
-    if isinstance(params, set):  # its order would change between runs, and a resume would mix parameters up
-        raise TypeError("params is a set, which has no order; give a list of parameters")
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 

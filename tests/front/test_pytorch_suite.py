@@ -360,6 +360,7 @@ CASES: dict[str, Case] = {
     "default": by_keywords(),
     "lr_zero": by_keywords(lr=0.0),
     "tensor_betas": by_keywords(lr=torch.tensor(0.01), betas=(torch.tensor([[[0.8]]]), torch.tensor([[0.9]]))),
+    "tensor_decay": by_keywords(lr=0.01, weight_decay=torch.tensor(0.3), eps=torch.tensor(1e-3)),
     "large_eps": by_keywords(lr=0.01, eps=1e-2, betas=(0.0, 0.5)),
     "fp64": by_keywords(torch.float64, lr=0.01, maximize=True),
     "non_contiguous": by_keywords(holes=True, lr=0.01),

@@ -304,6 +304,7 @@ def test_bad_value_set_later_stops_the_backward(clipping: dict[str, Any]) -> Non
 
 PARAMS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: None, TypeError, r"params is of type NoneType; give the parameters, as in model\.parameters\(\)"),
+    (lambda: {nn.Parameter(torch.ones(2))}, TypeError, r"params is a set, which has no order; give a list"),
     (lambda: nn.Linear(2, 2), TypeError, r"params is of type Linear; give the parameters"),
     (lambda: nn.Sequential(nn.Linear(2, 2)), TypeError, r"params is of type Sequential; give the parameters"),
     (lambda: [{"params": None}], TypeError, r"params is of type NoneType; give the parameters"),

@@ -217,7 +217,7 @@ def test_two_optimizers_step_in_turns(entry: dict[str, Any] | None) -> None:
     compare_runs(run, entry, EXACT)
 
 
-def test_failed_optimizer_refuses_step_without_gradients() -> None:
+def test_failed_optimizer_refuses_empty_step() -> None:
     """A step that does nothing must not hide that an earlier one failed half-way."""
     model = small()
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT)

@@ -65,8 +65,8 @@ def check_values(group: Mapping[str, Any]) -> None:
         if name not in group:
             raise ValueError(f"{name} is missing; set it again, as in optimizer.param_groups[0][{name!r}] = ...")
     lr = check_number("lr", _number("lr", group["lr"]), 0.0, LARGEST_NUMBER)
-    check_number("eps", group["eps"], 0.0, LARGEST_NUMBER)
-    decay = check_number("weight_decay", group["weight_decay"], 0.0, LARGEST_NUMBER)
+    check_number("eps", _number("eps", group["eps"]), 0.0, LARGEST_NUMBER)
+    decay = check_number("weight_decay", _number("weight_decay", group["weight_decay"]), 0.0, LARGEST_NUMBER)
     if lr * decay > LARGEST_NUMBER:
         raise ValueError(f"lr={lr} times weight_decay={decay} must be at most {LARGEST_NUMBER:g}; lower one of them")
     _check_betas(group["betas"])
