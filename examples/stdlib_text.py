@@ -34,6 +34,7 @@ def load_text(limit_bytes: int = 20_000_000, *, root: Path | None = None, patter
 
     Raises:
         FileNotFoundError: if ``root`` holds too little source (some distributions ship bytecode only).
+        ValueError: if ``limit_bytes`` ends the reading before there is enough.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
@@ -46,6 +47,11 @@ def load_text(limit_bytes: int = 20_000_000, *, root: Path | None = None, patter
         digest = hashlib.sha256(relative.as_posix().encode()).digest()
         (validation if digest[0] % _VALIDATION_SHARE == 0 else train).extend(path.read_bytes())
     if min(len(train), len(validation)) < _SMALLEST_USEFUL_BYTES:
+        if len(train) + len(validation) >= limit_bytes:
+            raise ValueError(
+                f"text_bytes={limit_bytes} gave {len(train)} training and {len(validation)} validation bytes, at least "
+                f"{_SMALLEST_USEFUL_BYTES} of each are needed; raise it"
+            )
         raise FileNotFoundError(
             f"{root} gave {len(train)} training and {len(validation)} validation bytes of {pattern} text, "
             f"at least {_SMALLEST_USEFUL_BYTES} of each are needed; install the sources, some packages leave them out"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from zenflow_compile.validate import unknown_option
+from zenflow_compile.validate import unknown_option, user_stacklevel
 
 ZENFLOW_KNOBS = (
     "topk_ratio",
@@ -31,28 +31,37 @@ _READ_FROM_CONFIG = ("zero_optimization", "optimizer", "gradient_clipping", "gra
 _READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload", "sub_group_size")
 _READ_FROM_OFFLOAD = ("device", "pin_memory")
 _BLANK = ("auto", None)
+_PRECISIONS = {
+    "fp16": "use torch.autocast(dtype=torch.float16) with torch.amp.GradScaler, or model.half()",
+    "bf16": "use torch.autocast(dtype=torch.bfloat16), or model.bfloat16()",
+}
 _SAYS_NOTHING = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
 
 
-def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
     """Reads a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
 
     Read are ``zero_optimization.zenflow`` (without it, ``offload_optimizer`` on ``"cpu"`` means policy
     zero_offload, or twinflow where its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and neither means resident;
     with it, ``"nvme"`` means files), ``sub_group_size``, ``optimizer``, ``gradient_clipping`` and
-    ``gradient_accumulation_steps``. One warning names everything else. ``"auto"`` is left out where it is a
-    blank that another program fills in, that is everywhere but in the three knobs that have an automatic
-    mode. Ranges are checked where the keywords are used, so that the caller's own can complete or replace
-    them.
+    ``gradient_accumulation_steps``. One warning names everything else. ``"auto"`` is a blank that another program
+    fills in, except in the three options that have an automatic mode: it is refused for ``lr``, ``betas``, ``eps`` and
+    ``weight_decay`` unless ``keywords`` has them, and left out everywhere else. Ranges are checked where the
+    keywords are used.
 
     Args:
         source: path of a JSON file, or the dict it would hold.
+        keywords: of ``ZenFlowAdamW``; they complete and replace those of the file.
+
+    Returns:
+        Keywords for ``ZenFlowAdamW``, ``keywords`` among them.
 
     Raises:
         FileNotFoundError: there is no such file.
         TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is
             no JSON object.
-        ValueError: not JSON, an optimizer that is not Adam, or optimizer state on a device that there is not.
+        ValueError: not JSON, a key that an object has twice, an optimizer that is not Adam, optimizer state on a device
+            that there is not, or ``"auto"`` where nothing fills it in.
     """
     config, where = _load_json(source)
     zero = _block(config, "zero_optimization", where)
@@ -71,19 +80,35 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any]) ->
         if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _SAYS_NOTHING.get(name, ())
     ]
     if config.get("optimizer") is not None:
-        found.update(_read_adam(_block(config, "optimizer", where), where, ignored))
+        found.update(_read_adam(_block(config, "optimizer", where), where, ignored, keywords))
     # DeepSpeed writes "no clipping" as 0.
     if (clipping := config.get("gradient_clipping")) not in (*_BLANK, 0):
         found["max_grad_norm"] = clipping
     if (backwards := config.get("gradient_accumulation_steps")) not in _BLANK:
         found["gradient_accumulation_steps"] = backwards
+    sentences = []
+    if clipping == "auto" and "max_grad_norm" not in keywords:
+        sentences.append('gradient_clipping is "auto" and nothing filled it in: gradients are not clipped unless '
+                         "max_grad_norm is passed")  # fmt: skip
     for name, value in config.items():
-        switched_off = isinstance(value, Mapping) and value.get("enabled") is False
-        if name not in _READ_FROM_CONFIG and not switched_off:
+        enabled = value.get("enabled") if isinstance(value, Mapping) else None
+        if name in _READ_FROM_CONFIG or enabled is False:
+            continue
+        if name == "scheduler" and value is not None:
+            sentences.append(
+                "scheduler is not read: the learning rate stays as it is, unless a scheduler of "
+                "torch.optim.lr_scheduler changes it"
+            )
+        elif name in _PRECISIONS and enabled is True:
+            sentences.append(f"{name} is not read: weights and activations keep the model's dtype; {_PRECISIONS[name]}")
+        else:
             ignored.append(name)
     if ignored:
-        warnings.warn(f"{where}: ignored, since they have no effect here: {', '.join(ignored)}", stacklevel=2)
-    return found
+        named = ", ".join(map(_printable, ignored))
+        sentences.append(f"ignored, since they have no effect here: {named}")
+    if sentences:
+        warnings.warn(f"{where}: {'. '.join(sentences)}", stacklevel=user_stacklevel())
+    return found | keywords
 
 
 def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -111,8 +136,15 @@ def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: st
     return found
 
 
-def _read_adam(optimizer: Mapping[str, Any], where: str, ignored: list[str]) -> dict[str, Any]:
-    """lr, betas, eps and weight_decay of the ``optimizer`` block; refuses what AdamW does not do."""
+def _read_adam(
+    optimizer: Mapping[str, Any], where: str, ignored: list[str], filled_in: Mapping[str, Any]
+) -> dict[str, Any]:
+    """lr, betas, eps and weight_decay of the ``optimizer`` block; refuses what AdamW does not do.
+
+    Args:
+        ignored: takes the names that have no effect.
+        filled_in: keywords that stand for those of the block.
+    """
     kind = optimizer.get("type")
     if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
         raise ValueError(
@@ -136,7 +168,13 @@ def _read_adam(optimizer: Mapping[str, Any], where: str, ignored: list[str]) -> 
     ignored += [f"optimizer.{name}" for name in optimizer if name not in ("type", "params")]
     if isinstance(betas := found.get("betas"), list):
         found["betas"] = tuple(betas)
-    return {name: value for name, value in found.items() if value != "auto"}
+    for name, value in found.items():
+        if isinstance(value, str) and value == "auto" and name not in filled_in:
+            raise ValueError(
+                f'optimizer.params.{name}="auto" in {where} was not filled in by any program; write a number there, or '
+                f"pass {name}= beside the file"
+            )
+    return found
 
 
 def _block(parent: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
@@ -160,9 +198,26 @@ def _load_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapp
         raise FileNotFoundError(f"config={path!r}: there is no such DeepSpeed configuration file")
     with open(path, encoding="utf-8") as file:
         try:
-            config = json.load(file)
-        except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+            config = json.load(file, object_pairs_hook=_without_duplicates)
+        except ValueError as error:  # malformed JSON, bytes that are not UTF-8, or a duplicate key
             raise ValueError(f"config={path!r} is not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"config={path!r} is not a DeepSpeed configuration: it is nested too deep") from error
     if not isinstance(config, dict):
         raise ValueError(f"config={path!r} must hold a JSON object, not {type(config).__name__}")
-    return config, path
+    return config, _printable(os.fsdecode(path))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused if it has a key twice: ``json`` would keep the last value without a word."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} is there twice; keep one of the two")
+        found[name] = value
+    return found
+
+
+def _printable(text: object) -> str:
+    """Text as it is if a terminal can show it, else with escapes: names in a file may hold control characters."""
+    return text if isinstance(text, str) and text.isprintable() else repr(text)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from zenflow_compile import torch_private
 from zenflow_compile.options import Options
@@ -29,6 +31,8 @@ from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
 from zenflow_compile.unread_options import warn_of_unread
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW with column-selected updates on the device and asynchronous updates of the rest on the host.
@@ -42,7 +46,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; may differ between groups and change at any time.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
+            time.
+        amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, taken at the values that
+            change nothing: False and None.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
@@ -50,25 +57,46 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
             this kind owns, or more host memory needed than there is. Nothing has been changed then. What only the
             first use can find raises there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
-        TypeError: an unknown option, or a complex, integer or sparse parameter.
+        TypeError: an unknown option, or a complex, integer, 8-bit or sparse parameter.
     """
+
+    _steps_in_backward = False
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **options: Any,
     ) -> None:
-        self._in_backward = bool(options.pop("_implicit", False))
         self._engine: Engine | None = None
         self._closed = False
         self._options = Options.from_keywords(**options)
-        warn_of_unread(self._options, stacklevel=2)
+        warn_of_unread(self._options)
         self._building = threading.RLock()  # first gradients may arrive in several threads
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        check_group(defaults)  # they count even where every group has values of its own
+        super().__init__(_iterable(params), defaults)
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
@@ -83,7 +111,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     @classmethod
     def _implicit(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
         """The optimizer of a model compiled with options and no optimizer object: steps at the end of each backward."""
-        return cls(named_params, _implicit=True, **keywords)
+        optimizer = cls.__new__(cls)
+        optimizer._steps_in_backward = True
+        cls.__init__(optimizer, named_params, **keywords)
+        return optimizer
 
     @property
     def options(self) -> Options:
@@ -117,8 +148,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         named = _named(self.param_groups)
         device = self._claim.params[0].device
         _check_devices(self._claim.params, device)
-        options = _resolved(self._options, named, implicit=self._in_backward)
-        engine = Engine(self.param_groups, options, device, implicit=self._in_backward)
+        options = _resolved(self._options, named, implicit=self._steps_in_backward)
+        engine = Engine(self.param_groups, options, device, implicit=self._steps_in_backward)
         try:
             for first, stop in pairwise((0, *self._calls)):
                 engine.add_params(named[first:stop], first)
@@ -180,6 +211,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             _check_param(param)
         if len({id(param) for param in params}) < len(params):
             raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
+        _check_names([*self.param_groups, param_group])
         if not hasattr(self, "_claim"):  # the base class's constructor adds the groups that it was given
             super().add_param_group(param_group)
             return
@@ -205,25 +237,27 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Apply the gradients of the backwards since the last step.
 
         Updates of selected columns run now; what closes on the host becomes visible at the parameter's next use.
+        Without any gradient nothing happens, and the step does not count.
 
         Args:
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: no parameter has a gradient, a gradient was consumed by an earlier step (call ``zero_grad()``
-                after each), a closed optimizer, or asynchronous work that failed (chained to the original error).
+            RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), a closed
+                optimizer, or asynchronous work that failed (chained to the original error).
+            ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
         """
-        engine = self.engine
-        self._claim.check_groups(self.param_groups, engine.groups)
+        self._check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._claim.check_params(self.param_groups)
+        if self._engine is None and all(param.grad is None for param in self._claim.params):
+            return loss
+        engine = self.engine
         if not engine.has_gradients:
-            raise RuntimeError(
-                ".step() without a backward: no parameter of this optimizer has a gradient; call loss.backward() "
-                "first, and check that the compiled model has the optimizer's parameters"
-            )
+            return loss
         engine.begin_update()
         try:
             self._step_graph(*(engine.params[p] for p in engine.offloaded))
@@ -385,16 +419,60 @@ def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str,
     return state if changed is None else changed
 
 
-def _materialized(group: dict[str, Any]) -> dict[str, Any]:
-    params = group["params"]
-    if isinstance(params, set):  # its order would change between runs, and a resume would mix parameters up
+def _iterable(params: Any) -> Any:
+    """
+    Raises:
+        TypeError: ``params`` is a module, a set, or nothing to iterate over.
+    """
+    if isinstance(params, (set, frozenset)):  # its order would change between runs, and a resume mix parameters up
         raise TypeError("params is a set, which has no order; give a list of parameters")
+    if isinstance(params, Module) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is of type {type(params).__name__}; give the parameters, as in model.parameters() or "
+            "model.named_parameters(), or a list of param groups"
+        )
+    return params
+
+
+def _check_names(groups: Sequence[dict[str, Any]]) -> None:
+    """
+    Raises:
+        ValueError: two parameters have one name. Reports and errors could not tell them apart.
+    """
+    counts = Counter(
+        param[0] if isinstance(param, tuple) else name
+        for group in groups
+        for param, name in zip(group["params"], group.get("param_names", repeat(None)), strict=False)
+    )
+    for name, count in counts.items():
+        if name is not None and count > 1:
+            raise ValueError(
+                f"{count} parameters have the name {name!r}; give each its own, as model.named_parameters() does"
+            )
+
+
+def _materialized(group: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(group, dict):
+        raise TypeError(f"a param group is of type {type(group).__name__}; give a dict, as in {{'params': [...]}}")
+    if "params" not in group:
+        raise ValueError(f"a param group has no 'params', only {list(group)}; give its parameters under that key")
+    params = group["params"] if isinstance(group["params"], Tensor) else _iterable(group["params"])
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
 def _check_param(param: Any) -> None:
     if not isinstance(param, Tensor):
         raise TypeError(f"params has a {type(param).__name__}; give tensors, (name, tensor) pairs, or groups of them")
+    if is_lazy(param):  # first: it answers no other question
+        raise ValueError(
+            "a parameter is not initialized yet (it is of a lazy module); run the model once before creating the "
+            "optimizer"
+        )
+    if param.is_nested:
+        raise TypeError(
+            "a parameter is a nested tensor; only dense (strided) parameters can be optimized: give a padded tensor, "
+            "or one parameter for each of its components"
+        )
     if torch_private.is_wrapper_subclass(param):
         raise TypeError(
             f"a parameter is a {type(param).__name__}; sharded and wrapped parameters are not supported in this "
@@ -404,6 +482,11 @@ def _check_param(param: Any) -> None:
         raise TypeError(
             f"a parameter has dtype {param.dtype}; only real floating-point parameters can be optimized: "
             "leave it out of the optimizer, or view a complex one as real"
+        )
+    if param.dtype not in _DTYPES:
+        raise TypeError(
+            f"a parameter has dtype {param.dtype}; only parameters of {', '.join(map(str, _DTYPES))} can be optimized: "
+            "leave it out of the optimizer, or train weights of one of these and cast them in the forward"
         )
     if param.layout != torch.strided:
         raise TypeError(f"a parameter has layout {param.layout}; only dense (strided) parameters can be optimized")

@@ -46,7 +46,23 @@ AUTO_SELECT_INTERVAL = 16
 an averaged score, more often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch
 (2 seeds)."""
 
-ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
+ADAM_KEYWORDS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)
+"""Keywords of ``torch.optim.AdamW``; ``runtime.param_groups`` says which of their values are taken."""
+
+LONGEST_UPDATE_INTERVAL = 64
+"""The host kernel takes every gradient buffer of an update window as an argument of its own: it compiles in 9 s for 64
+of them, and in 100 s for 256. The longest window that the convergence study found useful has 8 steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +91,10 @@ class Options:
         select_interval: Steps or epochs between re-selections, >= 1; an integer needs strategy ``"step"`` or
             ``"epoch"``. A parameter re-selects at the first close of its own window at or after that many
             steps. ``"auto"``: when its selection has drifted, after 16 steps at the earliest.
-        update_interval: Window length S in steps, >= 1: the gradient of what was not selected is collected
+        update_interval: Window length S in steps, in [1, 64]: the gradient of what was not selected is collected
             for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 2 to
             ``max_update_interval``, and not below ``min_update_interval``.
-        max_update_interval: Longest window in steps, >= 1, that ``update_interval="auto"`` may choose. Source
+        max_update_interval: Longest window in steps, in [1, 64], that ``update_interval="auto"`` may choose. Source
             of its default: this project's convergence study (docs/options.md, "Where the defaults come from"): a
             small GPT trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more
             at 8 (1 seed).
@@ -130,7 +146,7 @@ class Options:
         host_window_bytes: Host memory, in bytes, that state in files passes through; at least the state of the largest
             parameter's deferred part. None: twice that, and 64 MiB at least.
         staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's
-            remaining lines. None: three times that.
+            remaining lines. More than all uploads that can be in flight is not allocated. None: three times the least.
         weight_grad_order: Order of the backward: ``"asap"`` computes every weight gradient as soon as it can be;
             ``"forward"`` computes those of the first layers last, in the order in which the next forward needs them,
             which gives the host more time for them.
@@ -182,7 +198,9 @@ class Options:
             "host_kernel": check_choice("host_kernel", self.host_kernel, HOST_KERNELS),
             "offload_device": check_choice("offload_device", self.offload_device, OFFLOAD_DEVICES),
             "weight_grad_order": check_choice("weight_grad_order", self.weight_grad_order, WEIGHT_GRAD_ORDERS),
-            "max_update_interval": check_integer("max_update_interval", self.max_update_interval, 1),
+            "max_update_interval": check_integer(
+                "max_update_interval", self.max_update_interval, 1, LONGEST_UPDATE_INTERVAL
+            ),
             "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
             "staleness": check_integer("staleness", self.staleness, 0, 1),
             "spare_device_bytes": check_integer("spare_device_bytes", self.spare_device_bytes, 0),
@@ -192,9 +210,9 @@ class Options:
             checked[name] = check_ratio(name, getattr(self, name))
         if self.pt_reserved_cores_perc is not None:
             checked["pt_reserved_cores_perc"] = check_ratio("pt_reserved_cores_perc", self.pt_reserved_cores_perc)
-        for name in ("select_interval", "update_interval"):
+        for name, longest in (("select_interval", None), ("update_interval", LONGEST_UPDATE_INTERVAL)):
             if (value := getattr(self, name)) != "auto":
-                checked[name] = check_integer(name, value, 1, remedy=' or "auto"')
+                checked[name] = check_integer(name, value, 1, longest, remedy=' or "auto"')
         if self.update_stride not in ("auto", None):
             checked["update_stride"] = check_integer("update_stride", self.update_stride, 1, remedy=' or "auto"')
         integers = ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes", "host_window_bytes")
@@ -406,9 +424,10 @@ def split_backend_options(
     inner = check_choice("inner", rest.pop("inner", "inductor"), ("inductor", "eager"))
     mode = rest.pop("mode", mode)
     config = rest.pop("config", None)
-    optimizer = {} if config is None else read_deepspeed_config(config)
     optimizer_names = (*ADAM_KEYWORDS, *OPTION_NAMES)
-    optimizer.update({name: rest.pop(name) for name in optimizer_names if name in rest})
+    optimizer = {name: rest.pop(name) for name in optimizer_names if name in rest}
+    if config is not None:
+        optimizer = read_deepspeed_config(config, **optimizer)
     Options.from_keywords(**{name: value for name, value in optimizer.items() if name in OPTION_NAMES})
 
     inductor: dict[str, Any] = {}

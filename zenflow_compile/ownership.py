@@ -114,7 +114,8 @@ def claim(
         keywords: of ``ZenFlowAdamW`` for the implicit form; None if parameters have optimizers of their own.
 
     Raises:
-        ValueError: parameters are inside the graph instead of among its inputs.
+        ValueError: parameters are inside the graph instead of among its inputs, or ``keywords`` have no effect since
+            optimizer objects own all parameters.
         RuntimeError: the implicit optimizer of this ``torch.compile`` call was closed, and training goes on.
     """
     if any(ops.owner_of(param) is not None for param in gm.parameters()):
@@ -188,12 +189,10 @@ def ensure_implicit_optimizer(
             candidates.setdefault(id(param), (name, param))
     for position, param in enumerate(params):
         candidates.setdefault(id(param), (f"param{position}", param))
-    unowned = [
-        (name, param)
-        for name, param in candidates.values()
-        if param.requires_grad and param.is_leaf and ops.owner_of(param) is None
-    ]
+    trained = [(name, param) for name, param in candidates.values() if param.requires_grad and param.is_leaf]
+    unowned = [(name, param) for name, param in trained if ops.owner_of(param) is None]
     if not unowned:
+        _refuse_options_without_effect(trained, keywords)
         return
     reference = getattr(call.wrapper, KEEPER_ATTRIBUTE, None)
     optimizer = reference() if reference is not None else None
@@ -214,6 +213,21 @@ def ensure_implicit_optimizer(
         return
     for holder in (*roots, *(() if roots else (param for _, param in unowned))):
         setattr(holder, KEEPER_ATTRIBUTE, Keeper(optimizer))
+
+
+def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], keywords: Mapping[str, Any]) -> None:
+    """Raise if optimizer options are for a model whose every parameter has an optimizer object.
+
+    Raises:
+        ValueError: none of ``trained``, which all have owners, is of an optimizer that the backend made.
+    """
+    owners = [owner for _, param in trained if (owner := ops.owner_of(param)) is not None]
+    if owners and not any(cast(Engine, engine).implicit for engine, _ in owners):
+        named = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+        raise ValueError(
+            f"options of torch.compile set up an optimizer ({named}), but a ZenFlowAdamW owns every parameter of the "
+            "model already: pass them to that optimizer and leave them out of options=, or drop the optimizer object"
+        )
 
 
 def optimizer_of(compiled_model: Any) -> Any:

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import fields
 
 from zenflow_compile.options import POLICIES, Options
+from zenflow_compile.validate import user_stacklevel
 
 _OFFLOADING = tuple(policy for policy in POLICIES if policy not in ("resident", "auto"))
 _STREAMING = ("deep_optimizer_states", "zenflow")
@@ -66,14 +67,14 @@ def unread(options: Options) -> list[str]:
     return [name for name in _READERS if getattr(options, name) != default[name] and not _reads(options, name)]
 
 
-def warn_of_unread(options: Options, *, stacklevel: int) -> None:
+def warn_of_unread(options: Options) -> None:
     """One ``UserWarning`` that names ``unread`` options and who reads them."""
     if named := [f"{name} (read by {readers(name)})" for name in unread(options)]:
         warnings.warn(
             f"policy={options.policy!r} does not read {', '.join(named)}: leave out what has no effect, or choose a "
             "policy that reads it",
             UserWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -11,18 +11,13 @@ import difflib
 import math
 import numbers
 import os
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
-# What torch.optim.AdamW takes and we do not. The reason helps more than the nearest valid name would.
-_TORCH_ADAMW_ONLY = {
-    "amsgrad": "the maximum of past second moments is not kept; drop it",
-    "maximize": "negate the loss instead",
-    "foreach": "the update is already fused; drop it",
-    "fused": "the update is already fused; drop it",
-    "capturable": "CUDA graphs are not supported in this version; drop it",
-    "differentiable": "the update happens outside autograd; drop it",
-}
+LARGEST_INTEGER = 2**63 - 1
+"""Larger integers fit into no tensor, and so into no state dict."""
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -44,10 +39,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_ratio(name: str, value: Any) -> float:
     """``value`` as a float in [0, 1]."""
-    number = _as_float(name, value, allowed := "a number in [0, 1]")
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
-    return number
+    return check_number(name, value, 0.0, 1.0)
 
 
 def check_cores(name: str, value: Any) -> tuple[int, ...]:
@@ -69,15 +61,15 @@ def check_positive(name: str, value: Any, *, remedy: str = "") -> float:
     """``value`` as a finite float above 0. ``remedy`` ends the message, with its own punctuation."""
     number = _as_float(name, value, allowed := f"a finite number > 0{remedy}")
     if not 0.0 < number < math.inf:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
     return number
 
 
-def check_number(name: str, value: Any, at_least: float) -> float:
-    """``value`` as a finite float of at least ``at_least``."""
-    number = _as_float(name, value, allowed := f"a finite number >= {at_least:g}")
-    if not at_least <= number < math.inf:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+def check_number(name: str, value: Any, at_least: float, at_most: float) -> float:
+    """``value`` as a float in [at_least, at_most]."""
+    number = _as_float(name, value, allowed := f"a number in [{at_least:g}, {at_most:g}]")
+    if not at_least <= number <= at_most:
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
     return number
 
 
@@ -90,7 +82,9 @@ def check_integer(
         raise TypeError(f"{name}={value!r} must be {allowed}{remedy}; it is of type {type(value).__name__}")
     number = int(value)
     if number < at_least or (at_most is not None and number > at_most):
-        raise ValueError(f"{name}={number} must be {allowed}{remedy}")
+        raise ValueError(f"{name}={shown(number)} must be {allowed}{remedy}")
+    if number > LARGEST_INTEGER:
+        raise ValueError(f"{name}={shown(number)} must be at most 2**63 - 1, the largest integer of a tensor")
     return number
 
 
@@ -111,9 +105,6 @@ def unknown_option(name: object, valid: tuple[str, ...], *, where: str = "") -> 
         valid: every name that would be right there, the likely ones first.
         where: the place, as in ``" in the zenflow block of run.json"``.
     """
-    if isinstance(name, str) and name in _TORCH_ADAMW_ONLY:
-        reason = _TORCH_ADAMW_ONLY[name]
-        return TypeError(f'option "{name}"{where} of torch.optim.AdamW is not supported: {reason}')
     remedy = nearest(str(name), valid) or f"; valid options are {', '.join(valid[:40])}"
     return TypeError(f"unknown option {name!r}{where}{remedy}")
 
@@ -121,4 +112,30 @@ def unknown_option(name: object, valid: tuple[str, ...], *, where: str = "") -> 
 def _as_float(name: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be {allowed}; it is of type {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:  # an integer beyond the floats
+        raise ValueError(f"{name}={shown(value)} must be {allowed}") from error
+
+
+def shown(value: Any) -> str:
+    """``repr(value)`` for an error, cut short where an integer has very many digits."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write more than some thousand digits
+        return f"(an integer of {int(value).bit_length()} bits)"
+    return text if len(text) <= 80 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def user_stacklevel() -> int:
+    """The ``stacklevel`` of ``warnings.warn``, in the caller, that names the first line outside of this package and
+    PyTorch: options reach the compile backend through many frames of Dynamo's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "zenflow_compile"):
+            return level
+        frame = frame.f_back
+        level += 1
+    return 1

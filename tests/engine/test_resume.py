@@ -284,7 +284,7 @@ PART_DAMAGE: list[tuple[str | None, Any, str]] = [
     ("state", lambda state: [], "'state' that is a list instead of a dict"),
     ("param_groups", lambda groups: 3, "'param_groups' that is a int instead of a list"),
     ("param_groups", lambda groups: [{**groups[0], "params": 3}], "'params' that is a int .* for param group 0"),
-    (None, first_of("param_groups", lr="x"), "in param group 0 of the state dict, lr='x' must be a finite number"),
+    (None, first_of("param_groups", lr="x"), "in param group 0 of the state dict, lr='x' must be a number in"),
     (None, first_of("param_groups", lr=-1.0), r"in param group 0 of the state dict, lr=-1\.0 must be"),
     (None, first_of("param_groups", betas=None), "in param group 0 of the state dict, betas=None must be two numbers"),
     (None, first_of("param_groups", betas=(0.9, None)), r"in param group 0 of the state dict, betas\[1\]=None must be"),

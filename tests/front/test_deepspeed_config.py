@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zenflow_compile.deepspeed_config import ZENFLOW_KNOBS, read_deepspeed_config
-from zenflow_compile.options import OPTION_NAMES, Options
+from zenflow_compile.options import OPTION_NAMES, Options, split_backend_options
 
 # What DeepSpeed's ZenFlow tutorial recommends.
 TUTORIAL: dict[str, dict[str, Any]] = {
@@ -66,15 +67,16 @@ def test_file_and_dict_read_the_same(tmp_path: Path) -> None:
     assert len(caught) == 1
     message = str(caught[0].message)
     assert message.startswith(str(file))
-    assert "zero_optimization.stage, bf16, train_batch_size" in message
-    assert "fp16" not in message.replace("bf16", "")
+    assert "bf16 is not read: weights and activations keep the model's dtype; use torch.autocast" in message
+    assert "no effect here: zero_optimization.stage, train_batch_size" in message
+    assert "fp16" not in message
     assert keywords["lr"] == 2e-5
     assert keywords["betas"] == (0.9, 0.95)
     assert keywords["eps"] == 1e-6
     assert keywords["weight_decay"] == 0.1
     assert keywords["max_grad_norm"] == 1.0
     assert keywords["gradient_accumulation_steps"] == 8
-    with pytest.warns(UserWarning, match="the DeepSpeed configuration: ignored"):
+    with pytest.warns(UserWarning, match=r"the DeepSpeed configuration: .*ignored"):
         assert read_deepspeed_config(config) == keywords
     with pytest.warns(UserWarning, match="ignored"):
         assert read_deepspeed_config(str(file)) == keywords
@@ -163,12 +165,64 @@ def test_blanks_for_another_program_are_left_out() -> None:
         "zero_optimization": {
             "zenflow": {"topk_ratio": "auto", "overlap_step": "auto", "update_interval": "auto"}
         },
-        "gradient_clipping": "auto",
         "gradient_accumulation_steps": "auto",
-        **adam(params={"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}),
     }
     assert read_quietly(config) == {"policy": "zenflow", "update_interval": "auto"}
     assert read_quietly({"gradient_clipping": 0.0}) == {"policy": "resident"}
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
+def test_auto_of_the_optimizer_needs_a_value(name: str) -> None:
+    config = adam(params={"lr": 1e-4, "weight_decay": 0.1, name: "auto"})
+    message = rf'optimizer\.params\.{name}="auto" in the DeepSpeed configuration .*pass {name}= beside the file'
+    with pytest.raises(ValueError, match=message):
+        read_deepspeed_config(config)
+    with pytest.raises(ValueError, match=message):
+        split_backend_options({"config": config})
+    value = (0.8, 0.9) if name == "betas" else 0.25
+    assert read_deepspeed_config(config, **{name: value})[name] == value
+    found = split_backend_options({"config": config, name: value}).optimizer
+    assert found is not None
+    assert found[name] == value
+
+
+def test_keywords_replace_those_of_the_file() -> None:
+    config = {**adam(params={"lr": 1e-4}), "gradient_clipping": "auto"}
+    assert read_quietly_with(config, lr=1e-3, max_grad_norm=2.0) == {
+        "policy": "resident", "lr": 1e-3, "weight_decay": 0.0, "max_grad_norm": 2.0,
+    }  # fmt: skip
+
+
+def read_quietly_with(config: Any, **keywords: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return read_deepspeed_config(config, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, r"scheduler is not read: the learning rate stays as it is"),
+        ({"fp16": {"enabled": True}}, r"fp16 is not read: .*torch\.amp\.GradScaler"),
+        ({"bf16": {"enabled": True}}, r"bf16 is not read: .*torch\.bfloat16"),
+        ({"gradient_clipping": "auto"}, r"gradients are not clipped unless max_grad_norm is passed"),
+    ],
+)
+def test_ignored_sections_have_sentences(config: dict[str, Any], sentence: str) -> None:
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        read_deepspeed_config({**config, "steps_per_print": 3})
+    assert "no effect here: steps_per_print" in str(caught[0].message)
+
+
+def test_warning_names_the_users_line(tmp_path: Path) -> None:
+    """Called directly, and through the compile backend, many frames of Dynamo's away."""
+    config = {"steps_per_print": 3, **adam(params={"lr": 1e-3})}
+    with pytest.warns(UserWarning, match="steps_per_print") as caught:
+        read_deepspeed_config(config)
+    model = torch.nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="steps_per_print") as compiled:
+        torch.compile(model, backend="zenflow", options={"inner": "eager", "config": config})(torch.ones(1, 4))
+    assert [each.filename for each in (*caught, *compiled)] == [__file__] * 2
 
 
 def test_weight_decay_that_is_not_written_is_none_as_in_deepspeed() -> None:
@@ -230,9 +284,28 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     broken.write_bytes(b'\xff\xfe{"a": 1}')
     with pytest.raises(ValueError, match="is not valid JSON"):
         read_deepspeed_config(broken)
+    broken.write_text('{"optimizer": {"type": "Adam", "type": "AdamW"}}')
+    with pytest.raises(ValueError, match=r"the key 'type' is there twice; keep one of the two"):
+        read_deepspeed_config(broken)
+    broken.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"broken\.json' is not a DeepSpeed configuration: it is nested too deep"):
+        read_deepspeed_config(broken)
     broken.write_text("[1]")
     with pytest.raises(ValueError, match="must hold a JSON object, not list"):
         read_deepspeed_config(broken)
+
+
+def test_names_in_a_file_reach_no_terminal_raw(tmp_path: Path) -> None:
+    name = "a\x1b[31m\u202e\x9b"
+    file = tmp_path / "\x1b[2J.json"
+    file.write_text(json.dumps({name: 1, "optimizer": {"type": "AdamW", name: 1, "params": {name: 1}}}))
+    with pytest.warns(UserWarning, match="no effect") as caught:
+        read_deepspeed_config(file)
+    assert str(caught[0].message).isprintable()
+    file.write_text(json.dumps({"zero_optimization": {"zenflow": {name: 1}}}))
+    with pytest.raises(TypeError) as error:
+        read_deepspeed_config(file)
+    assert str(error.value).isprintable()
 
 
 def test_deepspeed_names_are_ours() -> None:

@@ -187,12 +187,6 @@ def test_unknown_option_without_a_near_one_is_answered_with_a_list() -> None:
     assert all(name in str(error.value) for name in OPTION_NAMES)
 
 
-@pytest.mark.parametrize("name", ["amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable"])
-def test_what_only_torch_adamw_has_is_explained(name: str) -> None:
-    with pytest.raises(TypeError, match=f'"{name}" of torch.optim.AdamW is not supported: '):
-        Options.from_keywords(**{name: True})
-
-
 @pytest.mark.parametrize(
     ("policy", "nearest"),
     [("zero-offload", "zero_offload"), ("ZenFlow", "zenflow"), ("residant", "resident")],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.training import mlp
 from zenflow_compile import ZenFlowAdamW
@@ -48,6 +49,14 @@ def test_one_warning_names_the_options_and_who_reads_them(options: dict[str, Any
     assert message.startswith(f"policy={options.get('policy', 'zenflow')!r} does not read ")
     assert all(each in message for each in named)
     assert message.count("(read by ") == len(named)
+
+
+def test_warning_in_compilation_names_the_users_line() -> None:
+    """Dynamo's frames lie between the call of the model and the optimizer that is made."""
+    options = {"inner": "eager", "policy": "resident", "topk_ratio": 0.2}
+    with pytest.warns(UserWarning, match="does not read topk_ratio") as caught:
+        torch.compile(mlp(), backend="zenflow", options=options)(torch.ones(1, 16))
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_what_is_read_or_left_at_its_default_is_not_named(tmp_path: Path) -> None:

@@ -23,14 +23,17 @@ from tests.gradients.loops import (
     ZERO_OFFLOAD,
     Call,
     Numbers,
+    Side,
     both_entries,
     compare,
+    compare_runs,
     difference,
     loss_of,
     plain,
     run_of,
     small,
     train,
+    with_tool,
 )
 from zenflow_compile import ZenFlowAdamW
 
@@ -153,15 +156,75 @@ def test_backward_onto_used_gradient_can_be_cleared(options: dict[str, Any], ent
         compare(loop, entry, options)
 
 
-def test_step_without_backward_is_refused() -> None:
+@both_entries
+@every_policy
+def test_step_without_gradients_does_nothing(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
+    """Weights, step counts and update windows are those of the run without such steps, and closures still run."""
+
+    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+        numbers: list[float | Tensor] = [optimizer.step(lambda: 3.0)]
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=STEPS)
+        for step in range(STEPS):
+            loss_of(call, step).backward()
+            if step % 3 == 1:
+                model.zero_grad()  # a skipped batch
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            scheduler.step()
+        return numbers
+
+    if options is WINDOWED:
+        without = with_tool(None, steps=STEPS)
+
+        def skipping(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+            optimizer.step()
+            return without(model, call, EmptyStepsBetween(optimizer))
+
+        assert difference(train(run_of(skipping), options, entry), train(run_of(plain), options, entry)) == 0.0
+    else:
+        compare(loop, entry, options)
+
+
+class EmptyStepsBetween:
+    """An optimizer whose ``zero_grad()`` is followed by a step that finds no gradient."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.step = optimizer.step
+        self._optimizer = optimizer
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+        self._optimizer.step()
+
+
+@both_entries
+def test_two_optimizers_step_in_turns(entry: dict[str, Any] | None) -> None:
+    """As GANs are trained: each step is of one optimizer, whose gradients alone are there."""
+
+    def run(side: Side) -> tuple[nn.Module, Numbers]:
+        model = nn.ModuleDict({"generator": small(), "critic": small()})
+        calls = {name: side.compile(each) for name, each in model.items()}
+        optimizers = {name: side.optimizer(each.named_parameters()) for name, each in model.items()}
+        for step in range(STEPS):
+            name = "critic" if step % 3 else "generator"
+            loss_of(calls[name], step).backward()
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, None
+
+    compare_runs(run, entry, EXACT)
+
+
+def test_failed_optimizer_refuses_empty_step() -> None:
+    """A step that does nothing must not hide that an earlier one failed half-way."""
     model = small()
-    with ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT) as optimizer:
-        with refusing("backward"):
-            optimizer.step()
-        loss_of(model, 0).backward()
-        model.zero_grad()
-        with refusing("backward"):
-            optimizer.step()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT)
+    optimizer.engine.failure = MemoryError("half-way")
+    with refusing("half-way"):
+        optimizer.step()
+    optimizer.__exit__(RuntimeError, None, None)
 
 
 def test_closed_optimizer_leaves_no_gradients_behind() -> None:

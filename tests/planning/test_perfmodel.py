@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from tests.planning.machines import SLOW_HOST, llama
-from zenflow_compile.options import Options
+from zenflow_compile.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.planning import auto
 from zenflow_compile.planning.equations import PLAN_TRAFFIC, STRIDE_RATIO, TRAFFIC
 from zenflow_compile.planning.forecast import forecast, node_plan
@@ -320,7 +320,8 @@ def test_the_interval_of_a_plan_does_not_decide_its_smallest(
         return Knobs.of(options, make_plan(model.params, options), final_at_step=final_at_step)
 
     found = {smallest_interval(of(each), node, parameters=model.numel, flops=flops) for each in (2, 3, 8)}
-    times = (step_time(of(each), node, parameters=model.numel, flops=flops) for each in range(2, 200))
+    intervals = range(2, LONGEST_UPDATE_INTERVAL + 1)
+    times = (step_time(of(each), node, parameters=model.numel, flops=flops) for each in intervals)
     expected = next((each for each, time in enumerate(times, 2) if time.stall <= 1e-9), None)
     assert found == {expected}
 

@@ -295,7 +295,7 @@ def test_auto_without_a_compiler_warns_once_and_works() -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         with pytest.warns(RuntimeWarning, match=r"slower 'aten' kernel: no C\+\+ compiler was found") as caught:
             adams = [make_host_adam("auto", max_slots=MAX_SLOTS, **dtypes) for _ in range(3)]
-        with pytest.raises(RuntimeError, match=r"kernel='inductor' cannot be made: no C\+\+ compiler"):
+        with pytest.raises(RuntimeError, match=r"host_kernel='inductor' cannot be made: no C\+\+ compiler"):
             make_host_adam("inductor", max_slots=MAX_SLOTS, **dtypes)
     assert [adam.name for adam in adams] == ["aten"] * 3
     assert len([warning for warning in caught if warning.category is RuntimeWarning]) == 1

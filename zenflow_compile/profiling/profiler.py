@@ -22,6 +22,7 @@ from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.profiling.timeline import STEP, AdaptiveWindows, Timeline, attaching_new_engines
 from zenflow_compile.runtime import ops, probe
+from zenflow_compile.validate import check_integer
 
 
 class ProfiledEngine(Protocol):
@@ -73,8 +74,7 @@ class Profile:
                     f"profile() got a {type(optimizer).__name__}; it takes ZenFlowAdamW optimizers (that of "
                     "a model compiled with options only is zf.optimizer_of(model)), or nothing, to record all"
                 )
-        if max_events < 1:
-            raise ValueError(f"max_events={max_events} must be >= 1; leave it out to keep the newest 1000000")
+        max_events = check_integer("max_events", max_events, 1, remedy="; leave it out to keep the newest 1000000")
         self._optimizers = optimizers
         self._max_events = max_events
         self._attachments: dict[int, _Attachment] = {}
@@ -204,7 +204,7 @@ def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
         max_events: how many events are kept per optimizer, the newest ones (about 200 bytes each).
 
     Raises:
-        TypeError: an optimizer is not a ``ZenFlowAdamW``.
+        TypeError: an optimizer is not a ``ZenFlowAdamW``, or ``max_events`` no integer.
         ValueError: ``max_events`` is below 1.
     """
     return Profile(*optimizers, max_events=max_events)

@@ -69,7 +69,7 @@ class SlotCoefficients(NamedTuple):
     beta2: float
     weight_decay: float
     grad_scale: float
-    """Factor on the stored gradient: clip factor divided by the loss scale."""
+    """Factor on the stored gradient: clip factor divided by the loss scale, negative under ``maximize``."""
 
 
 class WindowCoefficients(NamedTuple):

@@ -38,6 +38,7 @@ class Claim:
 
     def __init__(self, optimizer: Any) -> None:
         self.params: list[Parameter] = []
+        self._groups = optimizer.param_groups
         self._owners: list[Owner] = []
         self._position: dict[int, int] = {}
         self._hooks: dict[int, RemovableHandle] = {}
@@ -80,16 +81,16 @@ class Claim:
         if (optimizer := self._optimizer()) is not None:
             optimizer.engine.accept_grad(p)
 
-    def check_groups(self, groups: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]]) -> None:
+    def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """
         Args:
             groups: the optimizer's ``param_groups`` now.
-            served: the list that its engine reads.
 
         Raises:
             ValueError: the list was replaced, or does not have the claimed parameters.
         """
-        if groups is not served or [id(param) for group in groups for param in group["params"]] != list(self._position):
+        ids = [id(param) for group in groups for param in group["params"]]
+        if groups is not self._groups or ids != list(self._position):
             raise ValueError(
                 "the parameters in param_groups were changed by hand, which the optimizer does not follow: add "
                 "parameters with add_param_group(); to train fewer, set requires_grad=False or create a new optimizer"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.flags import Flag, make_flags
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.remedies import refuse_threads
 
 if TYPE_CHECKING:
     from zenflow_compile.runtime.workers import Job  # which knows of copies, too
@@ -232,6 +233,8 @@ class ThreadLane:
         thread = threading.Thread(target=self._run, args=(items,), name=f"zenflow-{self._name}", daemon=True)
         try:
             thread.start()
+        except RuntimeError as error:
+            refuse_threads(error)
         except BaseException:
             items.put(None)
             raise

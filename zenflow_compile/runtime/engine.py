@@ -199,6 +199,7 @@ class Engine(ReadableNodes):
             entry.refuse_compiled_autograd()
         if self._concurrent:
             entry.refuse_concurrent_backward()
+        self.roster.check_groups()  # updates may run before ``begin_update`` looks at them
         if self._graph_task is not None:
             self._drop_failed_backward(arrived)
 
@@ -339,7 +340,12 @@ class Engine(ReadableNodes):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient that waits for its update."""
+        """Whether any parameter has a gradient that waits for its update.
+
+        Raises:
+            RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
+        """
+        self._check()
         return any(param.grad is not None for _, param in self.roster.whole) or any(
             offloaded.has_gradient for offloaded in self.offloaded.values()
         )
@@ -347,10 +353,11 @@ class Engine(ReadableNodes):
     def begin_update(self) -> None:
         """All gradients are final.
 
-        Raises: see ``Roster.check_gradients``; nothing has been changed then.
+        Raises: see ``Roster.check_groups`` and ``Roster.check_gradients``; nothing has been changed then.
         """
         self._check()
         self.check_unchanged()
+        self.roster.check_groups()
         self.roster.check_gradients()
         self.roster.interleaved.raise_failures()
         self.recorder.begin_phase("update")

@@ -31,6 +31,7 @@ from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.file_home import FileHome, FileLease, Place, block_bytes
 from zenflow_compile.runtime.file_store import ScratchDirectory, StateFileError, memory_of, whole_pages
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.remedies import refuse_threads
 
 THREADS_PER_DIRECTION = 2
 """Readers, and writers: the checksum of one block is computed while another is on its way. One core takes the checksum
@@ -198,12 +199,12 @@ class FileWindow:
             self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:  # the system has no further thread: one of each kind serves all blocks
+            except RuntimeError as error:  # the system has no further thread: one of each kind serves all blocks
                 if number:
                     self._threads.pop()
                     break
                 self._stop()
-                raise
+                refuse_threads(error)
         self._complete = True
 
     def _stop(self) -> None:

@@ -97,10 +97,10 @@ def make_host_adam(kernel: Kernel, *, gradient_dtype: torch.dtype, out_dtype: to
             return InductorHostAdam(gradient_dtype, out_dtype, max_slots)
         except Exception as error:  # compilers break in many ways: no headers, no space, an unknown flag
             if kernel == "inductor":
-                raise RuntimeError(f"kernel='inductor' did not compile, 'aten' needs not: {error}") from error
+                raise RuntimeError(f"host_kernel='inductor' did not compile, 'aten' needs not: {error}") from error
             reason = f"the fused kernel did not compile: {type(error).__name__}: {error}"
     if kernel == "inductor":
-        raise RuntimeError(f"kernel='inductor' cannot be made: {reason}. kernel='aten' needs no compiler")
+        raise RuntimeError(f"host_kernel='inductor' cannot be made: {reason}. host_kernel='aten' needs no compiler")
     _warn_once(reason)
     return AtenHostAdam(gradient_dtype, out_dtype, max_slots)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from zenflow_compile.options import Options
 
 _NO_HOST_MEMORY = 'policy="resident", which needs no host memory'
@@ -27,6 +29,17 @@ def less_host_memory(options: Options) -> str:
 def smaller_uploads(options: Options) -> str:
     """Settings under which less is uploaded at once, as a part of a sentence with a comma behind it; or nothing."""
     return "raise topk_ratio, " if options.policy == "zenflow" else ""
+
+
+def refuse_threads(error: RuntimeError) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: the system starts no further thread.
+    """
+    raise RuntimeError(
+        f"no thread for host updates and copies could be started ({error}): raise the limit on processes (ulimit -u) "
+        'or that of the control group (pids.max), run fewer DataLoader workers, or use policy="resident"'
+    ) from error
 
 
 def _smaller_window(options: Options) -> list[str]:

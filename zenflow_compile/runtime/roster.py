@@ -32,6 +32,7 @@ from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.overlap import refuse_overlap
+from zenflow_compile.runtime.param_groups import check_groups, coefficients_of
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.staging import StagingRing
@@ -240,7 +241,7 @@ class Roster:
     def coefficients(self, index: int, grad_scale: float) -> tuple[SlotCoefficients, float]:
         """What is in force now for parameter ``index``, and eps."""
         group = self.group_of(index)
-        return _slot_of(group, grad_scale), float(group["eps"])
+        return coefficients_of(group, grad_scale), float(group["eps"])
 
     def residents(self, only: set[int] | None = None) -> list[tuple[Parameter, Tensor, dict[str, Any]]]:
         """Parameters that the device updates whole (of those in ``only``) and that have a gradient: with it and their
@@ -251,6 +252,14 @@ class Roster:
             for index, param in self.whole
             if (grad := param.grad) is not None and (only is None or index in only)
         ]
+
+    def check_groups(self) -> None:
+        """Check the values that param groups have now.
+
+        Raises:
+            ValueError, TypeError: one that no step can use; the message has the group's number.
+        """
+        check_groups(self.groups)
 
     def check_gradients(self) -> None:
         """
@@ -286,7 +295,7 @@ class Roster:
             members = [(param, grad) for param, grad, own in residents if own is group]
             if members:
                 params, grads = zip(*members, strict=True)
-                self.resident.update(params, grads, _slot_of(group, 1.0), eps=float(group["eps"]))
+                self.resident.update(params, grads, coefficients_of(group, 1.0), eps=float(group["eps"]))
 
     def whole_state(self, index: int) -> ResidentState | None:
         """State of a parameter that the device updates whole, wherever it is; None before its first gradient."""
@@ -404,7 +413,7 @@ def checked_plan(
 
 
 def upload_slots(plan: Plan, options: Options) -> int:
-    """How many blocks of uploads may be on the device at once.
+    """How many blocks of uploads may be on the device at once: no more than uploads that can exist.
 
     Raises:
         ValueError: ``staging_bytes`` is less than the largest block.
@@ -418,7 +427,8 @@ def upload_slots(plan: Plan, options: Options) -> int:
             f"staging_bytes={staging_bytes} must be at least {largest}, what {name} uploads at once; raise it, "
             f"{smaller_uploads(options)}or leave it at None for three times that"
         )
-    return staging_bytes // largest
+    uploads = sum(param.uploads for param in plan.params if param.offloaded)
+    return min(staging_bytes // largest, uploads)  # each takes one buffer
 
 
 def _file_window_bytes(plan: Plan, options: Options) -> int:
@@ -461,14 +471,3 @@ def worker_cores(options: Options) -> tuple[int, ...]:
     count = worker_count(len(cores), workers=options.workers, reserved_share=options.pt_reserved_cores_perc)
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
     return choose_cores(cores, count, in_use)
-
-
-def _slot_of(group: dict[str, Any], grad_scale: float) -> SlotCoefficients:
-    beta1, beta2 = group["betas"]
-    return SlotCoefficients(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=float(group["weight_decay"]),
-        grad_scale=grad_scale,
-    )

@@ -68,5 +68,9 @@ class WindowSum:
 
 
 def _largest_scale(slots: Sequence[SlotCoefficients]) -> float:
-    """The largest that can be divided by, 1 if none can: clipped by an infinite norm it is 0, by NaN it is NaN."""
-    return max((slot.grad_scale for slot in slots if 0.0 < slot.grad_scale < math.inf), default=1.0)
+    """The largest magnitude that can be divided by, 1 if none can: clipped by an infinite norm it is 0, by NaN NaN.
+
+    ``maximize`` makes scales negative.
+    """
+    scales = (abs(slot.grad_scale) for slot in slots)
+    return max((scale for scale in scales if 0.0 < scale < math.inf), default=1.0)

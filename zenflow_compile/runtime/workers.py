@@ -22,6 +22,7 @@ from zenflow_compile.runtime.copies import CopyError
 from zenflow_compile.runtime.cores import pin_this_thread
 from zenflow_compile.runtime.flags import Flag
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.remedies import refuse_threads
 
 
 class Job:
@@ -222,10 +223,10 @@ class WorkerPool:
             self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:  # the system has no further thread: those that run serve all jobs
+            except RuntimeError as error:  # the system has no further thread: those that run serve all jobs
                 self._threads.pop()
                 if not self._threads:
-                    raise
+                    refuse_threads(error)
                 break
         self._complete = True
 
