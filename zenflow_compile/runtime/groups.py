@@ -105,4 +105,5 @@ def _swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> tuple
 def _columns(values: Tensor, groups: int, padding: float) -> Tensor:
     """``values`` [..., slices] as [..., ceil(slices / groups), groups]."""
     missing = -values.shape[-1] % groups
-    return torch.nn.functional.pad(values, (0, missing), value=padding).unflatten(-1, (-1, groups))
+    padded = torch.nn.functional.pad(values, (0, missing), value=padding)
+    return padded.view(*values.shape[:-1], -1, groups)
