@@ -51,7 +51,7 @@ def better_slices(score: Tensor, selected: Tensor, k: int, margin: float, at_mos
     groups = at_most.numel()
     enters, leaving, entering = _swaps(score, selected, groups, margin)
     enters &= torch.arange(len(enters), device=score.device).unsqueeze(1) < at_most
-    after = _columns(selected, groups, False).clone()
+    after = _columns(selected, groups, padding=False).clone()
     after.scatter_(0, leaving, after.gather(0, leaving) & ~enters)
     after.scatter_(0, entering, after.gather(0, entering) | enters)
     # Not nonzero(), which waits for the device. A stable sort leaves the selected slices in ascending order.
@@ -93,16 +93,17 @@ def swaps_per_group(swaps: int, groups: int, step: int, device: torch.device) ->
 def _swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> tuple[Tensor, Tensor, Tensor]:
     """Whether the j-th swap of each group is worth it, and the rows of its slices: bool and twice i64, one shape.
 
-    Padding never swaps: it stands behind a group's slices on both sides, and ``enters`` is false for it.
+    Padding, and the slices of the other side, stand behind a group's own as infinity. NaN stands behind them. Neither
+    swaps: no score exceeds one of them on the inside, and outside they exceed none.
     """
-    inside = _columns(score.masked_fill(~selected, math.inf), groups, math.inf)
-    outside = _columns(score.masked_fill(selected, -math.inf), groups, -math.inf)
-    worst = torch.sort(inside, dim=0, stable=True)
-    best = torch.sort(outside, dim=0, descending=True, stable=True)
-    return best.values > (1.0 + margin) * worst.values, worst.indices, best.indices
+    # One sort for both sides, ascending: the negative of the scores outside.
+    sides = torch.stack([score.masked_fill(~selected, math.inf), score.neg().masked_fill_(selected, math.inf)])
+    sides, order = torch.sort(_columns(sides, groups, math.inf), dim=1, stable=True)
+    return -sides[1] > (1.0 + margin) * sides[0], order[0], order[1]
 
 
 def _columns(values: Tensor, groups: int, padding: float) -> Tensor:
-    """``values`` [slices] as [ceil(slices / groups), groups]."""
-    missing = -values.numel() % groups
-    return torch.nn.functional.pad(values, (0, missing), value=padding).view(-1, groups)
+    """``values`` [..., slices] as [..., ceil(slices / groups), groups]."""
+    missing = -values.shape[-1] % groups
+    padded = torch.nn.functional.pad(values, (0, missing), value=padding)
+    return padded.view(*values.shape[:-1], -1, groups)

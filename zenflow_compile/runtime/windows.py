@@ -25,7 +25,7 @@ workers find something to take, and that an earlier deadline does not wait long.
 
 # Below this a call's overhead shows: it is 20 us, and so many elements take ten times as long.
 _SMALLEST_TASK_ELEMENTS = 1 << 16
-CUT_ELEMENTS = 64  # host kernels promise the same bits wherever a range is cut at multiples of this
+CUT_ELEMENTS = 64  # whole CPU vectors: only the last part needs a ``PaddedTail``
 
 
 def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[slice]:
