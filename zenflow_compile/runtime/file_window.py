@@ -67,7 +67,6 @@ class FileWindow:
     """
 
     def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
-        self._directory = ScratchDirectory(path)
         self._recorder = recorder
         self._arena = HostArena(0)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -79,6 +78,7 @@ class FileWindow:
         self._threads: list[threading.Thread] = []
         self._complete = False  # as many threads as wanted, or as the system has
         self._closing = False
+        self._directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +113,10 @@ class FileWindow:
             self._blocks += homes.values()
         self._start()
         return homes
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the parent's lock and files without removing them."""
+        self._directory.close_in_child()
 
     def remove(self, homes: Collection[FileHome]) -> None:
         """Forget blocks that one ``add`` made, and their file: nobody will use them."""
