@@ -14,7 +14,7 @@ import secrets
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
@@ -129,7 +129,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
         with unfinished.open("xb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: another run's cleaning leaves it alone
             hashing = _HashingFile(file)
-            torch.save(state, hashing)
+            torch.save(state, cast("IO[bytes]", hashing))
             file.write(_MARK + hashing.digest.digest())
             file.flush()
             os.fsync(file.fileno())  # before the rename, which could otherwise be on the disk ahead of the content

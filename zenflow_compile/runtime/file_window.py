@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, file_window_bytes
+from zenflow_compile.printable import printable
 from zenflow_compile.profiling.timeline import DISK
 from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.file_home import FileHome, FileLease, Place, block_bytes
@@ -364,7 +365,7 @@ class FileWindow:
     def _lose(self, block: FileHome, what: str, cause: BaseException) -> None:
         self._leave(block)
         block.error = StateFileError(
-            f"the optimizer state of {block.name} could not be {what} ({block.file.path}): {cause}; load the last "
-            "saved state (the last checkpoint), after making room on the disk if that is what is missing"
+            f"the optimizer state of {block.name} could not be {what} ({printable(block.file.path)}): {cause}; load "
+            "the last saved state (the last checkpoint), after making room on the disk if that is what is missing"
         )
         block.error.__cause__ = cause
