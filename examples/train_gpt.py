@@ -3,7 +3,7 @@
     python -m examples.train_gpt                        zenflow
     python -m examples.train_gpt --policy resident      plain AdamW on the device
     python -m examples.train_gpt --compare              all three policies, one table
-    python -m examples.train_gpt --resume runs/train_gpt/step-000200.pt
+    python -m examples.train_gpt --resume runs/train_gpt/step-000200-1f3a9c02.pt
 
 On a machine with CUDA it trains there, with bf16 weights; without, the CPU is the device and host at once.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import zenflow_compile as zf
-from examples.checkpoint import load_checkpoint, restore_rng, save_checkpoint
+from examples.checkpoint import CheckpointFolder, load_checkpoint, restore_rng
 from examples.display import RunDisplay, StepClock, comparison, tokens_per_second
 from examples.gpt import GPT
 from examples.settings import TrainConfig, TrainResult
@@ -56,8 +56,8 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         console: where progress, validation losses and the overlap report go; None is silent.
 
     Raises:
-        ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished one; or
-            ``config.start_from`` one of a model with other sizes.
+        ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished or damaged one;
+            or ``config.start_from`` one of a model with other sizes, or a damaged one.
         FileNotFoundError: if there is no such checkpoint, or no text to train on.
     """
     started = time.perf_counter()
@@ -98,6 +98,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     held_out = validation_batches(text, count=config.evaluation_batches, batch=config.batch, context=config.context)
     clock = StepClock(device)
     checkpoint = None
+    checkpoints = CheckpointFolder(config.out, resumed["run"] if resumed else None) if config.out else None
     validation_loss = float("nan")
     # Compilation and the synchronous start say nothing about the steps that follow them.
     measured_from = min(max(first_step + 2, config.warm_up), config.steps - 1)
@@ -124,8 +125,8 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
             if done % config.evaluate_every == 0 or done == config.steps:
                 validation_loss = evaluate(compiled, held_out, device)
                 display.validated(done, validation_loss)
-            if config.out and (done % config.save_every == 0 or done == config.steps):
-                checkpoint = save_checkpoint(config, done, model, optimizer, scheduler)
+            if checkpoints and (done % config.save_every == 0 or done == config.steps):
+                checkpoint = checkpoints.save(config, done, model, optimizer, scheduler)
         device_bytes, host_bytes = optimizer.device_bytes, optimizer.host_bytes
     if not console.quiet:
         profile.report(console)

@@ -20,6 +20,7 @@ from zenflow_compile.planning.forecast import final_at_step, node_plan
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.planning.models import flops_per_token
 from zenflow_compile.predict import Prediction, predict, timeline
+from zenflow_compile.printable import printable
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.question import question
 from zenflow_compile.validate import check_positive
@@ -107,9 +108,11 @@ def _findings(path: str) -> Mapping[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"--doctor-json {path} is no JSON ({error}); save the output of doctor --json") from None
+        raise ValueError(
+            f"--doctor-json {printable(path)} is no JSON ({error}); save the output of doctor --json"
+        ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"--doctor-json {path} is no output of doctor --json; save that")
+        raise ValueError(f"--doctor-json {printable(path)} is no output of doctor --json; save that")
     return found
 
 
@@ -118,7 +121,7 @@ def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentPar
     try:
         write_chrome_trace([timeline(prediction.question, chosen)], path)
     except OSError as error:
-        parser.error(f"--trace {path} cannot be written: {error.strerror}; choose another place")
+        parser.error(f"--trace {printable(path)} cannot be written: {error.strerror}; choose another place")
 
 
 def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:

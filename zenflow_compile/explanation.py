@@ -20,6 +20,7 @@ from zenflow_compile.passes.merge_gradients import MERGED
 from zenflow_compile.passes.pipeline import PassReport, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.printable import printable
 from zenflow_compile.runtime import ops
 
 WIDTH = 80
@@ -283,5 +284,5 @@ def neighbours(lines: Sequence[GraphLine]) -> set[int]:
 
 def shorten(text: str) -> str:
     """At most one line of 80 columns behind the margin."""
-    room = WIDTH - 5
+    text, room = printable(text), WIDTH - 5
     return text if len(text) <= room else f"{text[: room - 3]}..."

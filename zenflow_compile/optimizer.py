@@ -25,7 +25,7 @@ from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.claim import Claim
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.file_store import require_directory
+from zenflow_compile.runtime.file_store import existing_directory
 from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
@@ -174,10 +174,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Plan ``params`` as they are now, to raise at construction what needs no memory to know.
 
         Raises:
-            ValueError: see ``require_directory``, ``worker_cores`` and ``checked_plan``.
+            ValueError: see ``existing_directory``, ``worker_cores`` and ``checked_plan``.
         """
         if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
-            require_directory(self._options.nvme_path)
+            existing_directory(self._options.nvme_path)
         if _left_open(self._options):
             return
         worker_cores(self._options)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from zenflow_compile.planning.forecast import Forecast
 from zenflow_compile.predict import Prediction
+from zenflow_compile.printable import printable
 from zenflow_compile.question import SOME_DISK, Question
 
 _NOTHING = "-"
@@ -21,7 +22,7 @@ _WIDTH = 60  # of tables at least, so that their captions fit
 def print_prediction(prediction: Prediction, console: Console) -> None:
     """Print all of it; widths follow ``console``."""
     asked = prediction.question
-    console.print(heading(asked), style="bold", highlight=False)
+    console.print(printable(heading(asked)), style="bold", highlight=False)
     if asked.note is not None:
         console.print(Text(asked.note))
     console.print(times(prediction.forecasts, hours=asked.epoch_tokens is not None))

@@ -324,6 +324,26 @@ def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
+    optimizer = ZenFlowAdamW(nn.Linear(4, 4).parameters(), **options)  # so small that it has no file
+    optimizer.synchronize()
+    group = {"params": list(nn.Linear(32, 64).parameters())}
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            optimizer.add_param_group(group)
+    assert not list(tmp_path.iterdir())
+    file_store.ScratchDirectory(tmp_path).close()
+    optimizer.add_param_group(group)
+    assert list(tmp_path.glob("*.state"))
+    optimizer.close()
+
+
 def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
     monkeypatch.setattr(roster, "require_host_memory", lambda size, hint: needed.append(size))

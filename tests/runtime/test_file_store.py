@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from zenflow_compile.runtime import file_store
+from zenflow_compile.runtime import directory_lock, file_store
 from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.file_store import MAGIC, PAGE_BYTES, ScratchDirectory, memory_of, whole_pages
 
@@ -26,9 +25,6 @@ import os, sys, time
 from zenflow_compile.runtime.file_store import ScratchDirectory
 directory = ScratchDirectory(sys.argv[1])
 directory.create(8192, {})
-if sys.argv[2:] == ["fork"] and os.fork() == 0:
-    sys.stdin.read()
-    os._exit(0)
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -114,23 +110,6 @@ def test_another_run_is_refused_while_it_lives_and_its_files_go_when_it_is_dead(
     assert list(tmp_path.iterdir()) == [theirs]
 
 
-def test_children_of_a_dead_run_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have inherited its lock."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path), "fork"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        with monkeypatch.context() as patch:
-            patch.setattr(file_store, "_ORPHAN_SECONDS", 0.0)
-            with pytest.raises(ValueError, match="in use"):
-                ScratchDirectory(tmp_path)
-        threading.Timer(0.2, process.stdin.close).start()  # the child ends, too
-        ScratchDirectory(tmp_path).close()
-
-
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_a_directory_that_cannot_be_written_to_is_refused(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +134,7 @@ def test_a_disk_without_space_is_refused_at_once(tmp_path: Path, monkeypatch: py
 
 def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes it when it closes, perhaps between another's opening and locking it."""
-    lock, calls = file_store._try_lock, [0]
+    lock, calls = directory_lock._try_lock, [0]
 
     def removed_meanwhile(file: int) -> bool:
         calls[0] += 1
@@ -163,7 +142,7 @@ def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytes
             (tmp_path / "zenflow.lock").unlink()
         return lock(file)
 
-    monkeypatch.setattr(file_store, "_try_lock", removed_meanwhile)
+    monkeypatch.setattr(directory_lock, "_try_lock", removed_meanwhile)
     first = ScratchDirectory(tmp_path)
     assert calls[0] == 2
     with pytest.raises(ValueError, match="in use"):

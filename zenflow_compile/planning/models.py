@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.policies import ParamSpec
+from zenflow_compile.printable import printable
 from zenflow_compile.validate import check_flag, check_integer, nearest
 
 if TYPE_CHECKING:
@@ -331,19 +332,19 @@ def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShap
         given = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {error}; give the path of a config.json"
-        raise ValueError(f"model configuration {file} {reason}") from error
+        raise ValueError(f"model configuration {printable(file)} {reason}") from error
     kind = given.get("model_type") if isinstance(given, dict) else None
     if kind not in _KINDS:
         raise ValueError(
-            f"model_type={kind!r} in {file} must be one of {', '.join(_KINDS)}; plan another dense model by its number "
-            "of parameters; of a mixture of experts there is no plan"
+            f"model_type={kind!r} in {printable(file)} must be one of {', '.join(_KINDS)}; plan another dense model by "
+            "its number of parameters; of a mixture of experts there is no plan"
         )
-    config = _Config(given, file)
+    config = _Config(given, printable(file))
     config.refuse_experts()
-    name, weights = file.parent.name or kind, dtype or config.dtype()
+    name, weights = printable(file.parent.name or kind), dtype or config.dtype()
     if kind == "gpt2":
         return _gpt2_of(config, name, weights)
-    return _llama_of(config, qkv_bias=kind == "qwen2").shape(name, str(file), weights)
+    return _llama_of(config, qkv_bias=kind == "qwen2").shape(name, config.file, weights)
 
 
 def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
@@ -351,7 +352,7 @@ def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
     config.divisor("n_head", 1, of="n_embd")
     return _gpt2(
         name,
-        str(config.file),
+        config.file,
         dtype,
         hidden=hidden,
         inner=config.size("n_inner", 4 * hidden),
@@ -391,7 +392,7 @@ class _Config:
     """The keys of a config.json, with errors that name it. A key that is null counts as absent."""
 
     given: Mapping[str, Any]
-    file: Path
+    file: str
 
     def size(self, key: str, default: int | None = None) -> int:
         """An integer >= 1."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +66,18 @@ class PlanningOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What planning may know of a parameter. ``splittable``: it is trained and contiguous, so lines can be written."""
+    """What planning may know of a parameter. ``splittable``: it is trained and contiguous, so lines can be written.
+
+    The name is for errors and reports, and is made printable: those of a model may hold control characters.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     splittable: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))
 
     @property
     def numel(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from zenflow_compile.printable import printable
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
 from zenflow_compile.profiling.gantt import MARKS, Gantt, Mark, draw, duration_label
 from zenflow_compile.profiling.limits import Bandwidths, Limit, limit_of
@@ -32,11 +33,11 @@ def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps:
     summary = summarize(recording)
     parts: list[RenderableType] = []
     if recording.title:
-        parts.append(Text(recording.title, style="bold"))
+        parts.append(Text(printable(recording.title), style="bold"))
     gantt = draw(recording, width=width, steps=steps)
     if gantt is not None:
         parts += [picture(gantt, blocks=blocks), Text()]
-    sentence = textwrap.fill(diagnose(summary), max(_NARROWEST, width), break_on_hyphens=False)
+    sentence = textwrap.fill(printable(diagnose(summary)), max(_NARROWEST, width), break_on_hyphens=False)
     rows = _rows(summary) + _limit_rows(recording, summary)
     parts += [table(rows, width=width), Text(), Text(sentence, style="bold")]
     return Group(*parts)
@@ -105,7 +106,7 @@ def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
     text = Text(end="")
     for name, value in rows:
         text.append(name.ljust(indent), style="dim")
-        text.append(f"\n{' ' * indent}".join(textwrap.wrap(value, max(_NARROWEST, width - indent))) + "\n")
+        text.append(f"\n{' ' * indent}".join(textwrap.wrap(printable(value), max(_NARROWEST, width - indent))) + "\n")
     return text
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime import device_ops, entry
 from zenflow_compile.runtime.adam import SlotCoefficients
 from zenflow_compile.runtime.checkpoint_check import CHOSEN, FORMAT, check_state, described
 from zenflow_compile.runtime.compression import Residual
@@ -30,6 +30,8 @@ _STATE = ("master", "exp_avg", "exp_avg_sq")
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of a synchronized engine: ``state`` and ``param_groups`` as PyTorch has them, and ``zenflow``."""
+    if engine.in_child:
+        entry.refuse_in_child()
     state: dict[int, dict[str, Any]] = {}
     for index in range(len(engine.params)):
         if index in engine.offloaded:

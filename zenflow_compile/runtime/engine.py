@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class Engine(ReadableNodes):
         step: optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: what interrupted a step half-way; nothing goes on until a state is loaded.
+        closed: whether ``close`` is through.
+        in_child: whether this is a forked child's copy, which has neither the threads nor the host memory.
     """
 
     def __init__(self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, implicit: bool) -> None:
@@ -74,9 +77,11 @@ class Engine(ReadableNodes):
         self.windows_closed = 0
         self.graphs: list[Any] = []
         self.closed = False
+        self.in_child = False
         self.failure: BaseException | None = None
+        self._closing = False  # close() has begun; if an interrupt ended it, only another close() may follow
+        self._finished = False  # in close(): all work has ended
         self._time_bound = TimeBound(self.roster, self.recorder, whole_step=self.finalizes_in_backward)
-        self._process = os.getpid()
         self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._graph_task: int | None = None
@@ -477,6 +482,9 @@ class Engine(ReadableNodes):
 
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
         """These parameters are about to be read: make visible what is due, and start the uploads that follow."""
+        if self.in_child:
+            self._check_weights_in_child()
+            return
         self._check()
         self.recorder.begin_phase("forward")
         for p, param in zip(ps, params, strict=True):
@@ -485,6 +493,8 @@ class Engine(ReadableNodes):
 
     def before_load(self) -> None:
         """Weights are about to be loaded into the model: what is due lands first, so that they win."""
+        if self.in_child:
+            return
         self.landing.before_load(self.step)
 
     def synchronize(self) -> None:
@@ -493,6 +503,9 @@ class Engine(ReadableNodes):
         Raises:
             RuntimeError: work in flight failed.
         """
+        if self.in_child:
+            self._check_weights_in_child()
+            return
         self._check()
         self.check_unchanged()
         for offloaded in self.landing.by_deadline():
@@ -516,31 +529,73 @@ class Engine(ReadableNodes):
     # Life and death.
 
     def _check(self) -> None:
-        if self.closed:
+        if self.in_child:
+            entry.refuse_in_child()
+        if self.closed or self._closing:
             entry.refuse_closed()
         if self.failure is not None:
             entry.refuse_failed(self.failure)
 
+    def enter_child(self) -> None:
+        """This process was forked from the engine's: from here on only weights can be read."""
+        self.in_child = True
+        self.roster.enter_child()
+
+    def _check_weights_in_child(self) -> None:
+        if any(offloaded.due(self.step) for offloaded in self.offloaded.values()):
+            entry.refuse_in_child("an update of the weights was on its way when the process was forked")
+
     def close(self, *, flush: bool) -> None:
         """Land everything, stop the threads, free host memory. Safe to call twice.
 
+        After an interrupt (``KeyboardInterrupt``) the engine is of no other use, and the next call completes the job.
+
         Args:
             flush: apply the gradients that wait in open windows, too.
+
+        Raises:
+            RuntimeError: work in flight failed. The engine is closed all the same.
         """
         if self.closed:
             return
-        if os.getpid() != self._process:  # a forked child has neither the threads nor the memory
+        if self.in_child:
             self.closed = True
             return
-        try:
-            self.landing.finish(self.step, flush=flush and self.failure is None)
-            self.roster.interleaved.wait()
-        finally:
-            self.closed = True
-            ops.unregister_engine(self.id)
-            if self._claim is not None:
-                self._claim.release()
+        self._closing = True
+        error: Exception | None = None
+        # Each part may be repeated.
+        for part in (partial(self._finish, flush=flush), self._release_gradients, self.roster.close):
             try:
-                self.roster.release_gradients(keep=self.failure is None)
-            finally:
-                self.roster.close()
+                part()
+            except Exception as raised:
+                error = error or raised
+        ops.unregister_engine(self.id)
+        if self._claim is not None:
+            self._claim.release()
+        self.closed = True  # last: an interrupt above leaves the rest to the next call
+        if error is not None:
+            raise error
+
+    def _finish(self, *, flush: bool) -> None:
+        if not self._finished:
+            try:
+                self.landing.finish(self.step, flush=flush and self.failure is None)
+                self.roster.interleaved.wait()
+            except Exception:
+                self._finished = True
+                raise
+            self._finished = True
+
+    def _release_gradients(self) -> None:
+        self.roster.release_gradients(keep=self.failure is None)
+
+
+def _enter_child() -> None:
+    for engine in ops.live_engines():
+        if isinstance(engine, Engine):
+            engine.enter_child()
+
+
+# Without this a child would run into memory that it does not have, or wait for threads that it does not have, and its
+# share in the lock on ``nvme_path`` would outlive a parent that is killed.
+os.register_at_fork(after_in_child=_enter_child)

@@ -212,6 +212,17 @@ def refuse_closed() -> NoReturn:
     raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
 
 
+def refuse_in_child(reason: str = "it has neither the threads nor the host memory of its parent") -> NoReturn:
+    """
+    Raises:
+        RuntimeError: always: a forked process uses an optimizer of its parent.
+    """
+    raise RuntimeError(
+        f"this process was forked from the one that trains, and cannot use its optimizer: {reason}; call state_dict() "
+        "or synchronize() before the fork, or start the process with the spawn method"
+    )
+
+
 def refuse_failed(cause: BaseException) -> NoReturn:
     """
     Raises:

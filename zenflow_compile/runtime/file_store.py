@@ -16,18 +16,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
+import io
 import itertools
 import json
 import mmap
 import os
-import time
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from zenflow_compile.runtime.directory_lock import DirectoryLock, open_plain, shown, unusable, writable_by_others
 
 PAGE_BYTES = 4096
 """What direct I/O is aligned to; a multiple of the logical block of every common disk."""
@@ -38,9 +40,7 @@ PIECE_BYTES = 8 << 20
 FORMAT = 1
 MAGIC = b"zenflow-compile optimizer state\n"
 
-_LOCK_NAME = "zenflow.lock"
 _FILES = "zenflow-*.state"
-_ORPHAN_SECONDS = 10.0  # how long children may hold a dead run's lock: DataLoader workers look for it every 5 s
 
 
 class StateFileError(RuntimeError):
@@ -52,16 +52,6 @@ def whole_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def require_directory(path: str | os.PathLike[str]) -> None:
-    """
-    Raises:
-        ValueError: ``nvme_path`` is not a directory.
-    """
-    if not Path(path).is_dir():
-        what = "is not a directory" if Path(path).exists() else "does not exist"
-        raise ValueError(f"nvme_path={str(path)!r} {what}; create it, on a local disk, or name one that is there")
-
-
 class ScratchDirectory:
     """A directory that one optimizer at a time keeps its state in.
 
@@ -69,15 +59,21 @@ class ScratchDirectory:
         path: ``nvme_path``.
 
     Raises:
-        ValueError: it does not exist, is no directory, cannot be written to, or another optimizer has it.
+        ValueError: it does not exist, is no directory, cannot be written to, has something under a name of ours that is
+            no plain file of this user's, or another optimizer has it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        require_directory(path)
-        self.path = Path(path).resolve()  # the working directory may change
+        self.path = existing_directory(path)
+        if writable_by_others(self.path):
+            warnings.warn(
+                f"nvme_path={shown(self.path)} lets every user replace the files in it, and training stops where that "
+                "happens; take the right from them (chmod o-w), or name a directory of your own",
+                stacklevel=2,
+            )
         self._files: list[StateFile] = []
         self._numbers = itertools.count()
-        self._lock = self._locked()
+        self._lock = DirectoryLock(self.path)
         try:
             for left in self.path.glob(_FILES):
                 if _is_ours(left):  # and, since the lock is free, of a dead run
@@ -85,10 +81,20 @@ class ScratchDirectory:
         except OSError as error:
             self.close()
             raise self.unusable(error) from error
+        except BaseException:
+            self.close()
+            raise
 
     def free_bytes(self) -> int:
-        """What the file system has left for this process."""
-        stats = os.statvfs(self.path)
+        """What the file system has left for this process.
+
+        Raises:
+            ValueError: the directory is gone.
+        """
+        try:
+            stats = os.statvfs(self.path)
+        except OSError as error:
+            raise self.unusable(error) from error
         return stats.f_bavail * stats.f_frsize
 
     def create(
@@ -121,8 +127,15 @@ class ScratchDirectory:
         path = self.path / f"zenflow-{os.getpid()}-{next(self._numbers)}.state"
         try:
             file = StateFile(path, size, {"format": FORMAT, "pid": os.getpid(), **about})
-        except OSError as error:
+        except FileExistsError as error:
+            raise ValueError(
+                f"nvme_path={shown(self.path)} cannot be used: {path.name!r} in it was not written by this optimizer; "
+                "remove it, or name another directory"
+            ) from error
+        except BaseException as error:
             path.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise too_small("less") from error
             raise self.unusable(error) from error
@@ -130,61 +143,30 @@ class ScratchDirectory:
         return file
 
     def remove(self, file: StateFile) -> None:
-        """Remove one of the files; no read or write may be under way."""
-        self._files.remove(file)
+        """Remove one of the files; no read or write may be under way. May be repeated after an interrupt."""
         with contextlib.suppress(OSError):  # one that stays is removed by the next optimizer on the directory
-            file.close()
-        with contextlib.suppress(OSError):
             file.path.unlink()
+        with contextlib.suppress(OSError):
+            file.close()
+        if file in self._files:
+            self._files.remove(file)
 
     def close(self) -> None:
-        """Remove the files and let others have the directory."""
+        """Remove the files and let others have the directory. A second call completes one that was interrupted."""
         for file in list(self._files):
             self.remove(file)
-        if self._lock >= 0:
-            with contextlib.suppress(OSError):
-                (self.path / _LOCK_NAME).unlink()
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
-    def _locked(self) -> int:
-        """A descriptor that holds the directory's lock."""
-        path, until = self.path / _LOCK_NAME, time.monotonic() + _ORPHAN_SECONDS
-        while True:
-            try:
-                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise self.unusable(error) from error
-            try:
-                locked = _try_lock(lock)
-            except OSError as error:  # not every file system has locks
-                os.close(lock)
-                raise self.unusable(error) from error
-            if locked:
-                # Whoever had it may have removed the file after it was opened here: then others lock another one.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.stat(path).st_ino == os.fstat(lock).st_ino:
-                        os.ftruncate(lock, 0)
-                        os.pwrite(lock, str(os.getpid()).encode(), 0)
-                        return lock
-                os.close(lock)
-                continue
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            os.close(lock)
-            if _alive(holder) or time.monotonic() > until:
-                raise ValueError(
-                    f"nvme_path={str(self.path)!r} is in use by another optimizer, of process {holder or 'unknown'}"
-                    f"{' (this one)' if holder == str(os.getpid()) else ''}; close that one first, or give each "
-                    "optimizer a directory of its own"
-                )
-            time.sleep(0.05)
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the parent's lock and files without removing them."""
+        for file in self._files:
+            file.close()
+        self._files = []
+        self._lock.release_in_child()
 
     def unusable(self, error: OSError) -> ValueError:
         """What to raise where an operation on the directory failed."""
-        return ValueError(
-            f"nvme_path={str(self.path)!r} cannot be used: {error.strerror or error}; name a directory on a local disk "
-            "that this process may write to"
-        )
+        return unusable(self.path, error)
 
 
 class StateFile:
@@ -201,15 +183,20 @@ class StateFile:
         """
         self.path = path
         with contextlib.ExitStack() as undo:
-            buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            undo.callback(os.close, buffered)
-            os.posix_fallocate(buffered, 0, PAGE_BYTES + size)
+            # File objects: their close() is one call that no interrupt divides, and that may be repeated.
+            buffered = io.FileIO(path, "x+", opener=_private)
+            undo.callback(buffered.close)
+            os.posix_fallocate(buffered.fileno(), 0, PAGE_BYTES + size)
             header = (MAGIC + json.dumps(about).encode() + b"\n")[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0")
-            os.pwrite(buffered, header, 0)
-            os.fsync(buffered)
+            os.pwrite(buffered.fileno(), header, 0)
+            os.fsync(buffered.fileno())
             direct = _open_direct(path, header)
             self.direct = direct is not None
-            self._file = os.dup(buffered) if direct is None else direct
+            if direct is None:
+                direct = buffered
+                undo.pop_all()
+            self._owned = direct
+            self._file = direct.fileno()
 
     def write(self, offset: int, memory: memoryview) -> int:
         """Write a block of whole pages, from memory that begins at one; returns its checksum.
@@ -246,8 +233,8 @@ class StateFile:
         os.posix_fadvise(self._file, PAGE_BYTES + offset, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """No read or write may be under way."""
-        os.close(self._file)
+        """No read or write may be under way. A second call does nothing."""
+        self._owned.close()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -266,43 +253,56 @@ def _move(call: Callable[..., int], file: int, memory: memoryview, offset: int) 
         memory, offset = memory[moved:], offset + moved
 
 
-def _open_direct(path: Path, header: bytes) -> int | None:
-    """A descriptor for direct I/O; None where the file system has none, or it does not bring back what was written."""
+def _open_direct(path: Path, header: bytes) -> io.FileIO | None:
+    """A file for direct I/O; None where the file system has none, or it does not bring back what was written."""
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
-        file = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        file = io.FileIO(path, "r+", opener=lambda name, flags: _private(name, flags | os.O_DIRECT))
     except OSError:
         return None
-    try:
-        if os.preadv(file, [page], 0) == PAGE_BYTES and page[:] == header and os.pwritev(file, [page], 0) == PAGE_BYTES:
-            return file
-    except OSError:
-        pass
-    os.close(file)
+    with contextlib.ExitStack() as undo:
+        undo.callback(file.close)
+        with contextlib.suppress(OSError):
+            number = file.fileno()
+            if (
+                os.preadv(number, [page], 0) == PAGE_BYTES
+                and page[:] == header
+                and os.pwritev(number, [page], 0) == PAGE_BYTES
+            ):
+                undo.pop_all()
+                return file
     return None
 
 
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _private(path: str, flags: int) -> int:
+    """Open a file that no other user may read, and through no link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _alive(pid: str) -> bool:
-    """Whether there is such a process; a lock whose holder has not signed yet is somebody's."""
-    if not pid.isdigit():
-        return True
+def existing_directory(path: str | os.PathLike[str]) -> Path:
+    """The directory's absolute path: the working directory may change.
+
+    Raises:
+        ValueError: there is none.
+    """
     try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        resolved = Path(path).resolve()
+        is_directory = resolved.is_dir()
+    except OSError as error:  # for example, a name that is too long
+        raise unusable(Path(path), error) from error
+    except ValueError:
+        raise ValueError(f"nvme_path={shown(path)} has a null character; name a directory on a local disk") from None
+    if not is_directory:
+        what = "is not a directory" if resolved.exists() else "does not exist"
+        raise ValueError(f"nvme_path={shown(path)} {what}; create it, on a local disk, or name one that is there")
+    return resolved
 
 
 def _is_ours(path: Path) -> bool:
-    with path.open("rb") as file:
+    """
+    Raises:
+        ValueError: it is something that no optimizer of this user made.
+        OSError: it cannot be read.
+    """
+    with open_plain(path, os.O_RDONLY) as file:
         return file.read(len(MAGIC)) == MAGIC

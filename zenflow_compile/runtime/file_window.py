@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, file_window_bytes
+from zenflow_compile.printable import printable
 from zenflow_compile.profiling.timeline import DISK
 from zenflow_compile.runtime.arena import HostArena
 from zenflow_compile.runtime.file_home import FileHome, FileLease, Place, block_bytes
@@ -68,7 +69,6 @@ class FileWindow:
     """
 
     def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
-        self._directory = ScratchDirectory(path)
         self._recorder = recorder
         self._arena = HostArena(0)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -80,6 +80,7 @@ class FileWindow:
         self._threads: list[threading.Thread] = []
         self._complete = False  # as many threads as wanted, or as the system has
         self._closing = False
+        self._directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +115,10 @@ class FileWindow:
             self._blocks += homes.values()
         self._start()
         return homes
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the parent's lock and files without removing them."""
+        self._directory.close_in_child()
 
     def remove(self, homes: Collection[FileHome]) -> None:
         """Forget blocks that one ``add`` made, and their file: nobody will use them."""
@@ -361,7 +366,7 @@ class FileWindow:
     def _lose(self, block: FileHome, what: str, cause: BaseException) -> None:
         self._leave(block)
         block.error = StateFileError(
-            f"the optimizer state of {block.name} could not be {what} ({block.file.path}): {cause}; load the last "
-            "saved state (the last checkpoint), after making room on the disk if that is what is missing"
+            f"the optimizer state of {block.name} could not be {what} ({printable(block.file.path)}): {cause}; load "
+            "the last saved state (the last checkpoint), after making room on the disk if that is what is missing"
         )
         block.error.__cause__ = cause

@@ -494,7 +494,11 @@ class OffloadedParam:
             return None
         if not self.host.closes:
             self.weights.remember(self.device.selection)
-        close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
+        try:
+            close = self.host.close_window(at=at, eps=eps, deadline=self.deadline)
+        except BaseException as error:  # its gradients have left the window, and perhaps no job has them
+            self._torn = error
+            raise
         close.final = self.transport.recorder.moment()
         if selection is not None:
             close.selection = selection
@@ -649,14 +653,14 @@ class OffloadedParam:
             self._upload.ticket.wait()
 
     def raise_if_torn(self) -> None:
-        """Raise if an update, or lines that change sides, landed half-way.
+        """Raise if an update was made half-way, or lines have changed sides half-way.
 
         Raises:
             RuntimeError: so it was; chained to what interrupted it.
         """
         if self._torn is not None:
             raise RuntimeError(
-                f"an update of {self.plan.name} was interrupted while it landed; load the last saved state"
+                f"an update of {self.plan.name} was interrupted half-way; load the last saved state"
             ) from self._torn
 
     def abandon(self) -> None:

@@ -194,10 +194,16 @@ class Roster:
         assert self._options.nvme_path is not None
         if self._files is None:
             self._files = FileWindow(self._options.nvme_path, self.transport.recorder)
+            undo.callback(self._close_files)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
         homes = self._files.add(new, fingerprint, size)
         undo.callback(self._files.remove, homes.values())
         return homes
+
+    def _close_files(self) -> None:
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     def _touch_first(self, hosts: Sequence[HostSide]) -> None:
         """Let the workers' cores touch the pages that each will serve, all at once, before anything else does.
@@ -360,6 +366,11 @@ class Roster:
         in_files = self._files is not None and self._files.runs(thread)
         return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
+    def enter_child(self) -> None:
+        """In a forked child: let go of the parent's files."""
+        if self._files is not None:
+            self._files.close_in_child()
+
     def release_gradients(self, *, keep: bool) -> None:
         """Leave no gradient in ``.grad`` that needs the engine.
 
@@ -370,13 +381,15 @@ class Roster:
             offloaded.release_gradient(keep=keep)
 
     def close(self) -> None:
-        """Stop workers and lanes, free host memory, remove files. What was to land has."""
+        """Stop workers and lanes, free host memory, remove files. What was to land has.
+
+        May be repeated after an interrupt.
+        """
         self.transport.workers.close()
         self.transport.to_host.close()
         self.transport.to_device.close()
         self.offloaded.clear()
-        if self._files is not None:
-            self._files.close()
+        self._close_files()
         for arena in self._arenas:
             arena.close()
 

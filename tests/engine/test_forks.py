@@ -1,0 +1,129 @@
+"""In a forked child the optimizer refuses its use, and the directory lock ends with the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch
+from zenflow_compile.runtime.file_store import ScratchDirectory
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """What ``action`` raises in a forked child, its result's text, or the signal that ends the child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # a child that hangs ends by a signal
+        try:
+            told = f"returned {action()}"
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writer, told.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        told = file.read()
+    _, status = os.waitpid(child, 0)
+    return told if os.WIFEXITED(status) else f"signal {os.WTERMSIG(status)}"
+
+
+USES: dict[str, Callable[[Training], object]] = {
+    "backward": lambda training: training.backward(9),
+    "step": lambda training: training.optimizer.step(),
+    "state_dict": lambda training: training.optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", [{"update_interval": 2}, {"policy": "zero_infinity"}], ids=["memory", "files"])
+def test_forked_child_refuses_every_use(entry: dict[str, Any] | None, options: dict[str, Any], tmp_path: Path) -> None:
+    if "policy" in options:
+        options = {**options, "nvme_path": tmp_path}
+    training = Training(entry, options).run(0, 3)
+    training.backward(3)
+    for name, use in USES.items():
+        told = in_child(lambda use=use: use(training))
+        assert told.startswith("RuntimeError: this process was forked from the one that trains"), (name, told)
+        assert "spawn" in told
+    assert in_child(training.optimizer.zero_grad) == "returned None"
+    assert in_child(training.optimizer.close) == "returned None"
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    expected = Training(entry, {"policy": "zero_offload"} if "policy" in options else options).run(0, 5)
+    assert_same(training.run(4, 5).weights(), expected.weights())
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_forked_child_reads_complete_weights(entry: dict[str, Any] | None) -> None:
+    training = Training(entry, {"update_interval": 2}).run(0, 3)
+    weights = sum(float(weight.sum()) for weight in training.weights())
+
+    def read() -> float:
+        with torch.no_grad():
+            training.call(batch(0)[0])
+        return sum(float(value.sum()) for value in training.model.state_dict().values())
+
+    assert in_child(read) == f"returned {weights}"
+
+
+@pytest.mark.parametrize("read", ["compiled", "state_dict"])
+def test_forked_child_refuses_weights_before_an_update(read: str) -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    with torch.no_grad():
+        training.call(batch(0)[0])  # compiled before the fork
+    training.step(3)
+    assert any(each.due(4) for each in training.optimizer.engine.offloaded.values())
+    action = {"compiled": lambda: training.call(batch(0)[0]), "state_dict": training.model.state_dict}[read]
+    told = in_child(action)
+    assert told.startswith("RuntimeError: this process was forked")
+    assert "an update of the weights was on its way" in told
+    training.optimizer.close()
+
+
+ORPHAN = """
+import os, sys, torch
+from zenflow_compile import ZenFlowAdamW
+params = [torch.nn.Parameter(torch.zeros(64, 64))]
+options = {"policy": "zero_infinity", "nvme_path": sys.argv[1], "min_offload_size": 100, "host_kernel": "aten"}
+optimizer = ZenFlowAdamW(params, **options)
+optimizer.synchronize()
+child = os.fork()
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_child_of_a_killed_run_does_not_keep_the_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", ORPHAN, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        with pytest.raises(ValueError, match=f"in use by another optimizer, of process {process.pid};"):
+            ScratchDirectory(tmp_path)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.kill(child, 0)  # the child lives
+        ScratchDirectory(tmp_path).close()
+        assert not list(tmp_path.iterdir())
+        process.stdin.close()

@@ -1,0 +1,96 @@
+"""The wheel has all that the package needs and nothing else, and runs the README's loop where it is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "zenflow_compile"
+MODEL = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    def forward(self, batch):
+        return (self.layers(batch) - batch).square().mean()
+model = Model()
+loader = [torch.randn(8, 256) for _ in range(6)]
+before = [param.detach().clone() for param in model.parameters()]
+"""
+CHECK = """
+assert not any(map(torch.equal, before, model.parameters()))
+assert optimizer.__class__.__module__ == "zenflow_compile.optimizer"
+assert loss.isfinite()
+print(zf.__file__)
+"""
+
+
+def run(*command: object, folder: Path) -> str:
+    """The standard output of a command, run without the environment's paths to this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("source") / "project"  # a copy: building leaves files behind
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    built = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", built, source, folder=built)
+    (found,) = built.glob("zenflow_compile-*.whl")
+    return found
+
+
+def test_wheel_contents(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
+    assert "zenflow_compile/py.typed" in files
+    assert {name for name in names if ".dist-info/" not in name} == files
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_installed_wheel_runs_the_readme_loop(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    # Torch and the other dependencies are those of this environment; a path file does not follow its path files, so
+    # that an editable install of this checkout stays out.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install")
+    run(*pip, "--no-deps", "--no-index", "--disable-pip-version-check", "--ignore-installed", wheel, folder=tmp_path)
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    loop = next(block for block in blocks if "ZenFlowAdamW(model.parameters()" in block)
+    (tmp_path / "loop.py").write_text(MODEL + loop + CHECK)
+    printed = run(python, "loop.py", folder=tmp_path)
+    assert Path(printed.splitlines()[-1]).is_relative_to(site)
+
+    assert "doctor" in run(environment / "bin" / "zenflow-compile", "--help", folder=tmp_path)
+    listed = run(python, "-c", "import torch; print(torch._dynamo.list_backends())", folder=tmp_path)
+    assert "zenflow" in listed
+    for name in ("tests", "benchmarks", "examples", "passes", "runtime", "scripts"):
+        found = run(python, "-c", f"import importlib.util as u; print(u.find_spec({name!r}))", folder=tmp_path)
+        assert str(site) not in found, found
