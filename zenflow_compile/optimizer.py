@@ -146,13 +146,15 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: no parameter has a gradient, a gradient was consumed by an earlier step (call ``zero_grad()``
-                after each), a closed optimizer, or asynchronous work that failed (chained to the original error).
+                after each), the compiled model holds another parameter in the place of one of this optimizer's, a
+                closed optimizer, or asynchronous work that failed (chained to the original error).
         """
         engine = self.engine
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        engine.check_parameters()
         if not engine.has_gradients:
             raise RuntimeError(
                 ".step() without a backward: no parameter of this optimizer has a gradient; call loss.backward() "
@@ -188,6 +190,22 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: work in flight failed.
         """
         self.engine.synchronize()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply the gradients in open update windows and make every update visible. Training may go on afterwards.
+
+        Call it before a model is saved that is not trained on with this state: with ``update_interval`` above 1, a
+        model that is saved last holds every gradient only then. It is not needed for a checkpoint to resume from,
+        since ``state_dict()`` holds the windows. A flush changes the trajectory: windows restart empty and keep their
+        phases. Gradients in ``.grad`` that no step has used stay there. Weights that were written by hand or loaded
+        since the last step stay as they are, and the windows' gradients of these parameters are dropped.
+
+        Raises:
+            RuntimeError: a closed optimizer, work in flight that failed, or an earlier step that failed half-way; load
+                a saved state then.
+        """
+        self.engine.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.

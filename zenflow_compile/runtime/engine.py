@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow_compile import torch_private
@@ -27,6 +27,7 @@ from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.gradient import GradientRecord, GradientState
+from zenflow_compile.runtime.holders import Holders
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.leftovers import Leftovers
 from zenflow_compile.runtime.norms import clip_gradients, record_norms
@@ -67,6 +68,8 @@ class Engine(ReadableNodes):
         self.offloaded = self.roster.offloaded
         self.landing = Landing(self.roster, self.recorder)
         self.leftovers = Leftovers(self.roster)
+        self.holders = Holders(self.roster.params)
+        self._models_checked_at: int | None = None
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
@@ -473,8 +476,29 @@ class Engine(ReadableNodes):
             self.roster.check_storage(p, param)
             self.landing.before_use(self.offloaded[p], self.step)
 
+    def remember_models(self, models: Sequence[nn.Module]) -> None:
+        """These models are compiled: note where they hold parameters."""
+        self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
+
+    def check_models(self, models: Sequence[nn.Module] | None = None) -> None:
+        """Check that compiled models hold the engine's parameters: all models once per step, or the given ones.
+
+        Raises:
+            RuntimeError: a parameter was replaced, or changed its shape.
+        """
+        if models is not None:
+            self.holders.check_models(self.plan.params, models)
+        elif self._models_checked_at != self.step:
+            self.holders.check_models(self.plan.params)
+            self._models_checked_at = self.step
+
+    def check_parameters(self) -> None:
+        """As ``check_models``, of the modules alone that hold the parameters: cheap enough for every step."""
+        self.holders.check(self.plan.params)
+
     def before_load(self) -> None:
         """Weights are about to be loaded into the model: what is due lands first, so that they win."""
+        self._models_checked_at = None  # the load may replace parameters
         self.landing.before_load(self.step)
 
     def synchronize(self) -> None:
@@ -484,14 +508,52 @@ class Engine(ReadableNodes):
             RuntimeError: work in flight failed.
         """
         self._check()
+        self.landing.apply_due(self.step)
         for offloaded in self.landing.by_deadline():
-            offloaded.raise_failures()
-            if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
-                offloaded.notice_foreign_write(self.step)
-            self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
         self.roster.interleaved.wait()
+
+    def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
+        """Make visible what is due before code that fetches nothing reads weights. Cheap when nothing is due.
+
+        It runs as outside of inference mode, tracing, functorch transforms and dispatch modes, which belong to the
+        reader and not to the updates.
+
+        Args:
+            params: only the updates of these; None: all.
+
+        Raises:
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+        """
+        self._check()
+        if not self.landing.is_current(self.step):
+            only = None if params is None else {self.index_of(param) for param in params}
+            with torch_private.outside_of_transforms():
+                self.landing.apply_due(self.step, only)
+
+    def apply_in_step(self) -> None:
+        """From now on make due updates visible in ``step()``: code that fetches nothing, and calls no hook of ours,
+        reads the weights.
+        """
+        self.landing.read_elsewhere = True
+        self.apply_due()
+
+    def flush(self) -> None:
+        """Apply the gradients in open update windows and make every update visible. Training may go on.
+
+        Raises:
+            RuntimeError: work in flight failed; no step runs then until a state is loaded.
+        """
+        self._check()
+        self.landing.apply_due(self.step)  # raises if the user wrote over an update in flight, and changes nothing then
+        try:
+            self.landing.finish(self.step, flush=True)
+            self.schedule.restart_windows()
+            self.roster.interleaved.wait()
+        except BaseException as error:
+            self.failure = error
+            raise
 
     # Life and death.
 

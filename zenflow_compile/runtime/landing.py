@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from zenflow_compile.runtime.offloaded import OffloadedParam
@@ -15,10 +15,13 @@ class Landing:
 
     Attributes:
         selections: closes that landed with a new selection.
+        read_elsewhere: graphs that fetch nothing read the weights, so every due update is applied in ``step()``.
     """
 
     def __init__(self, roster: Roster, recorder: Recorder) -> None:
         self.selections = 0
+        self.read_elsewhere = False
+        self._current_at: int | None = None
         self._roster = roster
         self._recorder = recorder
         self._order: list[int] = []
@@ -44,7 +47,7 @@ class Landing:
         closed = [offloaded for offloaded in self._roster.offloaded.values() if offloaded.host.closes]
         self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
         for offloaded in self._in_flight:
-            if offloaded.eager or offloaded.plan.blocking:
+            if self.read_elsewhere or offloaded.eager or offloaded.plan.blocking:
                 self.land(offloaded, now)
         self._prefetch(now)
 
@@ -66,6 +69,29 @@ class Landing:
             self._prefetch(now)
             self.land(offloaded, now)
 
+    def is_current(self, now: int) -> bool:
+        """Whether no update is due after ``now`` steps; False also where that is unknown."""
+        return self._current_at == now
+
+    def apply_due(self, now: int, only: Collection[int | None] | None = None) -> None:
+        """Make every due update visible.
+
+        Args:
+            only: indices of the parameters to look at; None: all.
+
+        Raises:
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+        """
+        for offloaded in self.by_deadline():
+            if only is not None and offloaded.plan.index not in only:
+                continue
+            offloaded.raise_failures()
+            if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
+                offloaded.notice_foreign_write(now)
+            self.land(offloaded, now)
+        if only is None:
+            self._current_at = now  # an update becomes due only when a step ends
+
     def land(self, offloaded: OffloadedParam, now: int) -> None:
         """Make visible what is due, waiting for it."""
         for close in offloaded.land(now):
@@ -81,26 +107,28 @@ class Landing:
                     self.land(offloaded, now)
 
     def finish(self, now: int, *, flush: bool) -> None:
-        """The end: land everything that closed, due or not.
+        """Apply every update, due or not.
 
         Args:
-            flush: apply the gradients that wait in open windows, too.
+            flush: apply the gradients in open update windows, too; these windows are empty afterwards.
 
         Raises:
-            RuntimeError: work in flight failed. The other parameters have landed all the same.
+            RuntimeError: work in flight failed. The updates of the other parameters were applied all the same.
         """
         self._withdraw()
         errors: list[Exception] = []
         for offloaded in self.by_deadline():
             try:
                 offloaded.raise_if_torn()
-                # Weights that somebody wrote since the last step stay: what waits was meant for weights that are gone.
-                if not offloaded.notice_foreign_write(now) and flush:
+                # Weights written since the last step stay as they are: the window's gradients belong to the old ones.
+                if offloaded.notice_foreign_write(now) and flush:
+                    offloaded.drop_window()
+                elif flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
                     close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
                     if close is not None:
                         self._roster.transport.workers.submit(close.job)
-                offloaded.land(now + 1 + offloaded.plan.staleness)
+                self.land(offloaded, now + 1 + offloaded.plan.staleness)
             except Exception as error:
                 errors.append(error)
         for offloaded in self._roster.offloaded.values():  # where the device waited for a job, nobody has looked at it
@@ -110,6 +138,7 @@ class Landing:
                 errors.append(error)
         if errors:
             raise errors[0]
+        self._current_at = now
 
     def abandon(self) -> None:
         """A state is about to be loaded: what is in flight ends, whether it failed or not, and counts no more.
@@ -117,6 +146,7 @@ class Landing:
         That includes copies that an interrupt has kept from being known to whoever started them.
         """
         self._in_flight = []
+        self._current_at = None
         self._withdraw()
         self._roster.transport.to_host.settle()
         self._roster.transport.to_device.settle()

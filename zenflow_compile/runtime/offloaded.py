@@ -504,6 +504,12 @@ class OffloadedParam:
             close.visible_at = at + 1
         return close
 
+    def drop_window(self) -> None:
+        """Empty the open update window without applying its gradients."""
+        self.host.drop_window()
+        if self.held is not None:
+            self.held.drop_window()
+
     # The way back.
 
     def due(self, now: int) -> bool:
