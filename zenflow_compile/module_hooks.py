@@ -30,7 +30,6 @@ class Engine(ops.EngineOps, Protocol):
     def apply_in_step(self) -> None: ...
     def synchronize(self) -> None: ...
     def before_load(self) -> None: ...
-    def check_models(self, models: Sequence[nn.Module] | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: An
         # The forward runs, or is part of, a graph of ours that fetches the rest later; or Dynamo has given it up.
         engine.apply_due(module.parameters(recurse=False))
     else:
-        engine.check_models()
         engine.apply_due()
 
 

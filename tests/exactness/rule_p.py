@@ -131,6 +131,20 @@ class SplitParam:
                 elif at - self.selected_at >= select_interval:
                     self.reselect(at, self.best())
 
+    def flush(self, at: int) -> None:
+        """Take what waits before step ``at``, and show everything. The selection stays."""
+        if self.window:
+            rest = ~self.selected
+            if self.plan.summed:
+                self.take_mean(rest)
+            else:
+                for waiting, its_hyper in self.window:
+                    self.take(rest, waiting, its_hyper)
+            self.move(rest, [its_hyper for _, its_hyper in self.window])
+            self.window = []
+            self.landing.append((at, rest, self.master[rest]))
+        self.land(at + 1 + self.plan.staleness)
+
     def best(self) -> Tensor:
         """bool[lines], those with the highest scores."""
         best = torch.zeros_like(self.selected)
@@ -219,3 +233,9 @@ class RuleP:
         self.at += 1
         for each in self.split.values():
             each.land(self.at)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply every gradient that waits."""
+        for each in self.split.values():
+            each.flush(self.at)

@@ -69,7 +69,6 @@ class Engine(ReadableNodes):
         self.landing = Landing(self.roster, self.recorder)
         self.leftovers = Leftovers(self.roster)
         self.holders = Holders(self.roster.params)
-        self._models_checked_at: int | None = None
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
@@ -480,17 +479,13 @@ class Engine(ReadableNodes):
         """These models are compiled: note where they hold parameters."""
         self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
 
-    def check_models(self, models: Sequence[nn.Module] | None = None) -> None:
-        """Check that compiled models hold the engine's parameters: all models once per step, or the given ones.
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """Check that those of ``models`` that are compiled hold the engine's parameters.
 
         Raises:
             RuntimeError: a parameter was replaced, or changed its shape.
         """
-        if models is not None:
-            self.holders.check_models(self.plan.params, models)
-        elif self._models_checked_at != self.step:
-            self.holders.check_models(self.plan.params)
-            self._models_checked_at = self.step
+        self.holders.check_models(self.plan.params, models)
 
     def check_parameters(self) -> None:
         """As ``check_models``, of the modules alone that hold the parameters: cheap enough for every step."""
@@ -498,7 +493,6 @@ class Engine(ReadableNodes):
 
     def before_load(self) -> None:
         """Weights are about to be loaded into the model: what is due lands first, so that they win."""
-        self._models_checked_at = None  # the load may replace parameters
         self.landing.before_load(self.step)
 
     def synchronize(self) -> None:
@@ -543,14 +537,16 @@ class Engine(ReadableNodes):
         """Apply the gradients in open update windows and make every update visible. Training may go on.
 
         Raises:
-            RuntimeError: work in flight failed; no step runs then until a state is loaded.
+            RuntimeError: work in flight failed; no step runs then until a state is loaded. Or a weight was written
+                while an update of it was in flight; training may go on then.
         """
         self._check()
-        self.landing.apply_due(self.step)  # raises if the user wrote over an update in flight, and changes nothing then
         try:
-            self.landing.finish(self.step, flush=True)
             self.schedule.restart_windows()
+            self.landing.finish(self.step, flush=True)
             self.roster.interleaved.wait()
+        except entry.LostUpdateError:
+            raise
         except BaseException as error:
             self.failure = error
             raise

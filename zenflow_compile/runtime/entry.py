@@ -17,6 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from zenflow_compile import torch_private
 
 
+class LostUpdateError(RuntimeError):
+    """A weight was written while an update of it was in flight. Weights and state still belong together."""
+
+
 class Listener(Protocol):
     """What hears of gradients and backwards."""
 

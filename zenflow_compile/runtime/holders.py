@@ -81,21 +81,15 @@ class Holders:
             if any(each is not None for each in now) and not any(each is param for each in now):
                 refuse_replaced(plans[index].name)
 
-    def check_models(self, plans: Sequence[ParamPlan], models: Iterable[nn.Module] | None = None) -> None:
-        """Check whole models: modules that were replaced, too.
-
-        Args:
-            models: those of them that were remembered; None: all that were.
+    def check_models(self, plans: Sequence[ParamPlan], models: Iterable[nn.Module]) -> None:
+        """Check those of ``models`` that are remembered: modules that were replaced, too.
 
         Raises:
             RuntimeError: see ``check``.
         """
-        wanted = None if models is None else {id(model) for model in models}
-        for key, root in list(self._roots.items()):
-            model = root.module()
-            if model is None:
-                del self._roots[key]
-            elif wanted is None or key in wanted:
+        for model in models:
+            root = self._roots.get(id(model))
+            if root is not None and root.module() is model:
                 self._check_model(model, root.names, plans)
 
     def _check_model(self, model: nn.Module, names: Mapping[int, set[str]], plans: Sequence[ParamPlan]) -> None:

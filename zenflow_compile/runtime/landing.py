@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+from zenflow_compile.runtime.entry import LostUpdateError
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster
@@ -113,15 +114,22 @@ class Landing:
             flush: apply the gradients in open update windows, too; these windows are empty afterwards.
 
         Raises:
-            RuntimeError: work in flight failed. The updates of the other parameters were applied all the same.
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight
+                (``LostUpdateError``, if nothing failed). The updates of the other parameters were applied all the same.
         """
         self._withdraw()
         errors: list[Exception] = []
+        lost: list[Exception] = []
         for offloaded in self.by_deadline():
             try:
                 offloaded.raise_if_torn()
                 # Weights written since the last step stay as they are: the window's gradients belong to the old ones.
-                if offloaded.notice_foreign_write(now) and flush:
+                try:
+                    written = offloaded.notice_foreign_write(now)
+                except LostUpdateError as error:
+                    written = True
+                    lost.append(error)
+                if written and flush:
                     offloaded.drop_window()
                 elif flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
@@ -136,8 +144,8 @@ class Landing:
                 offloaded.host.wait()
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        if errors or lost:
+            raise [*errors, *lost][0]
         self._current_at = now
 
     def abandon(self) -> None:

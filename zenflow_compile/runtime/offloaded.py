@@ -618,7 +618,7 @@ class OffloadedParam:
             Whether there was such a write, and it has changed a weight.
 
         Raises:
-            RuntimeError: an update that the writer should have seen was dropped.
+            LostUpdateError: an update that the writer should have seen was dropped.
         """
         if not self.weights.written_by_others:
             return False
@@ -635,7 +635,7 @@ class OffloadedParam:
         self.host.closes.clear()
         differs = self.weights.reseed(self.device, self.host)
         if lost:
-            raise RuntimeError(
+            raise entry.LostUpdateError(
                 f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
                 "optimizer.synchronize() before weights are read or written outside of the compiled model"
             )
