@@ -541,6 +541,7 @@ class Engine(ReadableNodes):
                 while an update of it was in flight; training may go on then.
         """
         self._check()
+        self.check_parameters()
         try:
             self.schedule.restart_windows()
             self.landing.finish(self.step, flush=True)

@@ -122,6 +122,9 @@ class Landing:
         lost: list[Exception] = []
         for offloaded in self.by_deadline():
             try:
+                if offloaded.param.shape != offloaded.plan.shape:  # resized: its updates were meant for other weights
+                    offloaded.abandon()
+                    continue
                 offloaded.raise_if_torn()
                 # Weights written since the last step stay as they are: the window's gradients belong to the old ones.
                 try:
