@@ -44,7 +44,10 @@ def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None,
         assert any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True)), "something waited"
         flushed.optimizer.flush()
         assert_same(flushed.weights(), weights)
+        schedule = flushed.optimizer.engine.schedule
         for each in flushed.optimizer.engine.offloaded.values():
+            adaptive = schedule.state(each.plan.index)
+            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest"]) == (0, 0, None)
             assert not each.host.open
             assert not each.host.closes
             assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
