@@ -78,6 +78,14 @@ class RecordingEngine:
     def synchronize(self) -> None:
         self.synchronized += 1
 
+    def apply_due(self, params: Iterable[Tensor] | None = None) -> None: ...
+
+    def remember_models(self, models: Sequence[nn.Module]) -> None: ...
+
+    def check_models(self, models: Sequence[nn.Module]) -> None: ...
+
+    def check_unchanged(self) -> None: ...
+
     def offloaded(self) -> list[int]:
         return [param.index for param in self.plan.params if param.offloaded]
 

@@ -243,8 +243,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), a closed
-                optimizer, or asynchronous work that failed (chained to the original error).
+            RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), the model was
+                changed since the first use, a closed optimizer, or asynchronous work that failed (chained to the
+                original error).
             ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         self._check_open()
@@ -256,6 +257,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if self._engine is None and all(param.grad is None for param in self._claim.params):
             return loss
         engine = self.engine
+        engine.check_parameters()
         if not engine.has_gradients:
             return loss
         engine.begin_update()
@@ -289,6 +291,25 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: work in flight failed.
         """
         self.engine.synchronize()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply the gradients in open update windows and make every update visible. Training may go on afterwards.
+
+        Call it before a model is saved that is not trained on with this state: with ``update_interval`` above 1, a
+        model that is saved last holds every gradient only then. It is not needed for a checkpoint to resume from,
+        since ``state_dict()`` holds the windows. A flush changes the trajectory: windows restart empty and keep their
+        phases. Gradients in ``.grad`` that no step has used stay there. Weights that were written by hand or loaded
+        since the last step stay as they are: the windows' gradients of these parameters are dropped, with a warning,
+        unless ``synchronize()`` was called after the write.
+
+        Raises:
+            RuntimeError: a closed optimizer, work in flight that failed, or an earlier step that failed half-way; load
+                a saved state then.
+        """
+        self._check_open()
+        if self._engine is not None:
+            self._engine.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.

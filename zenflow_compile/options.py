@@ -103,8 +103,9 @@ class Options:
             may differ between runs; it is kept in the state.
         full_warm_up_rounds: Steps at the start, >= 0, in which every window closes at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
-        overlap_step: Run host updates beside the device's work. False runs them blocking at the step; this
-            changes time, never numbers.
+        overlap_step: Run host updates beside the device's work. False makes every due update visible when ``step()``
+            returns (when ``backward()`` returns, without an optimizer object), for code that reads weights by hand,
+            such as an EMA; all policies but ``"zenflow"`` do so always. This changes time, never numbers.
         staleness: Whole steps, 0 or 1, by which a closed window's result may be seen late. 1 gives the host
             one more step to hide in; it costs +9 to +19% validation loss from scratch and +0.3% in low-rate
             fine-tuning.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zenflow_compile import torch_private_compiler as private
+from zenflow_compile.module_hooks import add_module_hooks
 from zenflow_compile.runtime import ops
 
 OWNER_ATTRIBUTE = "_zenflow_owner"
@@ -36,8 +37,9 @@ class Engine(ops.EngineOps, Protocol):
     @property
     def weight_grad_bytes(self) -> int: ...
     def declare_forward_order(self, order: list[int]) -> None: ...
-    def synchronize(self) -> None: ...
-    def before_load(self) -> None: ...
+    def remember_models(self, models: Sequence[nn.Module]) -> None: ...
+    def check_models(self, models: Sequence[nn.Module]) -> None: ...
+    def check_unchanged(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +70,9 @@ class Keeper:
         return Keeper, ()
 
 
-@dataclass(frozen=True, slots=True)
-class SynchronizeBeforeStateDict:
-    """A module's state_dict pre-hook: what is due lands first. Knows its engine by number, so modules still pickle."""
-
-    engine_id: int
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (engine := live_engine(self.engine_id)) is not None:
-            engine.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class LandBeforeLoad:
-    """A module's load_state_dict pre-hook: what is due lands before the weights that replace it."""
-
-    engine_id: int
-
-    def __call__(self, module: nn.Module, *loading: Any) -> None:
-        if (engine := live_engine(self.engine_id)) is not None:
-            engine.before_load()
-
-
 def live_engine(engine_id: int) -> Engine | None:
     """The engine, or None if it was closed or collected."""
-    for engine in ops.live_engines():
-        if engine.id == engine_id:
-            return cast(Engine, engine)
-    return None
+    return cast("Engine | None", ops.find_engine(engine_id))
 
 
 def claim(
@@ -116,7 +93,8 @@ def claim(
     Raises:
         ValueError: parameters are inside the graph instead of among its inputs, or ``keywords`` have no effect since
             optimizer objects own all parameters.
-        RuntimeError: the implicit optimizer of this ``torch.compile`` call was closed, and training goes on.
+        RuntimeError: the implicit optimizer of this ``torch.compile`` call was closed, and training goes on; or the
+            model was changed since the first use of its optimizer.
     """
     if any(ops.owner_of(param) is not None for param in gm.parameters()):
         raise ValueError(
@@ -126,6 +104,8 @@ def claim(
     params = [(i, value) for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
     found = [private.source_module(sources[i], call) for i, _ in params if sources[i] is not None]
     roots = unique_modules([call.module, *found])
+    for live in ops.live_engines():
+        cast(Engine, live).check_models(roots)
     if keywords is not None:
         ensure_implicit_optimizer([param for _, param in params], roots, call, keywords)
 
@@ -134,7 +114,10 @@ def claim(
         if isinstance(value, Tensor) and (owner := ops.owner_of(value)) is not None:
             owned.append(Owned(owner[0].id, owner[1], i))
     for engine_id in {each.engine_id for each in owned}:
-        add_state_dict_hooks(roots, engine_id)
+        add_module_hooks(roots, engine_id)
+        if (engine := live_engine(engine_id)) is not None:
+            engine.check_unchanged()
+            engine.remember_models(roots)
     return tuple(owned)
 
 
@@ -155,20 +138,6 @@ def refuse_ddp(call: private.CompileCall) -> None:
 def unique_modules(modules: Iterable[nn.Module | None]) -> list[nn.Module]:
     """Each module once, in order."""
     return list({id(module): module for module in modules if module is not None}.values())
-
-
-def add_state_dict_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
-    """Have saving and loading of every module that owns a parameter of the engine land first what is due."""
-    hook = SynchronizeBeforeStateDict(engine_id)
-    for root in roots:
-        for module in root.modules():
-            holds = any(
-                (owner := ops.owner_of(param)) is not None and owner[0].id == engine_id
-                for param in module.parameters(recurse=False)
-            )
-            if (holds or module is root) and hook not in module._state_dict_pre_hooks.values():
-                module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(LandBeforeLoad(engine_id))  # type: ignore[no-untyped-call]
 
 
 def ensure_implicit_optimizer(

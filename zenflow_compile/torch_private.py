@@ -401,6 +401,51 @@ def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return decorated
 
 
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Run operators as in plain eager code, whatever the caller is being transformed or traced by.
+
+    Leaves functorch's transforms, dispatch modes (``make_fx``, non-strict ``torch.export``), ``torch.jit.trace``,
+    gradients and inference mode, in which new tensors could not be written later. Seen in torch 2.11 and 2.13.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with (
+            temporarily_clear_interpreter_stack(),
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
+class MemoryMark:
+    """Recognizes the memory of a tensor without keeping it alive. Seen in torch 2.11 and 2.13.
+
+    An address alone does not tell: memory that was freed is soon another tensor's. A weak reference to the storage
+    keeps its identity from being used again.
+    """
+
+    __slots__ = ("_address", "_storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._address = tensor.data_ptr()
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` begins at the same place of the same storage."""
+        same_storage: bool = tensor.untyped_storage()._cdata == self._storage.cdata
+        return same_storage and tensor.data_ptr() == self._address
+
+
 def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
     """A number for each tensor: equal for two tensors if and only if they share a version counter.
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 
 REWRITE_VERSION = "3"
 """Part of the key of Inductor's FX graph cache. Raise it when the same nodes compile to different code: the cache sees
@@ -141,6 +142,76 @@ def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Call
     ):
         compiled: Callable[..., Any] = compiler(gm, captured.fakes)
     return compiled
+
+
+def while_tracing(function: Callable[[Any], None]) -> None:
+    """Where Dynamo traces this call, have it run ``function(context)`` now. It leaves nothing in the graph.
+
+    Args:
+        function: a function of a module's namespace; see ``traced_call`` for its argument.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(function)
+
+
+def traced_call(context: Any) -> tuple[Any, Any]:
+    """What Dynamo is tracing, for a function that ``while_tracing`` runs. Seen in torch 2.13, written for 2.11 too.
+
+    Returns:
+        ``self`` of the method that called ``while_tracing``, and what Dynamo gives the graph to: see ``backend_of``.
+    """
+    translator = context._ComptimeContext__tx.parent
+    owner: Any = getattr(translator.symbolic_locals.get("self"), "value", None)
+    return owner, translator.output.compiler_fn
+
+
+def backend_of(callback: Any) -> str:
+    """The name of the backend behind a callback of Dynamo's; empty where nothing is compiled.
+
+    ``get_eval_frame_callback()`` tells which callback Dynamo has for Python frames now. Seen in torch 2.13, written for
+    2.11 too.
+    """
+    from torch._dynamo.eval_frame import innermost_backend
+
+    return getattr(innermost_backend(callback), "compiler_name", "") if callable(callback) else ""
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling ``function`` where eager code calls it, and leave what it calls to Dynamo.
+
+    It has no effect on calls that Dynamo traces. Seen in torch 2.11 and 2.13.
+    """
+    from torch._C._dynamo import eval_frame
+
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def forget_graphs_of_others(backend: str) -> None:
+    """Have Dynamo trace again, at their next call, graphs of other backends that read parameters of modules.
+
+    For hooks that are added to modules: Dynamo has no guards on them, so that a graph that was traced before would
+    never meet them. Seen in torch 2.13, written for 2.11 too.
+
+    Args:
+        backend: the name of the one whose graphs stay.
+    """
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for reference in input_codes.seen:
+        if (code := reference()) is None:
+            continue
+        for entry in _debug_get_cache_entry_list(code):
+            guards: Any = entry.guard_manager
+            if isinstance(guards, DeletedGuardManagerWrapper) or not callable(entry.backend):
+                continue
+            if backend_of(entry.backend) != backend and any("_parameters" in part for part in guards.code_parts):
+                deleted = DeletedGuardManagerWrapper("a hook was added to modules, which this graph has not traced")
+                guards.extra_state.invalidate(guards.cache_entry, deleted)
 
 
 def active_ddp(call: CompileCall) -> bool:

@@ -32,7 +32,6 @@ _READERS: dict[str, tuple[str, ...]] = {
             "max_update_interval",
             "min_update_interval",
             "full_warm_up_rounds",
-            "overlap_step",
             "staleness",
             "offload",
             "auto_ratio",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.engine.training import (
     ADAM,
@@ -23,6 +24,18 @@ from zenflow_compile.runtime import checkpoint as checkpoints
 from zenflow_compile.runtime import device_ops
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def without_modules(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The forward of ``mlp`` as a function of its parameters."""
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model[::2]:
+            x = nn.functional.linear(x, layer.weight, layer.bias)
+            x = x if layer is model[-1] else nn.functional.gelu(x)
+        return x
+
+    return forward
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -108,12 +121,22 @@ def dense_state(training: Training) -> list[dict[str, Any]]:
     return [state[index] for index in engine.offloaded]
 
 
-def test_an_uncompiled_call_on_old_weights_raises() -> None:
-    """Its gradient belongs to weights that an update on its way has replaced; after synchronize() it is right."""
+def test_an_uncompiled_call_sees_due_updates() -> None:
     options = {"update_interval": 1}
     expected = Training(None, options).run(0, 5).weights()
     training = Training(EAGER_BACKEND, options).run(0, 3)
     compiled, training.call = training.call, training.model
+    training.step(3)
+    training.call = compiled
+    assert_same(training.run(4, 5).weights(), expected)
+
+
+def test_gradients_of_old_weights_raise() -> None:
+    """Code that calls no module reads weights that an update in flight replaces; after synchronize() it is right."""
+    options = {"update_interval": 1}
+    expected = Training(None, options).run(0, 5).weights()
+    training = Training(EAGER_BACKEND, options).run(0, 3)
+    compiled, training.call = training.call, without_modules(training.model)
     with pytest.raises(RuntimeError, match=r"old weights; call optimizer\.synchronize"):
         training.step(3)
     training.optimizer.zero_grad()

@@ -140,6 +140,20 @@ class SplitParam:
         count = max(number for number in (1, 2, 4, 8, 16) if number <= max(1, fewer))
         return [list(range(group, self.plan.lines, count)) for group in range(count)]
 
+    def flush(self, at: int) -> None:
+        """Take what waits before step ``at``, and show everything. The selection stays."""
+        if self.window:
+            rest = ~self.selected
+            if self.plan.summed:
+                self.take_mean(rest)
+            else:
+                for waiting, its_hyper in self.window:
+                    self.take(rest, waiting, its_hyper)
+            self.move(rest, [its_hyper for _, its_hyper in self.window])
+            self.window = []
+            self.landing.append((at, rest, self.master[rest]))
+        self.land(at + 1 + self.plan.staleness)
+
     def best(self) -> Tensor:
         """bool[lines]: of each group, as many of the highest scores as it has among the first k lines."""
         best = torch.zeros_like(self.selected)
@@ -242,3 +256,9 @@ class RuleP:
         self.at += 1
         for each in self.split.values():
             each.land(self.at)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply every gradient that waits."""
+        for each in self.split.values():
+            each.flush(self.at)

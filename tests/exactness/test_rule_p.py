@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,8 +72,12 @@ class Runs:
             "select_interval": options.get("select_interval"),
         }
 
-    def differences(self, oracle: RuleP) -> tuple[float, float]:
-        """The largest of losses and of final weights."""
+    def differences(self, oracle: RuleP, flushes: Sequence[int] = ()) -> tuple[float, float]:
+        """The largest of losses and of final weights.
+
+        Args:
+            flushes: steps after which windows are flushed.
+        """
         loss_difference = 0.0
         for step in range(STEPS):
             loss, expected = loss_of(self.member, self.run, step), loss_of(self.member, self.expected_run, step)
@@ -83,6 +88,9 @@ class Runs:
             self.optimizer.step()
             self.optimizer.zero_grad()
             oracle.step(hyper(step))
+            if step in flushes:
+                self.optimizer.flush()
+                oracle.flush()
         self.optimizer.synchronize()
         weights, expected_weights = snapshot(self.model), snapshot(self.expected)
         return loss_difference, max((weights[name] - expected_weights[name]).abs().max().item() for name in weights)
@@ -92,10 +100,10 @@ class Runs:
         return RuleP(list(self.expected.parameters()), plans or self.plans, **{**self.rules, **rules})
 
 
-def check(runs: Runs) -> None:
+def check(runs: Runs, flushes: Sequence[int] = ()) -> None:
     """Same losses, weights and selections, out of windows that really were longer than a step."""
     oracle = runs.oracle()
-    loss_difference, weight_difference = runs.differences(oracle)
+    loss_difference, weight_difference = runs.differences(oracle, flushes)
     engine = runs.optimizer.engine
     # Gradients may cancel in a mean down to eps, where rounding of the gradients is a visible part of a step.
     summed = any(plan.summed for plan in runs.plans)
@@ -123,6 +131,15 @@ def test_zenflow_follows_rule_p_in_other_shapes(member: Member) -> None:
     runs = Runs(member, "eager", {})
     with runs.optimizer:
         check(runs)
+
+
+@each_member(["gpt"])
+@pytest.mark.parametrize("inner", [None, "eager"])
+@pytest.mark.parametrize("case", ["defaults", "stale_and_reselecting", "summed", "blocking"])
+def test_flushed_windows_follow_rule_p(member: Member, case: str, inner: str | None) -> None:
+    runs = Runs(member, inner, CASES[case])
+    with runs.optimizer:
+        check(runs, flushes=[1, 6, 7, 21, 38])
 
 
 @each_member(["gpt"])

@@ -89,9 +89,9 @@ def test_the_blocks_that_a_plan_recommends_warn_of_nothing(gradients: dict[str, 
     for each in found:
         assert warned(**each.options) == [], each.label
     blocks = {each.label: each.options for each in found}
-    assert blocks["resident"] == {"policy": "resident"}
-    assert set(blocks["twinflow"]) == {"policy", "ratio", "min_offload_size", "staging_bytes", "weight_grad_order",
-                                       "weight_grad_bytes"}  # fmt: skip
+    assert blocks["resident"] == {"policy": "resident", "overlap_step": False}
+    assert set(blocks["twinflow"]) == {"policy", "ratio", "overlap_step", "min_offload_size", "staging_bytes",
+                                       "weight_grad_order", "weight_grad_bytes"}  # fmt: skip
     read = {*given} - {"tokens_per_step", "ratio", "spare_device_bytes"}
     assert set(blocks["zenflow, files"]) - {"policy"} == read - {"update_stride"} | {"offload_device"}
     assert set(blocks["zenflow, streamed"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}

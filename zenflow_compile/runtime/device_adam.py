@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from zenflow_compile import torch_private
 from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
-from zenflow_compile.runtime.version_counter import VersionCounter, bump_versions
+from zenflow_compile.runtime.version_counter import VersionCounter, WriteMark, bump_versions
 
 # Elements of cast or scaled gradients that are alive at once, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
@@ -25,8 +25,7 @@ class ResidentState:
         exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights.
         step: f32[], gradients taken, on the parameter's device as the fused kernel wants it.
         master: of the same dtype as the moments; None for fp32 and fp64 weights.
-        version: of the parameter after our last write, without our own bumps; None where that is unknown, as after
-            loading.
+        mark: the parameter after our last write, where there is a master; None where that is unknown, as after loading.
         counter: the parameter's version counter, which other parameters may share.
     """
 
@@ -34,7 +33,7 @@ class ResidentState:
     exp_avg_sq: Tensor
     step: Tensor
     master: Tensor | None
-    version: int | None = None
+    mark: WriteMark | None = None
     counter: VersionCounter = field(default_factory=VersionCounter)
 
     @classmethod
@@ -42,12 +41,13 @@ class ResidentState:
         """State of a parameter that has taken no gradient yet, in the parameter's memory layout."""
         dtype = _state_dtype(param)
         counter = VersionCounter() if counter is None else counter
+        has_master = param.dtype != dtype
         return cls(
             exp_avg=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
             exp_avg_sq=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
             step=torch.zeros((), dtype=torch.float32, device=param.device),
-            master=None if param.dtype == dtype else param.detach().to(dtype, copy=True),
-            version=counter.external_bumps(param),
+            master=param.detach().to(dtype, copy=True) if has_master else None,
+            mark=counter.mark(param) if has_master else None,
             counter=counter,
         )
 
@@ -60,6 +60,7 @@ class ResidentState:
         if self.master is not None:
             same = self.master.to(param.dtype) == param.detach()
             self.master.copy_(torch.where(same, self.master, param.detach().to(self.master.dtype)))
+            self.mark = self.counter.mark(param)
 
     def load(self, state: ResidentState, param: Tensor) -> None:
         """Take over a checkpoint's state of ``param``. Weights are compared with the master at the next update, so that
@@ -81,7 +82,7 @@ class ResidentState:
                 )
         for target, source in zip(self.tensors(), state.tensors(), strict=True):
             target.copy_(source)  # into the parameter's memory layout, which the fused kernel counts on
-        self.version = None
+        self.mark = None
 
 
 Update = tuple[Parameter, Tensor, ResidentState]
@@ -139,7 +140,7 @@ def update_on_device(updates: Sequence[Update], slot: SlotCoefficients, *, eps: 
 
 def _update(batch: Sequence[Update], slot: SlotCoefficients, eps: float) -> None:
     for param, _, state in batch:
-        if state.version != state.counter.external_bumps(param):
+        if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
     states = [state for _, _, state in batch]
     # Operators that write .data do not move the version: it moves below, and is counted.
@@ -171,8 +172,6 @@ def _update(batch: Sequence[Update], slot: SlotCoefficients, eps: float) -> None
     if cast:
         torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
     bump_versions([param for param, _, _ in batch], [state.counter for state in states])
-    for param, _, state in batch:
-        state.version = state.counter.external_bumps(param)
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow_compile import torch_private
@@ -29,6 +29,7 @@ from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.runtime import entry, ops
 from zenflow_compile.runtime.claim import Claim
 from zenflow_compile.runtime.gradient import GradientRecord, GradientState
+from zenflow_compile.runtime.holders import Holders
 from zenflow_compile.runtime.landing import Landing
 from zenflow_compile.runtime.leftovers import Leftovers
 from zenflow_compile.runtime.norms import clip_gradients, record_norms
@@ -71,6 +72,7 @@ class Engine(ReadableNodes):
         self.offloaded = self.roster.offloaded
         self.landing = Landing(self.roster, self.recorder)
         self.leftovers = Leftovers(self.roster)
+        self.holders = Holders(self.roster.params)
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
@@ -361,7 +363,6 @@ class Engine(ReadableNodes):
         Raises: see ``Roster.check_groups`` and ``Roster.check_gradients``; nothing has been changed then.
         """
         self._check()
-        self.check_unchanged()
         self.roster.check_groups()
         self.roster.check_gradients()
         self.roster.interleaved.raise_failures()
@@ -491,6 +492,25 @@ class Engine(ReadableNodes):
             self.roster.check_storage(p, param)
             self.landing.before_use(self.offloaded[p], self.step)
 
+    def remember_models(self, models: Sequence[nn.Module]) -> None:
+        """These models are compiled: note where they hold parameters."""
+        self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """Check that those of ``models`` that are compiled hold the engine's parameters.
+
+        Raises:
+            RuntimeError: a parameter was replaced.
+        """
+        self.holders.check_models(self.plan.params, models)
+
+    def check_parameters(self) -> None:
+        """As ``check_models``, of the modules alone that hold the parameters, and ``check_unchanged``: cheap enough for
+        every step.
+        """
+        self.check_unchanged()
+        self.holders.check(self.plan.params)
+
     def before_load(self) -> None:
         """Weights are about to be loaded into the model: what is due lands first, so that they win."""
         if self.in_child:
@@ -508,11 +528,8 @@ class Engine(ReadableNodes):
             return
         self._check()
         self.check_unchanged()
+        self.landing.apply_due(self.step)
         for offloaded in self.landing.by_deadline():
-            offloaded.raise_failures()
-            if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
-                offloaded.notice_foreign_write(self.step)
-            self.landing.land(offloaded, self.step)
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
         self.roster.interleaved.wait()
@@ -522,9 +539,53 @@ class Engine(ReadableNodes):
         Raises:
             RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
         """
-        for plan, param in zip(self.plan.params, self.params, strict=True):
-            if param.dtype != plan.dtype or param.shape != plan.shape or param.device != self.device:
-                entry.refuse_changed(param, plan, self.device)
+        for index, param in enumerate(self.params):
+            if self.roster.changed(index):
+                entry.refuse_changed(param, self.plan.params[index], self.device)
+
+    def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
+        """Make visible what is due before code that fetches nothing reads weights. Cheap when nothing is due.
+
+        It runs as outside of inference mode, tracing, functorch transforms and dispatch modes, which belong to the
+        reader and not to the updates.
+
+        Args:
+            params: only the updates of these; None: all.
+
+        Raises:
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+        """
+        self._check()
+        if not self.landing.is_current(self.step):
+            only = None if params is None else {self.index_of(param) for param in params}
+            with torch_private.outside_of_transforms():
+                self.landing.apply_due(self.step, only)
+
+    def apply_in_step(self) -> None:
+        """From now on make due updates visible in ``step()``: code that fetches nothing, and calls no hook of ours,
+        reads the weights.
+        """
+        self.landing.read_elsewhere = True
+        self.apply_due()
+
+    def flush(self) -> None:
+        """Apply the gradients in open update windows and make every update visible. Training may go on.
+
+        Raises:
+            RuntimeError: work in flight failed; no step runs then until a state is loaded. Or a weight was written
+                while an update of it was in flight; training may go on then.
+        """
+        self._check()
+        self.check_parameters()
+        try:
+            self.schedule.restart_windows()
+            self.landing.finish(self.step, flush=True)
+            self.roster.interleaved.wait()
+        except entry.LostUpdateError:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
 
     # Life and death.
 

@@ -18,6 +18,10 @@ from zenflow_compile import torch_private
 from zenflow_compile.planning.plan import ParamPlan
 
 
+class LostUpdateError(RuntimeError):
+    """A weight was written while an update of it was in flight. Weights and state still belong together."""
+
+
 class TakesGradients(Protocol):
     """What is told of gradients that have reached ``.grad``."""
 

@@ -90,6 +90,10 @@ class Held:
         if self._sent is not None:
             self._sent[1].settle()
             self._sent = None
+        self.drop_window()
+
+    def drop_window(self) -> None:
+        """Forget the gradients that the open window sums up."""
         if self.window_sum is not None:
             self.window_sum.slots.clear()
 

@@ -107,7 +107,7 @@ class Subgroup:
         if views is None:  # several operators each, and the same few buffers come again and again
             views = self.views[id(buffer)] = [each.state_in(buffer.tensor) for each in self.params]
         for view, each in zip(views, self.params, strict=True):
-            view.version = each.state.version
+            view.mark = each.state.mark
         return views
 
 
@@ -250,7 +250,7 @@ class InterleavedAdam:
         for (slot, eps), updates in together.items():
             update_on_device(updates, slot, eps=eps)
         for each, state in zip(subgroup.params, states, strict=True):
-            each.state.version = state.version
+            each.state.mark = state.mark
         self._flushes += 1
         block = buffer.tensor[: subgroup.host.numel()]
         ticket = self._to_host.submit(
@@ -303,7 +303,7 @@ class InterleavedAdam:
             return
         for tensor in own.tensors():
             tensor.zero_()
-        own.version = None
+        own.mark = None
 
     def _tickets(self) -> Iterator[Ticket]:
         for loaded in self._loaded.values():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+from zenflow_compile.runtime.entry import LostUpdateError
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.roster import Roster
+from zenflow_compile.validate import user_stacklevel
 
 
 class Landing:
@@ -15,10 +18,13 @@ class Landing:
 
     Attributes:
         selections: closes that landed with a new selection.
+        read_elsewhere: graphs that fetch nothing read the weights, so every due update is applied in ``step()``.
     """
 
     def __init__(self, roster: Roster, recorder: Recorder) -> None:
         self.selections = 0
+        self.read_elsewhere = False
+        self._current_at: int | None = None
         self._roster = roster
         self._recorder = recorder
         self._order: list[int] = []
@@ -44,7 +50,7 @@ class Landing:
         closed = [offloaded for offloaded in self._roster.offloaded.values() if offloaded.host.closes]
         self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
         for offloaded in self._in_flight:
-            if offloaded.eager or offloaded.plan.blocking:
+            if self.read_elsewhere or offloaded.eager or offloaded.plan.blocking:
                 self.land(offloaded, now)
         self._prefetch(now)
 
@@ -66,6 +72,29 @@ class Landing:
             self._prefetch(now)
             self.land(offloaded, now)
 
+    def is_current(self, now: int) -> bool:
+        """Whether no update is due after ``now`` steps; False also where that is unknown."""
+        return self._current_at == now
+
+    def apply_due(self, now: int, only: Collection[int | None] | None = None) -> None:
+        """Make every due update visible.
+
+        Args:
+            only: indices of the parameters to look at; None: all.
+
+        Raises:
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+        """
+        for offloaded in self.by_deadline():
+            if only is not None and offloaded.plan.index not in only:
+                continue
+            offloaded.raise_failures()
+            if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
+                offloaded.notice_foreign_write(now)
+            self.land(offloaded, now)
+        if only is None:
+            self._current_at = now  # an update becomes due only when a step ends
+
     def land(self, offloaded: OffloadedParam, now: int) -> None:
         """Make visible what is due, waiting for it."""
         for close in offloaded.land(now):
@@ -81,26 +110,41 @@ class Landing:
                     self.land(offloaded, now)
 
     def finish(self, now: int, *, flush: bool) -> None:
-        """The end: land everything that closed, due or not.
+        """Apply every update, due or not.
 
         Args:
-            flush: apply the gradients that wait in open windows, too.
+            flush: apply the gradients in open update windows, too; these windows are empty afterwards.
 
         Raises:
-            RuntimeError: work in flight failed. The other parameters have landed all the same.
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight
+                (``LostUpdateError``, if nothing failed). The updates of the other parameters were applied all the same.
         """
         self._withdraw()
         errors: list[Exception] = []
+        lost: list[Exception] = []
+        dropped: list[str] = []
         for offloaded in self.by_deadline():
             try:
+                if self._roster.changed(offloaded.plan.index):  # moved or resized: its updates are of other weights
+                    offloaded.abandon()
+                    continue
                 offloaded.raise_if_torn()
-                # Weights that somebody wrote since the last step stay: what waits was meant for weights that are gone.
-                if not offloaded.notice_foreign_write(now) and flush:
+                # Weights written since the last step stay as they are: the window's gradients belong to the old ones.
+                try:
+                    written = offloaded.notice_foreign_write(now)
+                except LostUpdateError as error:
+                    written = True
+                    lost.append(error)
+                if written and flush:
+                    if offloaded.host.open:
+                        dropped.append(offloaded.plan.name)
+                    offloaded.drop_window()
+                elif flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
                     close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
                     if close is not None:
                         self._roster.transport.workers.submit(close.job)
-                offloaded.land(now + 1 + offloaded.plan.staleness)
+                self.land(offloaded, now + 1 + offloaded.plan.staleness)
             except Exception as error:
                 errors.append(error)
         for offloaded in self._roster.offloaded.values():  # where the device waited for a job, nobody has looked at it
@@ -108,8 +152,17 @@ class Landing:
                 offloaded.host.wait()
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        if errors or lost:
+            raise [*errors, *lost][0]
+        if dropped:
+            warnings.warn(
+                f"the gradients in the update windows of {len(dropped)} parameters ({dropped[0]}, ...) were dropped, "
+                "because these weights were written or loaded since the last step; to keep both, call "
+                "optimizer.synchronize() after the write",
+                UserWarning,
+                stacklevel=user_stacklevel(),
+            )
+        self._current_at = now
 
     def abandon(self) -> None:
         """A state is about to be loaded: what is in flight ends, whether it failed or not, and counts no more.
@@ -117,6 +170,7 @@ class Landing:
         That includes copies that an interrupt has kept from being known to whoever started them.
         """
         self._in_flight = []
+        self._current_at = None
         self._withdraw()
         self._roster.transport.to_host.settle()
         self._roster.transport.to_device.settle()

@@ -508,6 +508,12 @@ class OffloadedParam:
             close.visible_at = at + 1
         return close
 
+    def drop_window(self) -> None:
+        """Empty the open update window without applying its gradients."""
+        self.host.drop_window()
+        if self.held is not None:
+            self.held.drop_window()
+
     # The way back.
 
     def due(self, now: int) -> bool:
@@ -616,7 +622,7 @@ class OffloadedParam:
             Whether there was such a write, and it has changed a weight.
 
         Raises:
-            RuntimeError: an update that the writer should have seen was dropped.
+            LostUpdateError: an update that the writer should have seen was dropped.
         """
         if not self.weights.written_by_others:
             return False
@@ -633,7 +639,7 @@ class OffloadedParam:
         self.host.closes.clear()
         differs = self.weights.reseed(self.device, self.host)
         if lost:
-            raise RuntimeError(
+            raise entry.LostUpdateError(
                 f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
                 "optimizer.synchronize() before weights are read or written outside of the compiled model"
             )

@@ -90,6 +90,11 @@ def unregister_claim(claim: ClaimOps) -> None:
     _CLAIMS.discard(claim)
 
 
+def find_engine(engine_id: int) -> EngineOps | None:
+    """The engine, or None if it was closed or collected."""
+    return _LIVE.get(engine_id)
+
+
 def owner_of(param: Tensor) -> tuple[EngineOps, int] | None:
     """The engine that updates ``param`` and the parameter's index in its plan; None if no optimizer owns it.
 

@@ -240,6 +240,11 @@ class Roster:
         index = self._index_of.get(id(param))
         return index if index is not None and self.params[index] is param else None
 
+    def changed(self, index: int) -> bool:
+        """Whether parameter ``index`` has another dtype, shape or device than planned."""
+        param, plan = self.params[index], self.plan.params[index]
+        return param.dtype != plan.dtype or param.shape != plan.shape or param.device != self._device
+
     def group_of(self, index: int) -> dict[str, Any]:
         """The param group of parameter ``index``."""
         return self.groups[self._group_of[index]]

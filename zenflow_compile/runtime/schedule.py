@@ -156,6 +156,11 @@ class Schedule:
         self._arrive()
         self._readback.start()
 
+    def restart_windows(self) -> None:
+        """All windows are empty; call it between steps."""
+        self._arrive()
+        self._windows.clear()
+
     def window(self, index: int) -> AdaptiveWindow:
         """The adaptive bookkeeping of parameter ``index``."""
         return self._windows.setdefault(index, AdaptiveWindow())

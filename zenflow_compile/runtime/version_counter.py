@@ -7,11 +7,24 @@ of them moves the version of all. Own writes are therefore counted per counter, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zenflow_compile import torch_private
+
+
+class WriteMark(NamedTuple):
+    """A parameter after the last write that the engine knows of.
+
+    Attributes:
+        bumps: ``VersionCounter.external_bumps`` of it.
+        memory: its memory: ``param.data = ...`` replaces it and does not move the version.
+    """
+
+    bumps: int
+    memory: torch_private.MemoryMark
 
 
 class VersionCounter:
@@ -47,6 +60,14 @@ class VersionCounter:
         The value changes only when someone else writes ``param``, or another parameter that shares the counter.
         """
         return param._version - self.own_bumps
+
+    def mark(self, param: Tensor) -> WriteMark:
+        """Remember ``param``, which has this counter, as it is now."""
+        return WriteMark(self.external_bumps(param), torch_private.MemoryMark(param))
+
+    def written_since(self, param: Tensor, mark: WriteMark | None) -> bool:
+        """Whether someone else may have written ``param``, or replaced its memory, since ``mark``; None: unknown."""
+        return mark is None or mark.bumps != self.external_bumps(param) or not mark.memory.matches(param)
 
 
 def bump_versions(params: Sequence[Tensor], counters: Sequence[VersionCounter]) -> None:

@@ -10,7 +10,7 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import entry
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.device_ops import Selection
-from zenflow_compile.runtime.version_counter import VersionCounter, bump_versions
+from zenflow_compile.runtime.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.windows import HostSide
 
 
@@ -29,7 +29,7 @@ class Weights:
         self._plan = plan
         self._param = param
         self._view: Tensor | None = None
-        self._external_bumps = -1
+        self._mark: WriteMark | None = None
         self._shown: Tensor | None = None
 
     @property
@@ -63,12 +63,12 @@ class Weights:
 
     @property
     def written_by_others(self) -> bool:
-        """Whether someone else may have written the weights since they were accepted: the version moved without us, or
-        they are to be compared.
+        """Whether someone else may have written the weights since they were accepted: the version moved without us,
+        their memory was replaced (``param.data = ...``), or they are to be compared.
 
         A write to another parameter that shares the version counter reads the same.
         """
-        return self.to_be_compared or self.counter.external_bumps(self._param) != self._external_bumps
+        return self.to_be_compared or self.counter.written_since(self._param, self._mark)
 
     def expect(self, shown: Tensor | None) -> None:
         """Compare weights and masters at the first use: a checkpoint may be loaded in any order.
@@ -94,7 +94,7 @@ class Weights:
     def accept(self) -> None:
         """The weights as they are now belong to the state."""
         self.to_be_compared = False
-        self._external_bumps = self.counter.external_bumps(self._param)
+        self._mark = self.counter.mark(self._param)
 
     def reseed(self, device: DeviceSide, host: HostSide) -> bool:
         """Take the fp32 masters of both sides from the weights where they do not agree with them.

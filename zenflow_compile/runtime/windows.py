@@ -220,6 +220,12 @@ class HostSide:
         users = (*self._slot_users, *(close.job for close in self.closes), self.landing)
         return [job for job in users if job is not None]
 
+    def drop_window(self) -> None:
+        """Empty the open window; its buffers are free as soon as the copies into them are over."""
+        for slot in self.open:
+            slot.copied.settle()
+        self.open = []
+
     def clear_windows(self) -> None:
         """Forget the open window and closes that have not landed, once nothing reads or writes their memory.
 
@@ -227,9 +233,8 @@ class HostSide:
         """
         for job in self.jobs:
             job.settle()
-        for slot in self.open:
-            slot.copied.settle()
-        self.open, self.closes, self.landing = [], [], None
+        self.drop_window()
+        self.closes, self.landing = [], None
         self._slot_users = [None] * len(self.gradients)
         self._next_slot = 0
 

@@ -1,0 +1,132 @@
+"""``flush()`` applies what open update windows hold, and training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from zenflow_compile.runtime import host_adam
+
+pytestmark = pytest.mark.timeout(60)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "windows": {},
+    "stale": {"staleness": 1},
+    "auto": {"update_interval": "auto", "min_update_interval": 1},
+    "summed": {"accumulate_on_device": True},
+    "compressed": {"gradient_compression": "int8"},
+    "clipped": {"max_grad_norm": 0.01},
+    "files": {"offload_device": "nvme"},
+}
+
+
+def settings(name: str, folder: Path) -> dict[str, Any]:
+    options = {"update_interval": 4, **SETTINGS[name]}
+    return {**options, "nvme_path": folder} if name == "files" else options
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
+    for steps in (3, 6):
+        (folders := (tmp_path / f"a{steps}", tmp_path / f"b{steps}"))[0].mkdir()
+        folders[1].mkdir()
+        flushed, closed = (Training(entry, settings(name, folder)).run(0, steps) for folder in folders)
+        before = flushed.weights()
+        flushed.optimizer.flush()
+        weights = flushed.weights_as_they_are()
+        closed.optimizer.close()
+        assert_same(weights, closed.weights_as_they_are())
+        assert any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True)), "something waited"
+        flushed.optimizer.flush()
+        assert_same(flushed.weights(), weights)
+        schedule = flushed.optimizer.engine.schedule
+        for each in flushed.optimizer.engine.offloaded.values():
+            adaptive = schedule.state(each.plan.index)
+            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest"]) == (0, 0, None)
+            assert not each.host.open
+            assert not each.host.closes
+            assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
+        flushed.optimizer.close()
+        assert_same(flushed.weights_as_they_are(), weights)
+
+
+@pytest.mark.parametrize("name", ["windows", "stale", "auto", "summed", "compressed"])
+def test_training_resumes_after_a_flush(name: str, tmp_path: Path) -> None:
+    """A state saved behind a flush continues as the run that was flushed."""
+    training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
+    training.optimizer.flush()
+    saved = training.saved()
+    expected = training.run(6, 15).weights()
+    assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(6, 15).weights(), expected)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
+def test_flush_keeps_gradients_of_no_step(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
+    training = Training(entry, settings(name, tmp_path)).run(0, 6)
+    training.backward(6)
+    before = [param.grad.clone() for param in training.model.parameters()]
+    training.optimizer.flush()
+    weights = training.weights()
+    for grad, param in zip(before, training.model.parameters(), strict=True):
+        assert torch.equal(param.grad.clone(), grad)
+    twin = Training(entry, settings(name, tmp_path)).run(0, 6)
+    twin.optimizer.flush()
+    assert_same(twin.weights(), weights)
+    for param, grad in zip(twin.model.parameters(), before, strict=True):
+        param.grad = grad
+    for each in (training, twin):
+        each.optimizer.step()
+        each.optimizer.flush()
+    assert_same(twin.weights(), training.weights())
+
+
+def test_flush_leaves_weights_that_were_loaded() -> None:
+    """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains."""
+    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+    best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
+    training.step(6)
+    training.model.load_state_dict(best)
+    training.optimizer.flush()
+    assert_same(training.weights_as_they_are(), list(best.values()))
+    assert not any(each.host.open for each in training.optimizer.engine.offloaded.values())
+    training.run(7, 9)
+
+
+def test_flush_over_a_lost_update_raises() -> None:
+    """Every window is empty afterwards, and training may go on."""
+    training = Training(EAGER_BACKEND, {"update_interval": "auto", "min_update_interval": 1}).run(0, 6)
+    due = [each for each in training.optimizer.engine.offloaded.values() if each.host.closes]
+    assert due
+    with torch.no_grad():
+        due[0].param.add_(1.0)
+    with pytest.raises(RuntimeError, match="which is lost now"):
+        training.optimizer.flush()
+    assert not any(each.host.open or each.host.closes for each in training.optimizer.engine.offloaded.values())
+    training.run(6, 16)
+
+
+def test_flush_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 3)
+    saved = training.saved()
+    kernel = host_adam.AtenHostAdam
+
+    def fails(*args: Any, **keywords: Any) -> None:
+        raise MemoryError("no memory for this update")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "__call__", fails)
+        with pytest.raises(RuntimeError):
+            training.optimizer.flush()
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        training.optimizer.flush()
+    training.load(saved)
+    training.optimizer.flush()
+    training.optimizer.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        training.optimizer.flush()
