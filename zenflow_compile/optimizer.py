@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,6 +26,11 @@ from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.runtime.roster import specs_of
 from zenflow_compile.unread_options import warn_of_unread
+
+_NOT_WRITABLE = (
+    "shows a state that lives elsewhere: clearing or replacing it changes nothing; create a new optimizer to start "
+    "with new moments, or call load_state_dict()"
+)
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -100,6 +106,29 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return self._engine
 
     @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
+
+        The other entries are None: ``state_dict()`` makes them.
+        """
+        engine = self._engine
+        cleared = len(self._states) < self._states_shown  # the next step says so
+        if not cleared and (engine is None or not engine.closed):
+            self._show_steps()
+        return self._states
+
+    @state.setter
+    def state(self, states: defaultdict[Tensor, dict[str, Any]]) -> None:
+        if hasattr(self, "_states"):
+            raise AttributeError(f"optimizer.state {_NOT_WRITABLE}")
+        self._states = states
+        self._states_shown = 0
+
+    def _show_steps(self) -> None:
+        checkpoint.show_steps(self.engine, self._states)
+        self._states_shown = len(self._states)
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of optimizer state on the device, staging buffers included."""
         return self.engine.roster.device_bytes
@@ -146,9 +175,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: no parameter has a gradient, a gradient was consumed by an earlier step (call ``zero_grad()``
-                after each), a closed optimizer, or asynchronous work that failed (chained to the original error).
+                after each), a closed optimizer, ``optimizer.state`` was cleared, or asynchronous work that failed
+                (chained to the original error).
         """
         engine = self.engine
+        if len(self._states) < self._states_shown:
+            raise RuntimeError(f"optimizer.state was cleared; it {_NOT_WRITABLE}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -193,6 +225,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.
 
         Like ``.grad``, gradients that no step has used yet are not part of it.
+
+        Returns:
+            ``state`` and ``param_groups``, as ``torch.optim.AdamW`` has them. ``state`` has tensors on the host alone,
+            whose names, shapes and dtypes depend on the parameters and options: ``step``, ``exp_avg``, ``exp_avg_sq``
+            and what else a resume needs.
         """
         engine = self.engine
         for hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
@@ -206,6 +243,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
 
+        Args:
+            state_dict: of a ZenFlowAdamW with the same options, or of a ``torch.optim.AdamW``, whose update windows
+                are empty. Parameters are matched by their order in the param groups, whatever they are called there.
+
         Raises:
             ValueError, TypeError: the state belongs to another model or plan, is not complete, has a value that no step
                 can use, or is none; nothing has changed then. After anything else, such as a failure of memory or disk,
@@ -218,6 +259,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)
         checkpoint.load_state_dict(engine, self.param_groups, state_dict)
+        self._states.clear()
+        self._show_steps()
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             hook(self)
 
