@@ -164,7 +164,8 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
         )
     left_out = ("params", "param_names", *_EXECUTION)
     return {
-        name: value
+        # full_state_dict=True makes lists of tuples
+        name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
         for name, value in saved.items()
         if name not in left_out and (name in own or name not in _VARIANTS)
     }
@@ -175,6 +176,11 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 
 def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
     """A state without any entry of ours; the optimizer has made as many steps as the parameter with most gradients."""
+    if not all("betas" in group for group in taken):
+        raise ValueError(
+            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: its param groups have no 'betas'; "
+            "load the state of one of these"
+        )
     used: dict[int, Mapping[str, Any]] = {}
     for index, entry in entries.items():
         plan = engine.plan.params[index]
