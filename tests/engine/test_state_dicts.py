@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import unittest
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.nn import functional as F
+from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
 from zenflow_compile.runtime.checkpoint_format import layout
@@ -443,3 +445,21 @@ def test_fp64_states_keep_their_bits(tmp_path: Path) -> None:
             torch.testing.assert_close(state[index]["exp_avg"], entry["exp_avg"], atol=1e-12, rtol=0)
 
 
+class Verifier(VerifyStateDictMixin, unittest.TestCase):  # type: ignore[misc]
+    """PyTorch's own checks of what its functions for distributed states return, compared with ``state_dict()``."""
+
+    def assertEqual(self, first: Any, second: Any, msg: Any = None) -> None:  # noqa: N802
+        if isinstance(first, dict) and "state" in first:
+            assert_equal_states(first, second)
+        else:
+            assert first == second, msg
+
+
+@pytest.mark.parametrize("name", ["resident", "streamed", "windows", "stale", "int8", "summed_auto"])
+def test_pytorchs_own_checks(name: str, make: Make) -> None:
+    training, other, verify = make(SETTINGS[name]).run(0, STEP), make(SETTINGS[name]).run(0, 2), Verifier()
+    for how in (DISTRIBUTED["plain"], DISTRIBUTED["full"]):
+        model, optimizer = get_state_dict(training.model, training.optimizer, options=how)
+        verify._verify_msd(training.model.state_dict(), model)
+        verify._verify_osd(training.model, training.optimizer, training.optimizer.state_dict(), optimizer)
+        verify._verify_osd_by_load(other.model, training.optimizer, other.optimizer, optimizer)
