@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise, repeat
@@ -32,6 +32,10 @@ from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
 from zenflow_compile.unread_options import warn_of_unread
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NOT_WRITABLE = (
+    "shows a state that lives elsewhere: clearing or replacing it changes nothing; create a new optimizer to start "
+    "with new moments, or call load_state_dict()"
+)
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -166,8 +170,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         record_new_engine(engine)
         return engine
 
+    @property
+    def _is_closed(self) -> bool:
+        return self._closed or (self._engine is not None and self._engine.closed)
+
     def _check_open(self) -> None:
-        if self._closed or (self._engine is not None and self._engine.closed):
+        if self._is_closed:
             raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
 
     def _check_plan(self, groups: Sequence[dict[str, Any]], params: Sequence[Parameter]) -> None:
@@ -186,6 +194,28 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]
             plan = checked_plan(plan, params[: len(plan.params) + len(new)], new, self._options)
+
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
+
+        The other entries are None: ``state_dict()`` makes them.
+        """
+        cleared = len(self._states) < self._states_shown  # the next step says so
+        if not cleared and not self._is_closed:
+            self._show_steps()
+        return self._states
+
+    @state.setter
+    def state(self, states: defaultdict[Tensor, dict[str, Any]]) -> None:
+        if hasattr(self, "_states"):
+            raise AttributeError(f"optimizer.state {_NOT_WRITABLE}")
+        self._states = states
+        self._states_shown = 0
+
+    def _show_steps(self) -> None:
+        checkpoint.show_steps(self.engine, self._states)
+        self._states_shown = len(self._states)
 
     @property
     def device_bytes(self) -> int:
@@ -244,11 +274,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), the model was
-                changed since the first use, a closed optimizer, or asynchronous work that failed (chained to the
-                original error).
+                changed since the first use, ``optimizer.state`` was cleared, a closed optimizer, or asynchronous work
+                that failed (chained to the original error).
             ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         self._check_open()
+        if len(self._states) < self._states_shown:
+            raise RuntimeError(f"optimizer.state was cleared; it {_NOT_WRITABLE}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -315,6 +347,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.
 
         Like ``.grad``, gradients that no step has used yet are not part of it.
+
+        Returns:
+            ``state`` and ``param_groups``, as ``torch.optim.AdamW`` has them. ``state`` has tensors on the host alone,
+            whose names, shapes and dtypes depend on the parameters and options: ``step``, ``exp_avg``, ``exp_avg_sq``
+            and what else a resume needs.
         """
         engine = self.engine
         for hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
@@ -328,6 +365,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
 
+        Args:
+            state_dict: of a ZenFlowAdamW with the same options, or of a ``torch.optim.AdamW``, whose update windows
+                are empty. Parameters are matched by their order in the param groups, whatever they are called there.
+
         Raises:
             ValueError, TypeError: the state belongs to another model or plan, is not complete, has a value that no step
                 can use, or is none; nothing has changed then. After anything else, such as a failure of memory or disk,
@@ -340,6 +381,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)
         checkpoint.load_state_dict(engine, self.param_groups, state_dict)
+        self._states.clear()
+        self._show_steps()
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             hook(self)
 

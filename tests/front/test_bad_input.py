@@ -430,28 +430,24 @@ def state_over(build: Callable[[], nn.Module], **options: Any) -> dict[str, Any]
 def test_a_state_dict_of_another_model_or_plan() -> None:
     training = Training(None).run(0, 3)
     before = training.optimizer.state_dict()
-    theirs = torch.optim.AdamW(mlp().parameters())
     loads: list[tuple[dict[str, Any], str]] = [
-        (state_over(grown), r"shape=\[48, 32\] for 2.weight, this optimizer \[32, 32\].*another model"),
+        (state_over(grown), r"shape=\[48, 32\] for '2.weight', this optimizer \[32, 32\].*another model"),
         (state_over(lambda: mlp()[:3]), r"param groups of sizes \[4\], this optimizer \[6\]"),
         (state_over(mlp, policy="resident"), r"saved with policy='resident', this optimizer has 'zenflow'"),
         (state_over(mlp, update_interval=2), r"interval=2 .*saved with other options"),
         (state_over(mlp, topk_ratio=0.5), r"k=16"),
         (state_over(mlp, accumulate_on_device=True), r"summed=True .*this optimizer False.*saved with other options"),
         (state_over(mlp, gradient_compression="int8"), r"compressed=True .*saved with other options"),
-        (theirs.state_dict(), r"not of a ZenFlowAdamW"),
-        ({}, r"not of a ZenFlowAdamW"),
-        ({**before, "zenflow": {**before["zenflow"], "format": 99}}, r"format 99, this version reads"),
+        ({}, r"neither of a ZenFlowAdamW nor of torch\.optim\.AdamW"),
+        ({"\x1b[2J": 1}, r"neither of a ZenFlowAdamW"),
     ]
     for state, message in loads:
         with pytest.raises(ValueError, match=message):
             training.optimizer.load_state_dict(state)
     after = training.optimizer.state_dict()
-    assert after["zenflow"] == before["zenflow"]
     assert after["param_groups"] == before["param_groups"]
     for index, entry in before["state"].items():
-        assert torch.equal(after["state"][index]["master"], entry["master"]) if entry["master"] is not None else True
-        assert torch.equal(after["state"][index]["exp_avg"], entry["exp_avg"])
+        assert_same(list(after["state"][index].values()), list(entry.values()))
     with pytest.raises(TypeError):
         training.optimizer.load_state_dict(None)  # type: ignore[arg-type]
 

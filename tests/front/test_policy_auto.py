@@ -20,6 +20,7 @@ from zenflow_compile.options import Options, split_backend_options
 from zenflow_compile.ownership import optimizer_of
 from zenflow_compile.planning import auto, plan
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.runtime.checkpoint_format import chosen
 from zenflow_compile.runtime.roster import specs_of
 
 AUTO: dict[str, Any] = {"policy": "auto", "tokens_per_step": 8, "update_interval": 1}
@@ -122,9 +123,9 @@ def test_a_state_of_another_choice_says_all_that_loads_it(measured: list[Hardwar
     saving = Training(None, AUTO).run(0, 3)
     options = saving.optimizer.options
     saved = saving.saved()
-    meta = saving.optimizer.state_dict()["zenflow"]
+    values = chosen(saving.optimizer.state_dict()["state"][0]["chosen"])
     for name in ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device"):
-        assert meta[name] == getattr(options, name)
+        assert values[name] == getattr(options, name)
     expected = saving.run(3, 5).weights()
     measured[0] = SLOW_HOST  # another machine, or a less busy day
     with pytest.raises(ValueError, match=r"saved with policy=.*this optimizer has 'resident'.*: pass policy=") as error:

@@ -13,6 +13,7 @@ from tests.planning.machines import machine
 from zenflow_compile import optimizer as front
 from zenflow_compile.planning import auto, perfmodel
 from zenflow_compile.planning.hardware import Hardware
+from zenflow_compile.runtime.checkpoint_format import chosen
 
 STATES = {"policy": "deep_optimizer_states", "sub_group_size": 1}
 MEASURED: list[dict[str, Any]] = [STATES, {**STATES, "update_stride": "auto"}, {"update_stride": "auto"}]
@@ -39,7 +40,7 @@ def test_the_stride_is_that_of_the_equation(options: dict[str, Any], machines: l
     assert expected == (4 if window == 1 else 198)
     assert training.optimizer.options.update_stride == expected
     assert training.optimizer.engine.options is training.optimizer.options
-    assert training.optimizer.state_dict()["zenflow"]["update_stride"] == expected
+    assert chosen(training.optimizer.state_dict()["state"][0]["chosen"])["update_stride"] == expected
     training.optimizer.close()
 
 

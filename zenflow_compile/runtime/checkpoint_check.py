@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numbers
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import torch
@@ -12,94 +12,258 @@ from torch import Tensor
 
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.adam import SlotCoefficients
+from zenflow_compile.runtime.checkpoint_format import (
+    ADAMW,
+    CHOSEN,
+    FORMAT,
+    NONE,
+    SCHEDULE,
+    Field,
+    chosen,
+    layout,
+    plan_entry,
+    planned,
+)
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.param_groups import check_group
 
-FORMAT = 4
-CHOSEN = ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device")  # may be by a measurement
-_MODEL = ("shape", "dtype")
-_PLANNED = ("placement", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
-_COUNTS, _NORMS = ("attempted", "seen"), ("waiting", "selected")  # of a schedule
+# How torch.optim.AdamW computes, which is no business of another optimizer. ``decoupled_weight_decay`` is checked.
+_EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+# What it computes; refused unless the own groups know the name.
+_VARIANTS = ("amsgrad", "maximize")
 
 
-def described(plan: ParamPlan) -> dict[str, Any]:
-    """What a state says of a parameter, as plain values."""
-    return {
-        "name": plan.name,
-        "shape": list(plan.shape),
-        "dtype": str(plan.dtype),
-        **{name: _plain(getattr(plan, name)) for name in _PLANNED},
-    }
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A state dict that can be loaded.
+
+    Attributes:
+        entries: by the parameters' indices: all of the layout, or those of torch.optim.AdamW. A parameter without
+            entries has had no gradient.
+        groups: what each param group takes over.
+        step: optimizer steps.
+        shortest_window: least length of adaptive windows; None where it is to be measured, or does not exist.
+    """
+
+    entries: dict[int, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    step: int
+    shortest_window: int | None
 
 
-def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
+def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
+    """Check a state dict of a ZenFlowAdamW or of torch.optim.AdamW, with parameters by number or by name.
+
+    Args:
+        groups: the optimizer's own.
+
+    Raises:
+        ValueError: the state is damaged, not complete, or of another model or plan.
+    """
+    if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        raise ValueError(
+            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: it must have 'state' and "
+            "'param_groups'; load what state_dict() returned"
+        )
+    if "zenflow" in state:
+        refuse_format(4)
+    whole = _Part(state, "the optimizer")
+    keys, taken = _check_groups(groups, whole.items("param_groups"))
+    saved = whole.mapping("state")
+    index_of = {id(param): index for index, param in enumerate(engine.params)}
+    own = [index_of.get(id(param)) for group in groups for param in group["params"]]
+    if None in own:
+        raise ValueError(
+            "param_groups has a parameter that the optimizer was not given; add groups by add_param_group()"
+        )
+    index_by_key = dict(zip(keys, own, strict=True))
+    for key in saved:
+        if key not in index_by_key:
+            whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
+    entries: dict[int, Mapping[str, Any]] = {}
+    for key, entry in saved.items():
+        index = index_by_key[key]
+        assert index is not None
+        entries[index] = _Part(entry, f"parameter {key!r}").content
+    if not any("plan" in entry for entry in entries.values()):
+        return _check_adamw(engine, entries, taken)
+    for index, plan in enumerate(engine.plan.params):
+        if index not in entries:
+            if engine.params[index].requires_grad:
+                raise ValueError(f"the state dict has no state for {plan.name!r}; it is not complete")
+            continue  # get_optimizer_state_dict() leaves out those that take no gradient
+        _check_entries(engine, entries[index], plan)
+    steps = {int(entry["optimizer_step"]) for entry in entries.values()}
+    shortest = {int(entry["shortest_window"]) for entry in entries.values() if "shortest_window" in entry}
+    if len(steps) > 1 or len(shortest) > 1:
+        raise ValueError(
+            f"the state dict has parameters that were saved after {sorted(steps)} steps; it is put together of several "
+            "states: load it as state_dict() returned it"
+        )
+    window = shortest.pop() if shortest else NONE
+    return Checked(entries, taken, steps.pop(), None if window == NONE else window)
+
+
+def refuse_format(found: int) -> NoReturn:
     """
     Raises:
-        ValueError: the state is not of this kind, not complete, or of another model or plan.
+        ValueError: always: the state dict was written by another version.
     """
-    meta = state.get("zenflow") if isinstance(state, Mapping) else None
-    if not isinstance(meta, Mapping) or "state" not in state or "param_groups" not in state:
-        raise ValueError("the state dict is not of a ZenFlowAdamW: it has no 'zenflow' entry; load one of its own")
-    whole = _Part(meta, "the optimizer")
-    if (found := whole.plain("format")) != FORMAT:
-        raise ValueError(
-            f"the state dict has format {found}, this version reads {FORMAT}; go on with the version that wrote it, or "
-            "load the weights alone and start with a new optimizer"
-        )
-    whole.count("step")
-    whole.count("shortest_window", optional=True)
-    parts = _Part(state, "the optimizer")
-    _check_groups(groups, parts.items("param_groups"))
-    for name in CHOSEN:
-        whole.plain(name)
-    if (policy := whole.value("policy")) != engine.plan.policy:
-        raise ValueError(
-            f"the state dict was saved with policy={policy!r}, this optimizer has {engine.plan.policy!r}; "
-            f"create it with the saved policy{_remedy(engine, meta)}"
-        )
-    params = whole.items("params")
-    if len(params) != len(engine.plan.params):
-        raise ValueError(
-            f"the state dict has {len(params)} parameters, this optimizer {len(engine.plan.params)}; it belongs to "
-            "another model"
-        )
-    entries = parts.mapping("state")
-    for saved, plan in zip(params, engine.plan.params, strict=True):
-        part = _Part(saved, f"parameter {plan.index}")
-        _check_plan(engine, meta, part, plan)
-        _check_entry(str(part.plain("name")), entries.get(plan.index), plan)
+    raise ValueError(
+        f"the state dict has format {found}, this version reads {FORMAT}; go on with the version that wrote it, or "
+        "load the weights alone and start with a new optimizer"
+    )
 
 
-def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any]) -> None:
-    """Whether param groups have the same sizes, and values that a step can use."""
+def _check_groups(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any]
+) -> tuple[list[int | str], list[dict[str, Any]]]:
+    """The saved names of all parameters, in the order of the groups, and what each own group takes over."""
     parts = [_Part(group, f"param group {number}") for number, group in enumerate(saved)]
-    saved_sizes = [len(part.items("params")) for part in parts]
+    names = [part.items("params") for part in parts]
+    saved_sizes = [len(each) for each in names]
     own_sizes = [len(group["params"]) for group in groups]
     if saved_sizes != own_sizes:
         raise ValueError(
             f"the state dict has param groups of sizes {saved_sizes}, this optimizer {own_sizes}; give it the groups "
             "that the saved one had"
         )
+    keys: list[int | str] = []
+    for part, listed in zip(parts, names, strict=True):
+        if not all(isinstance(name, (int, str)) for name in listed):
+            part.refuse("'params' that are neither numbers nor names")
+        keys += listed
+    if len(set(keys)) < len(keys):
+        raise ValueError("the state dict has a parameter in its param groups twice; it is damaged")
+    taken = []
     for number, (own, group) in enumerate(zip(groups, saved, strict=True)):
         try:
-            check_group({**own, **group})
-        except (TypeError, ValueError) as error:
+            values = _taken_over(own, group)
+            check_group({**own, **values})
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"in param group {number} of the state dict, {error}") from error
+        taken.append(values)
+    return keys, taken
 
 
-def _check_plan(engine: Engine, meta: Mapping[str, Any], part: _Part, plan: ParamPlan) -> None:
-    """Whether a parameter was planned as it is here."""
-    for key, value in described(plan).items():
-        saved = part.plain(key)
-        if key == "name" or saved == value:
-            continue
-        difference = (
-            f"the state dict has {key}={saved!r} for {part.plain('name')}, this optimizer {value!r} for {plan.name}"
+def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that an own group takes from a saved one.
+
+    Raises:
+        ValueError: they say that the state is of another update rule.
+    """
+    for name in _VARIANTS:
+        if name not in own and not any(saved.get(name) is off for off in (None, False)):
+            raise ValueError(
+                f"{name}={saved[name]!r} is not supported: load the state of a torch.optim.AdamW without {name}"
+            )
+    if saved.get("decoupled_weight_decay") is False and saved.get("weight_decay") != 0:
+        raise ValueError(
+            "decoupled_weight_decay=False is torch.optim.Adam's, whose weight decay is part of the gradient: load the "
+            "state of a torch.optim.AdamW, or set weight_decay to 0 in the state"
         )
-        if key in _MODEL:
-            raise ValueError(f"{difference}; it belongs to another model: load it over parameters of that {key}")
-        remedy = _remedy(engine, meta) or (
+    left_out = ("params", "param_names", *_EXECUTION)
+    return {
+        # full_state_dict=True makes lists of tuples
+        name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
+        for name, value in saved.items()
+        if name not in left_out and (name in own or name not in _VARIANTS)
+    }
+
+
+# States of torch.optim.AdamW.
+
+
+def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
+    """A state without any entry of ours; the optimizer has made as many steps as the parameter with most gradients."""
+    if not all("betas" in group for group in taken):
+        raise ValueError(
+            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: its param groups have no 'betas'; "
+            "load the state of one of these"
+        )
+    used: dict[int, Mapping[str, Any]] = {}
+    for index, entry in entries.items():
+        plan = engine.plan.params[index]
+        part = _Part(entry, repr(plan.name))
+        if not entry:
+            continue  # as of a parameter that has had no gradient
+        if "max_exp_avg_sq" in entry:
+            raise ValueError(
+                f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
+                "which is not supported; load the state of one without amsgrad"
+            )
+        part.only(ADAMW)
+        part.shape_of_model(plan)
+        for key in ("exp_avg", "exp_avg_sq"):
+            part.check_tensor(key, Field(plan.shape, part.tensor(key).dtype))
+            if not part.tensor(key).is_floating_point():
+                part.refuse(f"{key!r} of {part.tensor(key).dtype}")
+        part.moments()
+        used[index] = {**entry, "step": float(part.gradients())}
+    step = max((int(entry["step"]) for entry in used.values()), default=0)
+    return Checked(used, taken, step, None)
+
+
+# States of this optimizer.
+
+
+def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) -> None:
+    """Whether the entries of one parameter are complete, of this plan, and have values that a step can use."""
+    part = _Part(entry, repr(plan.name))
+    if "plan" not in entry:
+        part.refuse("no 'plan'")
+    part.shape_of_model(plan)
+    _check_plan(engine, part, plan)
+    expected = layout(plan, adaptive=engine.plan.adaptive)
+    for key, field in expected.items():
+        part.check_tensor(key, field)
+    part.only(tuple(expected))
+    part.moments()
+    if "master" in expected and not bool(part.tensor("master").isfinite().all()):
+        part.refuse("'master' with values that are not finite")
+    step, gradients = part.count("optimizer_step"), part.gradients()
+    if gradients > step:
+        part.refuse(f"step={gradients} with optimizer_step={step}, which counts every step,")
+    if "shortest_window" in expected:
+        part.count("shortest_window", at_least=NONE)
+    if "mask" in expected:
+        if (count := int(part.tensor("mask").sum())) != plan.k:
+            part.refuse(f"'mask' with {count} selected slices, not {plan.k},")
+        if (at := part.count("selected_at", at_least=NONE)) >= max(step, 1):
+            part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
+    if "open" in expected:
+        _check_window(part, gradients, len(part.tensor("coefficients")))
+    if "visible_at" in expected and any(
+        at != NONE and not step <= at <= step + plan.staleness for at in part.tensor("visible_at").tolist()
+    ):
+        part.refuse(f"'visible_at' that is neither {NONE} nor one of the next {plan.staleness} steps")
+    if "schedule" in expected:
+        _check_schedule(part)
+
+
+def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
+    """Whether a parameter was planned as it is here."""
+    saved, own = part.tensor("plan"), plan_entry(plan)
+    if saved.dtype != torch.int64 or saved.dim() != 1 or not len(saved):
+        part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
+    if (found := int(saved[0])) != FORMAT:
+        refuse_format(found)
+    part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
+    part.check_tensor("chosen", Field((len(CHOSEN),), torch.float64))
+    policy = chosen(part.tensor("chosen"))["policy"]
+    if policy != engine.plan.policy:
+        raise ValueError(
+            f"the state dict was saved with policy={policy!r}, this optimizer has {engine.plan.policy!r}; "
+            f"create it with the saved policy{_remedy(engine, part)}"
+        )
+    values = planned(own)
+    for name, value in planned(saved).items():
+        if value == values[name]:
+            continue
+        difference = f"the state dict has {name}={value!r} for {part.name}, this optimizer {values[name]!r}"
+        if name == "dtype":
+            raise ValueError(f"{difference}; it belongs to another model: load it over parameters of that dtype")
+        remedy = _remedy(engine, part) or (
             ". With the same options, param groups were given in other calls, or another parameter was frozen: both "
             "decide where state lives. Give the groups in the same calls, all at construction or by add_param_group(), "
             "and each parameter the requires_grad that it had then"
@@ -107,80 +271,38 @@ def _check_plan(engine: Engine, meta: Mapping[str, Any], part: _Part, plan: Para
         raise ValueError(f"{difference}; it belongs to another model, or was saved with other options{remedy}")
 
 
-def _check_entry(name: str, entry: Any, plan: ParamPlan) -> None:
-    """Whether a parameter's state is complete."""
-    if entry is None:
-        if plan.offloaded:
-            raise ValueError(f"the state dict has no state for {name}; it is not complete")
-        return  # it had no gradient yet
-    part = _Part(entry, name)
-    part.count("step")
-    if plan.offloaded:
-        _check_offloaded(part, plan)
-        return
-    state_dtype = torch.float64 if plan.dtype == torch.float64 else torch.float32
-    for key in ("exp_avg", "exp_avg_sq"):
-        part.tensor(key, plan.shape, state_dtype)
-    part.tensor("master", plan.shape, None if plan.dtype == state_dtype else state_dtype)
-
-
-def _check_offloaded(part: _Part, plan: ParamPlan) -> None:
-    rest = (plan.rest, plan.length)
-    for key in ("master", "exp_avg", "exp_avg_sq"):
-        part.tensor(key, plan.shape, torch.float32)
-    part.tensor("score", (plan.lines,), torch.float32)
-    part.tensor("selected", (plan.k,), torch.int32)
-    part.tensor("rest", (plan.rest,), torch.int32)
-    lines = torch.cat([part.value("selected").cpu(), part.value("rest").cpu()])
-    if not torch.equal(lines.sort().values, torch.arange(plan.lines, dtype=torch.int32)):
-        part.refuse(f"'selected' and 'rest' that are not each of the {plan.lines} lines once")
-    part.count("taken")
-    part.count("selected_at", optional=True)
-    for key in ("accumulates", "eager", "single"):
-        part.flag(key)
-    _check_window(part, plan)
-    lost = (torch.float32 if plan.dtype == torch.float32 else torch.bfloat16) if plan.compressed else None
-    part.tensor("residual", rest, lost if plan.held else None)
-    closes = part.items("visible_at", plan.uploads)
-    if not all(_is_count(each) for each in closes):
-        part.refuse("'visible_at' that are not whole numbers >= 0")
-    part.tensor("shown", rest, plan.dtype if closes else None)
-    _check_schedule(_Part(part.value("schedule"), part.name))
+def _check_window(part: _Part, gradients: int, places: int) -> None:
+    """The update window: how many gradients it holds, and a row of finite coefficients for each of them."""
+    count = part.count("open")
+    if count > min(places, gradients):
+        part.refuse(f"open={count} with room for {places} gradients and step={gradients}")
+    if not bool(part.tensor("coefficients")[:count].isfinite().all()):
+        part.refuse("'coefficients' with values that are not finite")
 
 
 def _check_schedule(part: _Part) -> None:
-    part.only((*_COUNTS, *_NORMS, "leaving", "latest"))
-    for key in _COUNTS:
-        part.count(key)
-    for key in _NORMS:
-        part.number(key)
-    part.number("leaving", optional=True)
-    if part.value("latest") is not None and not _are_numbers(part.items("latest"), 2):
-        part.refuse("'latest' that is not a pair of numbers")
-
-
-def _check_window(part: _Part, plan: ParamPlan) -> None:
-    """The open window: a gradient for each of the coefficients, or their sum."""
-    coefficients = part.items("coefficients", plan.interval)
-    if not all(_are_numbers(each, len(SlotCoefficients._fields)) for each in coefficients):
-        part.refuse(f"'coefficients' that are not {len(SlotCoefficients._fields)} numbers each")
-    window = part.items("window", plan.slots)
-    summed = plan.held and plan.summed
-    if len(window) != (min(1, len(coefficients)) if summed else len(coefficients)):
-        part.refuse(f"{len(window)} gradients for {len(coefficients)} 'coefficients' of its window")
-    shape, dtype = ((plan.rest, plan.length), torch.float32) if summed else (plan.slot_shape, plan.slot_dtype)
-    for gradient in window:
-        part.check_tensor("window", gradient, shape, dtype)
+    values = dict(zip(SCHEDULE, part.tensor("schedule").tolist(), strict=True))
+    for name, value in values.items():
+        optional = name in ("latest_selected", "latest_waiting", "leaving")
+        whole = name not in ("attempted", "seen") or float(value).is_integer()
+        if not (math.isfinite(value) and whole and (value >= 0 or (optional and value == NONE))):
+            part.refuse(f"'schedule' with {name}={value!r}")
+    if (values["latest_selected"] == NONE) != (values["latest_waiting"] == NONE):
+        part.refuse("'schedule' with half of the latest norms")
 
 
 class _Part:
-    """A part of a state, read with errors that say what it is of."""
+    """A part of a state, read with errors that say what it is of.
+
+    Args:
+        name: of a parameter, quoted: it may come from a file, and is printed.
+    """
 
     def __init__(self, content: Any, name: str) -> None:
         self.name = name
         if not isinstance(content, Mapping):
             self.refuse(f"a {type(content).__name__} instead of a dict")
-        self._content = content
+        self.content: Mapping[Any, Any] = content
 
     def refuse(self, what: str) -> NoReturn:
         raise ValueError(
@@ -189,13 +311,13 @@ class _Part:
         )
 
     def value(self, key: str) -> Any:
-        if key not in self._content:
+        if key not in self.content:
             self.refuse(f"no {key!r}")
-        return self._content[key]
+        return self.content[key]
 
     def only(self, keys: Sequence[str]) -> None:
         """Refuse entries that nothing would read."""
-        if unknown := [key for key in self._content if key not in keys]:
+        if unknown := [key for key in self.content if key not in keys]:
             self.refuse(f"an unknown entry {unknown[0]!r}")
 
     def mapping(self, key: str) -> Mapping[Any, Any]:
@@ -204,74 +326,67 @@ class _Part:
             self.refuse(f"{key!r} that is a {type(value).__name__} instead of a dict")
         return value
 
-    def plain(self, key: str) -> Any:
-        """A value, or a list of values, that compares with any other."""
-        value = self.value(key)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if not (each is None or isinstance(each, (str, numbers.Real))):
-                self.refuse(f"{key!r} that holds a {type(each).__name__}")
-        return value
-
-    def number(self, key: str, *, optional: bool = False) -> None:
-        value = self.value(key)
-        if not (isinstance(value, numbers.Real) or (optional and value is None)):
-            self.refuse(f"{key}={value!r}, which is no number,")
-
-    def count(self, key: str, *, optional: bool = False) -> None:
-        self.number(key, optional=optional)
-        value = self.value(key)
-        if value is not None and not _is_count(value):
-            self.refuse(f"{key}={value!r}, which is no whole number >= 0,")
-
-    def flag(self, key: str) -> None:
-        value = self.value(key)
-        if not isinstance(value, bool):
-            self.refuse(f"{key}={value!r}, which is neither True nor False,")
-
-    def items(self, key: str, at_most: int | None = None) -> Sequence[Any]:
+    def items(self, key: str) -> Sequence[Any]:
         value = self.value(key)
         if not isinstance(value, (list, tuple)):
             self.refuse(f"{key!r} that is a {type(value).__name__} instead of a list")
-        if at_most is not None and len(value) > at_most:
-            self.refuse(f"{key!r} of {len(value)} entries, which may be {at_most} at most,")
         return value
 
-    def tensor(self, key: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
-        """``dtype`` None: there must be none."""
+    def tensor(self, key: str) -> Tensor:
+        """A dense tensor."""
         value = self.value(key)
-        if dtype is not None:
-            self.check_tensor(key, value, shape, dtype)
-        elif value is not None:
-            self.refuse(f"{key!r}, which must be None,")
-
-    def check_tensor(self, key: str, value: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
         if not isinstance(value, Tensor):
             self.refuse(f"a {type(value).__name__} instead of a tensor as {key!r}")
         if value.layout != torch.strided or value.device.type == "meta":
             self.refuse(f"{key!r} that is not dense (layout {value.layout}, device {value.device})")
-        if value.shape != torch.Size(shape) or value.dtype != dtype:
+        return value
+
+    def check_tensor(self, key: str, field: Field) -> None:
+        value = self.tensor(key)
+        if tuple(value.shape) != field.shape or value.dtype != field.dtype:
             self.refuse(
-                f"{key!r} of shape {list(value.shape)} and {value.dtype}, not {list(shape)} and {dtype},"
+                f"{key!r} of shape {list(value.shape)} and {value.dtype}, not {list(field.shape)} and {field.dtype},"
             )
 
+    def shape_of_model(self, plan: ParamPlan) -> None:
+        """Refuse moments of a parameter of another shape."""
+        if (shape := tuple(self.tensor("exp_avg").shape)) != plan.shape:
+            raise ValueError(
+                f"the state dict has shape={list(shape)} for {self.name}, this optimizer {list(plan.shape)}; it "
+                "belongs to another model: load it over parameters of that shape"
+            )
 
-def _is_count(value: Any) -> bool:
-    """Whether it is a whole number from 0 on; a resident's steps are one as a float."""
-    return isinstance(value, numbers.Real) and float(value).is_integer() and float(value) >= 0.0
+    def moments(self) -> None:
+        """Refuse moments that no step can use; an infinite ``exp_avg_sq`` is one of a gradient that was too large."""
+        if not bool(self.tensor("exp_avg").isfinite().all()):
+            self.refuse("'exp_avg' with values that are not finite")
+        if not bool((self.tensor("exp_avg_sq") >= 0).all()):  # False for NaN
+            self.refuse("'exp_avg_sq' with values that are negative or NaN")
+
+    def count(self, key: str, *, at_least: int = 0) -> int:
+        """The whole number in a tensor of one element that ``check_tensor`` has seen."""
+        number = int(self.tensor(key))
+        if number < at_least:
+            self.refuse(f"{key}={number}, which is no whole number >= {at_least},")
+        return number
+
+    def gradients(self) -> int:
+        """``step``: a whole number, in a tensor of one element or as it is."""
+        value = self.value("step")
+        if isinstance(value, Tensor):
+            if self.tensor("step").numel() != 1 or value.is_complex():
+                self.refuse(f"'step' of shape {list(value.shape)} and {value.dtype}")
+            value = value.item()
+        if not isinstance(value, (int, float)):
+            self.refuse(f"a {type(value).__name__} instead of a number as 'step'")
+        if not 0 <= value < 2**53 or not float(value).is_integer():  # NaN is in no range
+            self.refuse(f"step={value!r}, which is no whole number >= 0,")
+        return int(float(value))
 
 
-def _are_numbers(value: Any, count: int) -> bool:
-    listed = isinstance(value, (list, tuple)) and len(value) == count
-    return listed and all(isinstance(each, numbers.Real) for each in value)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value
-
-
-def _remedy(engine: Engine, meta: Mapping[str, Any]) -> str:
+def _remedy(engine: Engine, part: _Part) -> str:
     """What to pass instead of what was chosen by a measurement, if some of that is what differs."""
-    saved = {name: meta[name] for name in CHOSEN}
+    saved = chosen(part.tensor("chosen"))
     own = {name: getattr(engine.options, name) for name in CHOSEN}
     if saved == own:
         return ""

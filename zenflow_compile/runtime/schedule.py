@@ -7,8 +7,8 @@ window that ``update_interval="auto"`` may choose (``time_bound.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from zenflow_compile.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.profiling.timeline import AdaptiveWindows
+from zenflow_compile.runtime.checkpoint_format import NONE
 from zenflow_compile.runtime.columns import DeviceSide
 from zenflow_compile.runtime.readback import Readback
 from zenflow_compile.runtime.recorder import Recorder
@@ -165,18 +166,13 @@ class Schedule:
         """The adaptive bookkeeping of parameter ``index``."""
         return self._windows.setdefault(index, AdaptiveWindow())
 
-    def state(self, index: int) -> dict[str, Any]:
-        """What decides about parameter ``index``, as plain numbers; between steps."""
+    def state(self, index: int) -> list[float]:
+        """What decides about parameter ``index``, between steps: the numbers of ``checkpoint_format.SCHEDULE``."""
         self._arrive()
         window = self._windows.get(index, AdaptiveWindow())
-        return {
-            "attempted": window.attempted,
-            "waiting": window.waiting,
-            "selected": window.selected,
-            "seen": window.seen,
-            "latest": window.latest,
-            "leaving": self._leaving.get(index),
-        }
+        latest = (NONE, NONE) if window.latest is None else window.latest
+        leaving = self._leaving.get(index, NONE)
+        return [window.attempted, window.seen, window.waiting, window.selected, *latest, leaving]
 
     def forget(self) -> None:
         """Drop all that was gathered: a state is about to be loaded."""
@@ -185,14 +181,18 @@ class Schedule:
         self._leaving.clear()
         self._units.clear()
 
-    def restore(self, index: int, state: dict[str, Any]) -> None:
+    def restore(self, index: int, state: Sequence[float]) -> None:
         """Put back what ``state`` returned."""
-        window = {**state}
-        leaving = window.pop("leaving")
-        latest = window.pop("latest")
+        attempted, seen, waiting, selected, *latest, leaving = state
         if self._adaptive:
-            self._windows[index] = AdaptiveWindow(**window, latest=None if latest is None else tuple(latest))
-        if leaving is not None:
+            self._windows[index] = AdaptiveWindow(
+                attempted=int(attempted),
+                waiting=waiting,
+                selected=selected,
+                seen=int(seen),
+                latest=None if latest[0] == NONE else (latest[0], latest[1]),
+            )
+        if leaving != NONE:
             self._leaving[index] = leaving
 
     @property
