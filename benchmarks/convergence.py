@@ -42,7 +42,7 @@ def measure(
     for run in runs:
         keep = run.folder() in continued
         row = outcomes.find(run)
-        if row is None or (keep and not checkpoint(run, folder).is_file()):
+        if row is None or (keep and checkpoint(run, folder) is None):
             row = perform(run, folder, keep=keep, texts=texts)
             outcomes.add(run, row)
         console.print(

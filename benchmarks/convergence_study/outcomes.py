@@ -67,11 +67,13 @@ def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, An
     config = replace(run.config, evaluate_every=steps, save_every=steps)
     measured: dict[str, Any] = {}
     if run.start:
-        config = replace(config, start_from=str(checkpoint(run.start, folder)))
+        start = checkpoint(run.start, folder)
+        assert start is not None  # runs that others continue come first
+        config = replace(config, start_from=str(start))
         if run.rule is REFERENCE:  # where all rules of this seed begin
             measured["loss_before"] = _loss_before(config, text)
     if keep:
-        config = replace(config, out=str(checkpoint(run, folder).parent))
+        config = replace(config, out=str(folder / run.folder()))
     result = train(config, text=text)
     return measured | {
         "validation_loss": result.validation_loss,
@@ -87,9 +89,10 @@ def _loss_before(config: TrainConfig, text: Text) -> float:
     return evaluate(initial_model(config), batches, config.torch_device())
 
 
-def checkpoint(run: Run, folder: Path) -> Path:
-    """Where the last checkpoint of ``run`` is."""
-    return folder / run.folder() / f"step-{run.config.steps:06d}.pt"
+def checkpoint(run: Run, folder: Path) -> Path | None:
+    """The last checkpoint of ``run``; None if there is none. Repeated runs leave one each, and the newest counts."""
+    found = (folder / run.folder()).glob(f"step-{run.config.steps:06d}-*.pt")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 @lru_cache(maxsize=2)

@@ -135,12 +135,14 @@ def test_cut_off_runs_are_not_lost(study: Study, results: Path, tmp_path: Path) 
     assert after[3]["loss_before"] == after[2]["loss_before"]
 
     # Without the checkpoint that fine-tuning needs its run is due again, and gives the same numbers.
-    checkpoint(runs[0], tmp_path).unlink()
+    kept = checkpoint(runs[0], tmp_path)
+    assert kept is not None
+    kept.unlink()
     convergence.measure(runs, Outcomes.read(), tmp_path, quiet(), texts=some_text)
     again = Outcomes.read().find(runs[0])
     assert again is not None
     assert again["validation_loss"] == before[0]["validation_loss"]
-    assert checkpoint(runs[0], tmp_path).is_file()
+    assert checkpoint(runs[0], tmp_path) is not None
 
 
 def test_fine_tuning_continues_the_reference_on_other_text(study: Study, tmp_path: Path) -> None:
