@@ -248,18 +248,19 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         _check_device_and_owner(params, self._claim.params[0].device)
         super().add_param_group(param_group)
         self._calls.append(len(self.param_groups))
-        engine = self._engine
+        engine, claimed = self._engine, len(self._claim.params)
         try:
+            self._claim.add(params)
             if engine is None:
-                self._check_plan(self.param_groups, [*self._claim.params, *params])
+                self._check_plan(self.param_groups, self._claim.params)
             else:
                 engine.add_params(_named(self.param_groups)[-1:], len(self.param_groups) - 1)
                 self._step_graph = fused_step_graph(engine.plan, engine.id)
         except BaseException:
             self.param_groups.pop()
             self._calls.pop()
+            self._claim.keep(claimed)
             raise
-        self._claim.add(params)
 
     @torch_private.outside_of_graphs
     @torch.no_grad()

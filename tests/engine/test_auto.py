@@ -12,6 +12,7 @@ from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Tra
 from zenflow_compile import options as options_module
 from zenflow_compile.profiling.timeline import AdaptiveWindows
 from zenflow_compile.runtime import copies, schedule, time_bound
+from zenflow_compile.runtime.checkpoint_format import NONE, SCHEDULE
 
 SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 
@@ -142,12 +143,12 @@ def test_what_was_seen_and_not_used_yet_is_in_the_state() -> None:
     options = DRIFTING["windows"]
     position = 4  # closes at 3 and 4 have looked, those at 5 and 6 decide
     saved = torch.load(io.BytesIO(Training(None, options).run(0, position).saved()), weights_only=True)
-    waiting = [entry["schedule"]["leaving"] for entry in saved["optimizer"]["state"].values() if "schedule" in entry]
-    assert any(leaving for leaving in waiting)
+    leaving = SCHEDULE.index("leaving")
+    entries = [entry["schedule"] for entry in saved["optimizer"]["state"].values() if "schedule" in entry]
+    assert any(entry[leaving] > 0.0 for entry in entries)
     expected = Training(None, options).run(0, 12).weights()
-    for entry in saved["optimizer"]["state"].values():
-        if "schedule" in entry:
-            entry["schedule"]["leaving"] = None
+    for entry in entries:
+        entry[leaving] = NONE
     file = io.BytesIO()
     torch.save(saved, file)
     forgetful = Training(None, options).load(file.getvalue()).run(position, 12).weights()

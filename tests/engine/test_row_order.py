@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.engine.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.checkpoint_format import SCHEDULE
 from zenflow_compile.runtime.compression import scales_and_values
 from zenflow_compile.runtime.device_ops import Selection
 from zenflow_compile.runtime.offloaded import OffloadedParam
@@ -119,6 +120,9 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any], step: int) ->
             assert actual[name] == value, (name, step)
 
 
+ATTEMPTED = SCHEDULE.index("attempted")
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
@@ -134,7 +138,7 @@ def test_order_of_rows_changes_no_number(case: str, dtype: torch.dtype, entry: d
         expected = one.outcome()
         assert_equal(other.outcome(), expected, step)
         chosen.add(tuple(expected["selected"][0]))
-        lengths |= {state["attempted"] for state in expected["schedule"]}
+        lengths |= {state[ATTEMPTED] for state in expected["schedule"]}
         other.permute_rows(generator)
     assert len(chosen) > 2, "selections never change"
     if CASES[case]["update_interval"] == "auto":

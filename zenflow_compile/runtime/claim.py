@@ -57,13 +57,28 @@ class Claim:
         return engine
 
     def add(self, params: Sequence[Parameter]) -> None:
-        """Claim further parameters."""
-        for param in params:
-            self._position[id(param)] = len(self.params)
-            self.params.append(param)
-            self._owners.append(Owner())
-            param._zenflow_owner = self._owners[-1]  # type: ignore[attr-defined]
-        self.listen()
+        """Claim further parameters, all of them or none."""
+        before = len(self.params)
+        try:
+            for param in params:
+                self._position[id(param)] = len(self.params)
+                self._owners.append(Owner())
+                self.params.append(param)
+                param._zenflow_owner = self._owners[-1]  # type: ignore[attr-defined]
+            self.listen()
+        except BaseException:
+            self.keep(before)
+            raise
+
+    def keep(self, count: int) -> None:
+        """Give up all parameters but the first ``count``."""
+        for p in range(count, len(self.params)):
+            if (hook := self._hooks.pop(p, None)) is not None:
+                hook.remove()
+            if getattr(self.params[p], "_zenflow_owner", None) is self._owners[p]:
+                del self.params[p]._zenflow_owner  # type: ignore[attr-defined]
+            del self._position[id(self.params[p])]
+        del self.params[count:], self._owners[count:]
 
     def listen(self) -> None:
         """Hook parameters that have no hook yet. A frozen parameter takes none before it is unfrozen."""
@@ -97,11 +112,6 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Remove marks and hooks. Idempotent: the parameters may have another owner by the second call."""
+        """Give up all parameters. Idempotent."""
         ops.unregister_claim(self)
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        for param, owner in zip(self.params, self._owners, strict=True):
-            if getattr(param, "_zenflow_owner", None) is owner:
-                del param._zenflow_owner  # type: ignore[attr-defined]
+        self.keep(0)
