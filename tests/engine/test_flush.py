@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.runtime import host_adam
+from zenflow_compile.runtime.checkpoint_format import NONE, SCHEDULE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,8 +47,8 @@ def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None,
         assert_same(flushed.weights(), weights)
         schedule = flushed.optimizer.engine.schedule
         for each in flushed.optimizer.engine.offloaded.values():
-            adaptive = schedule.state(each.plan.index)
-            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest"]) == (0, 0, None)
+            adaptive = dict(zip(SCHEDULE, schedule.state(each.plan.index), strict=True))
+            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest_selected"]) == (0, 0, NONE)
             assert not each.host.open
             assert not each.host.closes
             assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
