@@ -93,10 +93,31 @@ def test_flush_leaves_weights_that_were_loaded() -> None:
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)
     training.model.load_state_dict(best)
-    training.optimizer.flush()
+    with pytest.warns(UserWarning, match=r"windows of 2 parameters.*were dropped.*synchronize\(\) after") as seen:
+        training.optimizer.flush()
+    assert [warning.filename for warning in seen] == [__file__]
     assert_same(training.weights_as_they_are(), list(best.values()))
     assert not any(each.host.open for each in training.optimizer.engine.offloaded.values())
     training.run(7, 9)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_write_then_synchronize_keeps_gradients(entry: dict[str, Any] | None) -> None:
+    """The update of an open window goes on top of weights that were written by hand."""
+    flushed, closed = (Training(entry, {"update_interval": 4}).run(0, 6) for _ in range(2))
+    for training in (flushed, closed):
+        training.optimizer.synchronize()
+        with torch.no_grad():
+            for param in training.model.parameters():
+                param.clamp_(-0.05, 0.05)
+        training.optimizer.synchronize()
+    clamped = flushed.weights_as_they_are()
+    assert any(each.host.open for each in flushed.optimizer.engine.offloaded.values())
+    flushed.optimizer.flush()
+    closed.optimizer.close()
+    weights = flushed.weights_as_they_are()
+    assert_same(closed.weights_as_they_are(), weights)
+    assert any(not torch.equal(a, b) for a, b in zip(weights, clamped, strict=True))
 
 
 def test_flush_over_a_lost_update_raises() -> None:
