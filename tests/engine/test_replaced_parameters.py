@@ -36,7 +36,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (assign, "in the place of 0.weight"),
     (replace_parameter, "in the place of 2.weight"),
     (replace_module, "in the place of 4.weight"),
-    (resize, "4.weight has shape"),
+    (resize, "4.weight was float32"),
 ]
 
 

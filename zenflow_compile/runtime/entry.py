@@ -120,8 +120,8 @@ def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoRe
     was = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.shape)} on {device}"
     now = f"{str(param.dtype).removeprefix('torch.')}{list(param.shape)} on {param.device}"
     raise RuntimeError(
-        f"{plan.name} was {was} at the optimizer's first use and is {now}: change the model's dtype, device and "
-        "shapes first, then create the optimizer and compile the model"
+        f"{plan.name} was {was} at the optimizer's first use and is {now}: close() the optimizer, create it anew over "
+        "model.parameters() after the change, and compile the model again"
     )
 
 

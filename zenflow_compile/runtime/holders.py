@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.ops import is_owned
 
 _REMEDY = "close() the optimizer, create it anew over model.parameters() after the change, and compile the model again"
 
@@ -35,8 +36,9 @@ class _Root(NamedTuple):
 class Holders:
     """Modules and names under which compiled models hold parameters. Refers to modules weakly.
 
-    A parameter counts as replaced if no module holds it where it was, and one holds another parameter in its place.
-    Modules that were deleted, attributes that were, and parameters that moved to another name are no replacement.
+    A parameter counts as replaced if no module holds it where it was, and one holds a parameter without an owner in its
+    place. Modules that were deleted, attributes that were, parameters that moved to another name, and weights that were
+    tied to another owned parameter are no replacement.
 
     Args:
         params: of the engine, by index; the list may grow.
@@ -76,7 +78,7 @@ class Holders:
         for index, places in self._places.items():
             param = self._params[index]
             now = [module._parameters.get(place.name) for place in places if (module := place.module()) is not None]
-            if any(each is not None for each in now) and not any(each is param for each in now):
+            if not any(each is param for each in now) and any(each is not None and not is_owned(each) for each in now):
                 refuse_replaced(plans[index].name)
 
     def check_models(self, plans: Sequence[ParamPlan], models: Iterable[nn.Module]) -> None:
@@ -94,7 +96,8 @@ class Holders:
         now = dict(model.named_parameters(remove_duplicate=False))
         held = {id(param) for param in now.values()}
         for index, own_names in names.items():
-            if id(self._params[index]) not in held and any(name in now for name in own_names):
+            replaced = any(name in now and not is_owned(now[name]) for name in own_names)
+            if replaced and id(self._params[index]) not in held:
                 refuse_replaced(plans[index].name)
 
 
