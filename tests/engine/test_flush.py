@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.runtime import host_adam
+from zenflow_compile.runtime.checkpoint_format import NONE, SCHEDULE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,8 +47,8 @@ def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None,
         assert_same(flushed.weights(), weights)
         schedule = flushed.optimizer.engine.schedule
         for each in flushed.optimizer.engine.offloaded.values():
-            adaptive = schedule.state(each.plan.index)
-            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest"]) == (0, 0, None)
+            adaptive = dict(zip(SCHEDULE, schedule.state(each.plan.index), strict=True))
+            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest_selected"]) == (0, 0, NONE)
             assert not each.host.open
             assert not each.host.closes
             assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
@@ -86,16 +87,23 @@ def test_flush_keeps_gradients_of_no_step(name: str, entry: dict[str, Any] | Non
     assert_same(twin.weights(), training.weights())
 
 
-def test_flush_leaves_weights_that_were_loaded() -> None:
-    """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains."""
-    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+@pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
+def test_flush_leaves_weights_that_were_loaded(name: str, tmp_path: Path) -> None:
+    """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains. A state that is saved
+    then continues as this run does."""
+    training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)
     training.model.load_state_dict(best)
-    training.optimizer.flush()
+    with pytest.warns(UserWarning, match=r"the gradients in the update windows of \d parameters \(0.weight, ...\)"):
+        training.optimizer.flush()
     assert_same(training.weights_as_they_are(), list(best.values()))
-    assert not any(each.host.open for each in training.optimizer.engine.offloaded.values())
-    training.run(7, 9)
+    for each in training.optimizer.engine.offloaded.values():
+        assert not each.host.open
+        assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
+    saved = training.saved()
+    expected = training.run(7, 15).weights()
+    assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(7, 15).weights(), expected)
 
 
 def test_flush_over_a_lost_update_raises() -> None:

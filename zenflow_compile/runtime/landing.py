@@ -136,9 +136,8 @@ class Landing:
                     written = True
                     lost.append(error)
                 if written and flush:
-                    if offloaded.host.open:
+                    if offloaded.drop_window():
                         dropped.append(offloaded.plan.name)
-                    offloaded.drop_window()
                 elif flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
                     close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
