@@ -561,7 +561,9 @@ class Engine(ReadableNodes):
             return
         self._check()
         if not self.landing.is_current(self.step):
-            only = None if params is None else {self.index_of(param) for param in params}
+            only = None
+            if params is not None:
+                only = {index for param in params if (index := self.index_of(param)) is not None}
             with torch_private.outside_of_transforms():
                 self.landing.apply_due(self.step, only)
 
