@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from zenflow_compile.printable import printable
 from zenflow_compile.validate import unknown_option, user_stacklevel
 
 ZENFLOW_KNOBS = (
@@ -104,7 +105,7 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
         else:
             ignored.append(name)
     if ignored:
-        named = ", ".join(map(_printable, ignored))
+        named = ", ".join(map(printable, ignored))
         sentences.append(f"ignored, since they have no effect here: {named}")
     if sentences:
         warnings.warn(f"{where}: {'. '.join(sentences)}", stacklevel=user_stacklevel())
@@ -205,7 +206,7 @@ def _load_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapp
             raise ValueError(f"config={path!r} is not a DeepSpeed configuration: it is nested too deep") from error
     if not isinstance(config, dict):
         raise ValueError(f"config={path!r} must hold a JSON object, not {type(config).__name__}")
-    return config, _printable(os.fsdecode(path))
+    return config, printable(os.fsdecode(path))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,8 +217,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {name!r} is there twice; keep one of the two")
         found[name] = value
     return found
-
-
-def _printable(text: object) -> str:
-    """Text as it is if a terminal can show it, else with escapes: names in a file may hold control characters."""
-    return text if isinstance(text, str) and text.isprintable() else repr(text)

@@ -353,10 +353,15 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             ``state`` and ``param_groups``, as ``torch.optim.AdamW`` has them. ``state`` has tensors on the host alone,
             whose names, shapes and dtypes depend on the parameters and options: ``step``, ``exp_avg``, ``exp_avg_sq``
             and what else a resume needs.
+
+        Raises:
+            ValueError: parameters in ``param_groups`` were changed by hand.
+            RuntimeError: work in flight failed, or the optimizer is closed.
         """
         engine = self.engine
         for hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             hook(self)
+        self._claim.check_params(self.param_groups)
         engine.synchronize()
         state = checkpoint.state_dict(engine, self.param_groups)
         for hook in torch_private.optimizer_hooks(self, "state_dict_post"):
@@ -381,6 +386,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         state_dict = state_dict.copy()  # hooks may change it
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)
+        self._claim.check_params(self.param_groups)
         checkpoint.load_state_dict(engine, self.param_groups, state_dict)
         self._states.clear()
         self._show_steps()

@@ -87,18 +87,24 @@ def test_flush_keeps_gradients_of_no_step(name: str, entry: dict[str, Any] | Non
     assert_same(twin.weights(), training.weights())
 
 
-def test_flush_leaves_weights_that_were_loaded() -> None:
-    """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains."""
-    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+@pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
+def test_flush_leaves_weights_that_were_loaded(name: str, tmp_path: Path) -> None:
+    """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains. A state that is saved
+    then continues as this run does."""
+    training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)
     training.model.load_state_dict(best)
-    with pytest.warns(UserWarning, match=r"windows of 2 parameters.*were dropped.*synchronize\(\) after") as seen:
+    with pytest.warns(UserWarning, match=r"windows of \d parameters \(0.weight, .*synchronize\(\) after") as seen:
         training.optimizer.flush()
     assert [warning.filename for warning in seen] == [__file__]
     assert_same(training.weights_as_they_are(), list(best.values()))
-    assert not any(each.host.open for each in training.optimizer.engine.offloaded.values())
-    training.run(7, 9)
+    for each in training.optimizer.engine.offloaded.values():
+        assert not each.host.open
+        assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
+    saved = training.saved()
+    expected = training.run(7, 15).weights()
+    assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(7, 15).weights(), expected)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)

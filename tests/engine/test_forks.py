@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -79,20 +80,27 @@ def test_forked_child_reads_complete_weights(entry: dict[str, Any] | None) -> No
     def read() -> float:
         with torch.no_grad():
             training.call(batch(0)[0])
-        return sum(float(value.sum()) for value in training.model.state_dict().values())
+            training.model(batch(0)[0])  # its modules have hooks, where the model is compiled
+        read_by_copy = copy.deepcopy(training.model).state_dict()
+        return sum(float(value.sum()) for value in read_by_copy.values())
 
     assert in_child(read) == f"returned {weights}"
 
 
-@pytest.mark.parametrize("read", ["compiled", "state_dict"])
+@pytest.mark.parametrize("read", ["compiled", "uncompiled", "state_dict", "deepcopy"])
 def test_forked_child_refuses_weights_before_an_update(read: str) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     with torch.no_grad():
         training.call(batch(0)[0])  # compiled before the fork
     training.step(3)
     assert any(each.due(4) for each in training.optimizer.engine.offloaded.values())
-    action = {"compiled": lambda: training.call(batch(0)[0]), "state_dict": training.model.state_dict}[read]
-    told = in_child(action)
+    actions: dict[str, Callable[[], object]] = {
+        "compiled": lambda: training.call(batch(0)[0]),
+        "uncompiled": lambda: training.model(batch(0)[0]),
+        "state_dict": training.model.state_dict,
+        "deepcopy": lambda: copy.deepcopy(training.model),
+    }
+    told = in_child(actions[read])
     assert told.startswith("RuntimeError: this process was forked")
     assert "an update of the weights was on its way" in told
     training.optimizer.close()

@@ -234,9 +234,11 @@ def test_edited_param_groups_are_refused(edit: Callable[[ZenFlowAdamW], None]) -
     model = model_of()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
     before = train(model, optimizer)
+    saved = optimizer.state_dict()
     edit(optimizer)
-    with pytest.raises(ValueError, match=r"param_groups were changed by hand.*add_param_group\(\)"):
-        train(model, optimizer)
+    for use in (lambda: train(model, optimizer), optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(ValueError, match=r"param_groups were changed by hand.*add_param_group\(\)"):
+            use()
     assert_equal([param.detach() for param in model.parameters()], before)
 
 

@@ -49,7 +49,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
         "param_groups": [
             {
                 **{key: _own(value) for key, value in group.items() if key != "params"},
-                "params": [index_of[id(param)] for param in group["params"] if id(param) in index_of],
+                "params": [index_of[id(param)] for param in group["params"]],
             }
             for group in groups
         ],

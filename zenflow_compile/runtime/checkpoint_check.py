@@ -27,10 +27,8 @@ from zenflow_compile.runtime.checkpoint_format import (
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.param_groups import check_group
 
-# How torch.optim.AdamW computes, which is no business of another optimizer. ``decoupled_weight_decay`` is checked.
+# How torch.optim.AdamW computes, which another optimizer does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
-# What it computes; refused unless the own groups know the name.
-_VARIANTS = ("amsgrad", "maximize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +69,14 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     keys, taken = _check_groups(groups, whole.items("param_groups"))
     saved = whole.mapping("state")
     index_of = {id(param): index for index, param in enumerate(engine.params)}
-    own = [index_of.get(id(param)) for group in groups for param in group["params"]]
-    if None in own:
-        raise ValueError(
-            "param_groups has a parameter that the optimizer was not given; add groups by add_param_group()"
-        )
+    own = [index_of[id(param)] for group in groups for param in group["params"]]
     index_by_key = dict(zip(keys, own, strict=True))
     for key in saved:
         if key not in index_by_key:
             whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
     entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in saved.items():
-        index = index_by_key[key]
-        assert index is not None
-        entries[index] = _Part(entry, f"parameter {key!r}").content
+        entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
     for index, plan in enumerate(engine.plan.params):
@@ -139,7 +131,7 @@ def _check_groups(
     for number, (own, group) in enumerate(zip(groups, saved, strict=True)):
         try:
             values = _taken_over(own, group)
-            check_group({**own, **values})
+            check_group({**own, **values, "decoupled_weight_decay": group.get("decoupled_weight_decay", True)})
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"in param group {number} of the state dict, {error}") from error
         taken.append(values)
@@ -147,27 +139,13 @@ def _check_groups(
 
 
 def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that an own group takes from a saved one.
-
-    Raises:
-        ValueError: they say that the state is of another update rule.
-    """
-    for name in _VARIANTS:
-        if name not in own and not any(saved.get(name) is off for off in (None, False)):
-            raise ValueError(
-                f"{name}={saved[name]!r} is not supported: load the state of a torch.optim.AdamW without {name}"
-            )
-    if saved.get("decoupled_weight_decay") is False and saved.get("weight_decay") != 0:
-        raise ValueError(
-            "decoupled_weight_decay=False is torch.optim.Adam's, whose weight decay is part of the gradient: load the "
-            "state of a torch.optim.AdamW, or set weight_decay to 0 in the state"
-        )
+    """The values that an own group takes from a saved one."""
     left_out = ("params", "param_names", *_EXECUTION)
     return {
         # full_state_dict=True makes lists of tuples
         name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
         for name, value in saved.items()
-        if name not in left_out and (name in own or name not in _VARIANTS)
+        if name not in left_out
     }
 
 

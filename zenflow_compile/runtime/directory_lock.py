@@ -182,7 +182,7 @@ def _has_name(file: io.FileIO, path: Path) -> bool:
 
 
 def _has_ended(text: str) -> bool:
-    """Whether ``text`` is the id of a process that does not exist; a lock that has no id yet is somebody's."""
+    """Whether ``text`` is the id of a process that does not exist; a lock file without an id counts as held."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _LARGEST_PID):
         return False
     return not psutil.pid_exists(int(text))

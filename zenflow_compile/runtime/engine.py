@@ -553,11 +553,17 @@ class Engine(ReadableNodes):
             params: only the updates of these; None: all.
 
         Raises:
-            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+            RuntimeError: work in flight failed, a weight was written while an update of it was in flight, or an update
+                is due in a forked child.
         """
+        if self.in_child:
+            self._check_weights_in_child()
+            return
         self._check()
         if not self.landing.is_current(self.step):
-            only = None if params is None else {self.index_of(param) for param in params}
+            only = None
+            if params is not None:
+                only = {index for param in params if (index := self.index_of(param)) is not None}
             with torch_private.outside_of_transforms():
                 self.landing.apply_due(self.step, only)
 

@@ -92,10 +92,13 @@ class Held:
             self._sent = None
         self.drop_window()
 
-    def drop_window(self) -> None:
-        """Forget the gradients that the open window sums up."""
-        if self.window_sum is not None:
-            self.window_sum.slots.clear()
+    def drop_window(self) -> int:
+        """Forget the gradients that the open window sums up, and return how many there were."""
+        if self.window_sum is None:
+            return 0
+        count = len(self.window_sum.slots)
+        self.window_sum.slots.clear()
+        return count
 
     @property
     def nbytes(self) -> int:

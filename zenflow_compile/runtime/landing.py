@@ -76,7 +76,7 @@ class Landing:
         """Whether no update is due after ``now`` steps; False also where that is unknown."""
         return self._current_at == now
 
-    def apply_due(self, now: int, only: Collection[int | None] | None = None) -> None:
+    def apply_due(self, now: int, only: Collection[int] | None = None) -> None:
         """Make every due update visible.
 
         Args:
@@ -85,9 +85,10 @@ class Landing:
         Raises:
             RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
         """
-        for offloaded in self.by_deadline():
-            if only is not None and offloaded.plan.index not in only:
-                continue
+        # Uncompiled modules ask one after another, for a few parameters each: do not look at all of them every time.
+        every = self._roster.offloaded
+        chosen = self.by_deadline() if only is None else [every[p] for p in sorted(only) if p in every]
+        for offloaded in chosen:
             offloaded.raise_failures()
             if not offloaded.weights.to_be_compared:  # the weights that belong to a loaded state may be yet to come
                 offloaded.notice_foreign_write(now)
@@ -136,9 +137,8 @@ class Landing:
                     written = True
                     lost.append(error)
                 if written and flush:
-                    if offloaded.host.open:
+                    if offloaded.drop_window():
                         dropped.append(offloaded.plan.name)
-                    offloaded.drop_window()
                 elif flush:
                     _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
                     close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)

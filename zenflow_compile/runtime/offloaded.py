@@ -508,11 +508,17 @@ class OffloadedParam:
             close.visible_at = at + 1
         return close
 
-    def drop_window(self) -> None:
-        """Empty the open update window without applying its gradients."""
+    def drop_window(self) -> int:
+        """Empty the open update window without applying its gradients, and return how many there were.
+
+        They stay counted, as the selected slices have counted them: a state dict has one count for both sides.
+        """
+        count = len(self.host.open)
         self.host.drop_window()
         if self.held is not None:
-            self.held.drop_window()
+            count += self.held.drop_window()
+        self.host.taken += count
+        return count
 
     # The way back.
 

@@ -74,10 +74,10 @@ def check_values(group: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if (value := group.get(name)) is not None and check_flag(name, value):
             raise ValueError(f"{name}=True of torch.optim.AdamW is not supported: {reason}")
-    if group.get("decoupled_weight_decay", True) is not True:  # of a state of torch.optim.Adam
+    if group.get("decoupled_weight_decay", True) is not True and decay != 0:
         raise ValueError(
-            f"decoupled_weight_decay={group['decoupled_weight_decay']!r} is Adam's weight decay, which is part of the "
-            "gradient, and this optimizer decays as AdamW does; load a state of torch.optim.AdamW"
+            f"decoupled_weight_decay={group['decoupled_weight_decay']!r} is torch.optim.Adam's, whose weight decay is "
+            "part of the gradient, and this optimizer decays as AdamW does: leave it out, or set weight_decay=0"
         )
 
 
