@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime import ops
@@ -85,6 +86,8 @@ class RecordingEngine:
     def check_models(self, models: Sequence[nn.Module]) -> None: ...
 
     def check_unchanged(self) -> None: ...
+
+    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None: ...
 
     def offloaded(self) -> list[int]:
         return [param.index for param in self.plan.params if param.offloaded]

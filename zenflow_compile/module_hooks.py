@@ -3,8 +3,8 @@
 A compiled graph of ours fetches each weight before its first use. Anything else that goes through a module is served
 here: a forward that runs uncompiled, a graph of another backend, a copy, a pickle, a state dict.
 
-Hooks name their engine by number, so that modules keep no engine alive. Hooks of a closed engine do nothing: its
-weights are final.
+Hooks name their engine by number, so that modules keep no engine alive, and ``close()`` removes them. Those of copies
+stay, and do nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.runtime import ops
@@ -30,6 +31,7 @@ class Engine(ops.EngineOps, Protocol):
     def apply_in_step(self) -> None: ...
     def synchronize(self) -> None: ...
     def before_load(self) -> None: ...
+    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class SynchronizeBeforeStateDict:
 
 
 @dataclass(frozen=True, slots=True)
-class LandBeforeLoad:
+class ApplyBeforeLoad:
     """A module's load_state_dict pre-hook: due updates are applied before the weights that replace them."""
 
     engine_id: int
@@ -102,19 +104,25 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
     [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. Its
     parameters go to the end there, so that they are copied after the hook was, which brings them up to date.
     """
+    if (engine := _engine(engine_id)) is None:
+        return
     reads = ApplyBeforeForward(engine_id)
-    added = False
+    handles: list[RemovableHandle] = []
     for root in roots:
         for module in root.modules():
             if module is not root and not _holds(module, engine_id):
                 continue
-            if reads not in module._forward_pre_hooks.values():
-                added = True
-                module.register_forward_pre_hook(reads)
-                module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
-                module.register_state_dict_pre_hook(SynchronizeBeforeStateDict(engine_id))  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(LandBeforeLoad(engine_id))  # type: ignore[no-untyped-call]
-    if added:
+            if reads in module._forward_pre_hooks.values():
+                continue
+            handles += [
+                module.register_forward_pre_hook(reads),
+                module.register_state_dict_pre_hook(SynchronizeBeforeStateDict(engine_id)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(ApplyBeforeLoad(engine_id)),  # type: ignore[no-untyped-call]
+            ]
+            # Hazard: between the two halves the module has no parameters for a forward in another thread.
+            module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
+    if handles:
+        engine.keep_hooks(handles)
         private.forget_graphs_of_others(BACKEND)
 
 

@@ -263,11 +263,26 @@ def test_hooks_add_no_graphs(build: type[Net], way: str) -> None:
     assert frames(build(), WAYS[way], hooks=True) == frames(build(), WAYS[way], hooks=False)
 
 
-def test_hooks_of_a_closed_engine_do_nothing() -> None:
+def hooks_of(model: nn.Module) -> int:
+    """Hooks of all modules that an engine may have added."""
+    return sum(
+        len(hooks)
+        for module in model.modules()
+        for hooks in (
+            module._forward_pre_hooks,
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
+        )
+    )
+
+
+def test_close_removes_hooks() -> None:
     pair = Pair({})
     pair.step(0)
     assert pair.optimizer is not None
+    assert hooks_of(pair.model) > 3
     pair.optimizer.close()
+    assert not hooks_of(pair.model)
     assert evaluated(pair, pair.model) < 1e-5
     assert evaluated(pair, copy.deepcopy(pair.model)) < 1e-5
 

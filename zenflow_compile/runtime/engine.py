@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile import torch_private
 from zenflow_compile.options import Options
@@ -79,6 +80,7 @@ class Engine(ReadableNodes):
         self.windows_closed = 0
         self.graphs: list[Any] = []
         self.closed = False
+        self._module_hooks: list[RemovableHandle] = []
         self.in_child = False
         self.failure: BaseException | None = None
         self._closing = False  # close() has begun; if an interrupt ended it, only another close() may follow
@@ -496,6 +498,10 @@ class Engine(ReadableNodes):
         """These models are compiled: note where they hold parameters."""
         self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
 
+    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None:
+        """Remove these hooks of modules in ``close()``."""
+        self._module_hooks += hooks
+
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Check that those of ``models`` that are compiled hold the engine's parameters.
 
@@ -629,6 +635,8 @@ class Engine(ReadableNodes):
             self.closed = True
             return
         self._closing = True
+        for hook in self._module_hooks:
+            hook.remove()
         error: Exception | None = None
         # Each part may be repeated.
         for part in (partial(self._finish, flush=flush), self._release_gradients, self.roster.close):

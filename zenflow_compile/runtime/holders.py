@@ -76,7 +76,9 @@ class Holders:
             RuntimeError: a parameter was replaced.
         """
         for index, places in self._places.items():
-            param = self._params[index]
+            param, first = self._params[index], places[0]
+            if (holder := first.module()) is not None and holder._parameters.get(first.name) is param:
+                continue  # the usual case, at every step
             now = [module._parameters.get(place.name) for place in places if (module := place.module()) is not None]
             if not any(each is param for each in now) and any(each is not None and not is_owned(each) for each in now):
                 refuse_replaced(plans[index].name)
