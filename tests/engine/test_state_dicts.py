@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
-from zenflow_compile.runtime.checkpoint_format import layout
+from zenflow_compile.runtime.checkpoint_format import ADAMW, layout
 
 # A single process may save and load without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -364,6 +364,38 @@ def test_state_continues_in_adamw(options: dict[str, Any], entry: dict[str, Any]
     torch.testing.assert_close(
         training.run(STEP, END).weights(), list(theirs.model.parameters()), atol=1e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["each_step", "windows", "resident"])
+def test_state_returns_from_adamw(name: str, dtype: torch.dtype, make: Make) -> None:
+    """AdamW keeps the entries that it does not know, as old as they were when it loaded them."""
+    training = make(SETTINGS[name], None, dtype).run(0, STEP)
+    training.optimizer.flush()
+    theirs = Reference(dtype)
+    theirs.model.load_state_dict(training.model.state_dict())
+    theirs.optimizer.load_state_dict(through_file(training.optimizer.state_dict()))
+    theirs.run(STEP, END)
+    state = through_file(theirs.optimizer.state_dict())
+    back, expected = make(SETTINGS[name], None, dtype), make(SETTINGS[name], None, dtype)
+    for each in (back, expected):
+        each.model.load_state_dict(theirs.model.state_dict())
+    back.optimizer.load_state_dict(state)
+    known = {index: {key: entry[key] for key in ADAMW} for index, entry in state["state"].items()}
+    expected.optimizer.load_state_dict({**state, "state": known})
+    assert_equal_states(back.optimizer.state_dict(), expected.optimizer.state_dict())
+    assert {int(entry["step"]) for entry in back.optimizer.state_dict()["state"].values()} == {END}
+    assert_same(back.run(END, END + 3).weights(), expected.run(END, END + 3).weights())
+
+
+def test_gradients_that_adamw_dropped_are_named() -> None:
+    training = Training().run(0, STEP)
+    theirs = Reference()
+    theirs.optimizer.load_state_dict(training.optimizer.state_dict())
+    before = training.optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"waiting in the update window of '.*', which AdamW has not applied: call flush"):
+        training.optimizer.load_state_dict(theirs.optimizer.state_dict())
+    assert_equal_states(training.optimizer.state_dict(), before)
 
 
 def test_fresh_states_go_both_ways() -> None:

@@ -85,6 +85,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         index = index_by_key[key]
         assert index is not None
         entries[index] = _Part(entry, f"parameter {key!r}").content
+    if any(_kept_by_adamw(entry) for entry in entries.values()):
+        entries = {index: _adamws_part(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
     for index, plan in enumerate(engine.plan.params):
@@ -172,6 +174,28 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 
 
 # States of torch.optim.AdamW.
+
+
+def _kept_by_adamw(entry: Mapping[str, Any]) -> bool:
+    """Whether torch.optim.AdamW loaded the entries of a state of ours: it casts them all to the parameter's dtype."""
+    plan = entry.get("plan")
+    return isinstance(plan, Tensor) and plan.is_floating_point()
+
+
+def _adamws_part(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that torch.optim.AdamW has updated. The others are as old as the state that it loaded.
+
+    Raises:
+        ValueError: an update window held gradients then, which AdamW has not applied.
+    """
+    part = _Part(entry, repr(engine.plan.params[index].name))
+    if "open" in entry and bool(part.tensor("open").count_nonzero()):
+        raise ValueError(
+            f"the state dict was loaded into torch.optim.AdamW with gradients waiting in the update window of "
+            f"{part.name}, which AdamW has not applied: call flush() before the state is saved for AdamW, or keep only "
+            f"{', '.join(map(repr, ADAMW))} of each parameter to go on without these gradients"
+        )
+    return {key: value for key, value in entry.items() if key in (*ADAMW, "max_exp_avg_sq")}
 
 
 def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
