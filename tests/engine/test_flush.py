@@ -152,3 +152,21 @@ def test_flush_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatch) -
     training.optimizer.close()
     with pytest.raises(RuntimeError, match="is closed"):
         training.optimizer.flush()
+
+
+@pytest.mark.parametrize("edit", [{"eps": float("nan")}, {"eps": None}])
+def test_flush_checks_eps(edit: dict[str, Any]) -> None:
+    """Update windows hold the other coefficients. A learning rate that a scheduler took below zero is no hindrance."""
+    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+    twin = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+    group, before = training.optimizer.param_groups[0], training.weights()
+    group.update(edit)
+    with pytest.raises((ValueError, TypeError), match="eps=.* must be a number in"):
+        training.optimizer.flush()
+    assert_same(training.weights(), before)
+    group.update({"eps": 1e-8, "lr": -1e-19})
+    training.optimizer.flush()
+    twin.optimizer.flush()
+    assert_same(training.weights(), twin.weights())
+    group.update({"lr": None})
+    training.optimizer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -210,6 +211,43 @@ def test_first_gradients_in_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({id(engine) for engine in engines}) == 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_first_backwards_in_several_threads(repetition: int) -> None:
+    """Each of them finds the backward not compiled yet, and compiles it."""
+    torch._dynamo.reset()
+    model, expected = (nn.Sequential(*(model_of() for _ in range(4))) for _ in range(2))
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    call = torch.compile(model, backend="zenflow", options={"inner": "eager"})
+    inputs = torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(repetition))
+    losses = [call(each).square().mean() for each in inputs]
+    barrier = threading.Barrier(4)
+    errors: list[Exception] = []
+
+    def backward(loss: Tensor) -> None:
+        barrier.wait()
+        try:
+            loss.backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns while they compile
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    sum(expected(each).square().mean() for each in inputs).backward()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.clone(), other.grad)
     optimizer.close()
 
 

@@ -31,6 +31,17 @@ from zenflow_compile.runtime.param_groups import check_group
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 # What it computes; refused unless the own groups know the name.
 _VARIANTS = ("amsgrad", "maximize")
+# The options that decide what an entry ``plan`` says.
+_DECIDED_BY = {
+    "placement": "topk_ratio, min_offload_size, device_share, spare_device_bytes, ratio and update_stride",
+    "dim": "topk_ratio",
+    "k": "topk_ratio",
+    "interval": "update_interval and max_update_interval",
+    "phase": "update_interval and max_update_interval",
+    "staleness": "staleness",
+    "summed": "accumulate_on_device",
+    "compressed": "gradient_compression",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +249,12 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
         part.refuse("no 'plan'")
     part.shape_of_model(plan)
     _check_plan(engine, part, plan)
+    if ("shortest_window" in entry) != engine.plan.adaptive:
+        raise ValueError(
+            f"the state dict was saved with update_interval{'=' if 'shortest_window' in entry else ' other than '}"
+            f"'auto', this optimizer has update_interval={engine.options.update_interval!r}; create it with the saved "
+            "update_interval"
+        )
     expected = layout(plan, adaptive=engine.plan.adaptive)
     for key, field in expected.items():
         part.check_tensor(key, field)
@@ -288,9 +305,9 @@ def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
         if name == "dtype":
             raise ValueError(f"{difference}; it belongs to another model: load it over parameters of that dtype")
         remedy = _remedy(engine, part) or (
-            ". With the same options, param groups were given in other calls, or another parameter was frozen: both "
-            "decide where state lives. Give the groups in the same calls, all at construction or by add_param_group(), "
-            "and each parameter the requires_grad that it had then"
+            f", which are {_DECIDED_BY[name]}: pass the saved ones. With the same options, param groups were given in "
+            "other calls, or another parameter was frozen: both decide where state lives. Give the groups in the same "
+            "calls, all at construction or by add_param_group(), and each parameter the requires_grad that it had then"
         )
         raise ValueError(f"{difference}; it belongs to another model, or was saved with other options{remedy}")
 

@@ -140,7 +140,7 @@ class Landing:
                         dropped.append(offloaded.plan.name)
                     offloaded.drop_window()
                 elif flush:
-                    _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
+                    eps = self._roster.eps(offloaded.plan.index)
                     close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
                     if close is not None:
                         self._roster.transport.workers.submit(close.job)
