@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,8 +142,15 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> private.Rewrite:
     for each in owned:
         params.setdefault(each.engine_id, []).append((each.p, each.input_index))
     forward_order: dict[int, list[int]] = {}
+    # First backwards in several threads compile their graph in each of them, under one fake mode, which only one thread
+    # can use at a time.
+    one_thread = threading.Lock()
 
     def rewrite(gm: GraphModule, phase: str) -> private.Wrap:
+        with one_thread:
+            return rewrite_alone(gm, phase)
+
+    def rewrite_alone(gm: GraphModule, phase: str) -> private.Wrap:
         places: dict[int, dict[int, int]] = {}
         for engine_id, pairs in params.items():
             engine = live_engine(engine_id)

@@ -33,8 +33,8 @@ from zenflow_compile.unread_options import warn_of_unread
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_WRITABLE = (
-    "shows a state that lives elsewhere: clearing or replacing it changes nothing; create a new optimizer to start "
-    "with new moments, or call load_state_dict()"
+    "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
+    "start with new moments, or call load_state_dict()"
 )
 
 
@@ -199,10 +199,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
 
-        The other entries are None: ``state_dict()`` makes them.
+        The other entries are None: ``state_dict()`` makes them. Writing any of it is refused by the next ``step()``.
         """
-        cleared = len(self._states) < self._states_shown  # the next step says so
-        if not cleared and not self._is_closed:
+        if not self._is_closed and not self._state_was_edited:  # else the next step says so
             self._show_steps()
         return self._states
 
@@ -211,11 +210,23 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if hasattr(self, "_states"):
             raise AttributeError(f"optimizer.state {_NOT_WRITABLE}")
         self._states = states
-        self._states_shown = 0
+        self._steps_shown: list[tuple[Tensor, int]] = []
 
     def _show_steps(self) -> None:
-        checkpoint.show_steps(self.engine, self._states)
-        self._states_shown = len(self._states)
+        self._steps_shown[:] = checkpoint.show_steps(self.engine, self._states)  # a wrapper may share the list
+
+    @property
+    def _state_was_edited(self) -> bool:
+        """Whether ``optimizer.state`` was cleared or written since it was shown; entries of other tensors may be added.
+
+        Lightning replaces each entry by an equal one.
+        """
+        if not self._steps_shown:
+            return False
+        entries = [self._states.get(param) for param, _ in zip(self._claim.params, self._steps_shown, strict=False)]
+        return any(entry is None or not checkpoint.is_as_shown(entry) for entry in entries) or any(
+            step._version != version for step, version in self._steps_shown
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -275,13 +286,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), the model was
-                changed since the first use, ``optimizer.state`` was cleared, a closed optimizer, or asynchronous work
-                that failed (chained to the original error).
+                changed since the first use, ``optimizer.state`` was cleared or written, a closed optimizer, or
+                asynchronous work that failed (chained to the original error).
             ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         self._check_open()
-        if len(self._states) < self._states_shown:
-            raise RuntimeError(f"optimizer.state was cleared; it {_NOT_WRITABLE}")
+        if self._state_was_edited:
+            raise RuntimeError(f"optimizer.state was cleared or written; it {_NOT_WRITABLE}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -337,6 +348,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         unless ``synchronize()`` was called after the write.
 
         Raises:
+            ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
             RuntimeError: a closed optimizer, work in flight that failed, or an earlier step that failed half-way; load
                 a saved state then.
         """

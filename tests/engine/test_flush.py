@@ -107,6 +107,14 @@ def test_flush_leaves_weights_that_were_loaded(name: str, tmp_path: Path) -> Non
     assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(7, 15).weights(), expected)
 
 
+def test_flush_warns_of_summed_gradients() -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 4, "accumulate_on_device": True}).run(0, 6)
+    training.optimizer.synchronize()
+    training.model.load_state_dict({name: value + 1 for name, value in training.model.state_dict().items()})
+    with pytest.warns(UserWarning, match=r"windows of \d parameters.*were dropped.*synchronize\(\) after"):
+        training.optimizer.flush()
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_write_then_synchronize_keeps_gradients(entry: dict[str, Any] | None) -> None:
     """The update of an open window goes on top of weights that were written by hand."""
@@ -158,3 +166,21 @@ def test_flush_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatch) -
     training.optimizer.close()
     with pytest.raises(RuntimeError, match="is closed"):
         training.optimizer.flush()
+
+
+@pytest.mark.parametrize("edit", [{"eps": float("nan")}, {"eps": None}])
+def test_flush_checks_eps(edit: dict[str, Any]) -> None:
+    """Update windows hold the other coefficients. A learning rate that a scheduler took below zero is no hindrance."""
+    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+    twin = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
+    group, before = training.optimizer.param_groups[0], training.weights()
+    group.update(edit)
+    with pytest.raises((ValueError, TypeError), match=r"eps=.* must be a number in"):
+        training.optimizer.flush()
+    assert_same(training.weights(), before)
+    group.update({"eps": 1e-8, "lr": -1e-19})
+    training.optimizer.flush()
+    twin.optimizer.flush()
+    assert_same(training.weights(), twin.weights())
+    group.update({"lr": None})
+    training.optimizer.close()

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
-from zenflow_compile.runtime.checkpoint_format import layout
+from zenflow_compile.runtime.checkpoint_format import ADAMW, layout
 
 # A single process may save and load without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -271,7 +271,7 @@ def test_state_shows_gradients_taken(name: str, make: Make) -> None:
 def test_cleared_state_is_refused() -> None:
     training = Training().run(0, 2)
     saved, weights = training.optimizer.state_dict(), training.weights()
-    with pytest.raises(AttributeError, match="clearing or replacing it changes nothing"):
+    with pytest.raises(AttributeError, match="clearing, replacing or writing it changes nothing"):
         training.optimizer.state = {}  # type: ignore[assignment]
     training.optimizer.state.clear()
     training.backward(2)
@@ -280,6 +280,62 @@ def test_cleared_state_is_refused() -> None:
     assert_same(training.weights(), weights)
     training.optimizer.load_state_dict(saved)
     assert_same(training.run(2, 5).weights(), Training().run(0, 5).weights())
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["offloaded", "resident"])
+@pytest.mark.parametrize("edit", ["moments", "empty", "delete", "step", "add"])
+def test_written_state_is_refused(edit: str, place: int) -> None:
+    """Also if something reads ``optimizer.state`` after the write."""
+    training = Training().run(0, 2)
+    saved, weights = training.optimizer.state_dict(), training.weights()
+    state, param = training.optimizer.state, list(training.model.parameters())[place]
+    if edit == "moments":
+        state[param]["exp_avg"] = torch.zeros_like(param)
+    elif edit == "empty":
+        state[param] = {}
+    elif edit == "delete":
+        del state[param]["step"]
+    elif edit == "step":
+        state[param]["step"].zero_()
+    else:
+        state[param]["average"] = param.detach().clone()
+    assert training.optimizer.state is state
+    training.backward(2)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state was cleared or written.*create a new optimizer"):
+        training.optimizer.step()
+    assert_same(training.weights(), weights)
+    assert_equal_states(training.optimizer.state_dict(), saved)
+    training.optimizer.load_state_dict(saved)
+    assert_same(training.run(2, 5).weights(), Training().run(0, 5).weights())
+
+
+def test_state_may_be_replaced_by_an_equal_one() -> None:
+    """Lightning moves states to the device so; others look up parameters that the optimizer does not have."""
+    training = Training().run(0, 2)
+    for param, entry in training.optimizer.state.items():
+        training.optimizer.state[param] = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entry.items()
+        }
+    assert training.optimizer.state[torch.zeros(1)] == {}
+    training.run(2, 5)
+    assert {float(entry["step"]) for entry in training.optimizer.state.values() if entry} == {5.0}
+    assert_same(training.weights(), Training().run(0, 5).weights())
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        ({}, {"update_interval": "auto"}, "update_interval other than 'auto', this optimizer .*='auto'"),
+        ({"update_interval": "auto"}, {}, "with update_interval='auto', this optimizer has update_interval=4"),
+        ({}, {"topk_ratio": 0.3}, "k=.*, which are topk_ratio: pass the saved ones"),
+        ({}, {"update_interval": 2}, "interval=4 .* optimizer 2.*, which are update_interval"),
+        ({}, INT8, "compressed=False .*, which are gradient_compression"),
+    ],
+)
+def test_other_options_are_named(saved: dict[str, Any], own: dict[str, Any], message: str) -> None:
+    state = Training(None, saved).run(0, 2).optimizer.state_dict()
+    with pytest.raises(ValueError, match=message):
+        Training(None, own).optimizer.load_state_dict(state)
 
 
 # torch.optim.AdamW.
@@ -364,6 +420,38 @@ def test_state_continues_in_adamw(options: dict[str, Any], entry: dict[str, Any]
     torch.testing.assert_close(
         training.run(STEP, END).weights(), list(theirs.model.parameters()), atol=1e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["each_step", "windows", "resident"])
+def test_state_returns_from_adamw(name: str, dtype: torch.dtype, make: Make) -> None:
+    """AdamW keeps the entries that it does not know, as old as they were when it loaded them."""
+    training = make(SETTINGS[name], None, dtype).run(0, STEP)
+    training.optimizer.flush()
+    theirs = Reference(dtype)
+    theirs.model.load_state_dict(training.model.state_dict())
+    theirs.optimizer.load_state_dict(through_file(training.optimizer.state_dict()))
+    theirs.run(STEP, END)
+    state = through_file(theirs.optimizer.state_dict())
+    back, expected = make(SETTINGS[name], None, dtype), make(SETTINGS[name], None, dtype)
+    for each in (back, expected):
+        each.model.load_state_dict(theirs.model.state_dict())
+    back.optimizer.load_state_dict(state)
+    known = {index: {key: entry[key] for key in ADAMW} for index, entry in state["state"].items()}
+    expected.optimizer.load_state_dict({**state, "state": known})
+    assert_equal_states(back.optimizer.state_dict(), expected.optimizer.state_dict())
+    assert {int(entry["step"]) for entry in back.optimizer.state_dict()["state"].values()} == {END}
+    assert_same(back.run(END, END + 3).weights(), expected.run(END, END + 3).weights())
+
+
+def test_gradients_that_adamw_dropped_are_named() -> None:
+    training = Training().run(0, STEP)
+    theirs = Reference()
+    theirs.optimizer.load_state_dict(training.optimizer.state_dict())
+    before = training.optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"in the update window of '.*', which AdamW has not applied: call flush"):
+        training.optimizer.load_state_dict(theirs.optimizer.state_dict())
+    assert_equal_states(training.optimizer.state_dict(), before)
 
 
 def test_fresh_states_go_both_ways() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,41 @@ def test_model_changed_later_is_refused(change: str, inner: str | None) -> None:
         optimizer.synchronize()
 
 
+@pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": 4, "accumulate_on_device": True}])
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_close_after_a_change_names_the_loss(options: dict[str, Any], synchronized: bool) -> None:
+    """The weights that ``model.to()`` takes lack the updates on their way, and what update windows hold."""
+    model, expected = model_of(), model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **{**EXACT, **options})
+    reference = ZenFlowAdamW(expected.parameters(), **{**EXACT, **options, "overlap_step": False})
+    for each, own in ((model, optimizer), (expected, reference)):
+        call = torch.compile(each, backend="zenflow", options={"inner": "eager"})
+        for step in range(3):
+            call(torch.full((8, 24), 1.0 + step)).square().mean().backward()
+            own.step()
+            own.zero_grad()
+    if synchronized:
+        optimizer.synchronize()
+    holds = any(each.window_holds_gradients for each in optimizer.engine.offloaded.values())
+    due = any(each.host.closes for each in optimizer.engine.offloaded.values())
+    assert holds == bool(options)
+    assert due == (not synchronized) or options
+    model.bfloat16()
+    if due:
+        with pytest.raises(RuntimeError, match=r"is lost now; call optimizer\.synchronize\(\) or close\(\) before"):
+            optimizer.close()
+    elif holds:
+        with pytest.warns(UserWarning, match=r"were dropped, because .* dtype.*call optimizer\.flush\(\)"):
+            optimizer.close()
+        optimizer.close()
+    else:
+        optimizer.close()
+        assert_equal(list(model.parameters()), list(expected.bfloat16().parameters()))
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+    reference.close()
+
+
 def test_changed_shape_is_refused_at_step() -> None:
     model = model_of()
     optimizer = ZenFlowAdamW(model.named_parameters(), **EXACT)
@@ -210,6 +246,43 @@ def test_first_gradients_in_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({id(engine) for engine in engines}) == 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_first_backwards_in_several_threads(repetition: int) -> None:
+    """Each of them finds the backward not compiled yet, and compiles it."""
+    torch._dynamo.reset()
+    model, expected = (nn.Sequential(*(model_of() for _ in range(4))) for _ in range(2))
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    call = torch.compile(model, backend="zenflow", options={"inner": "eager"})
+    inputs = torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(repetition))
+    losses = [call(each).square().mean() for each in inputs]
+    barrier = threading.Barrier(4)
+    errors: list[Exception] = []
+
+    def backward(loss: Tensor) -> None:
+        barrier.wait()
+        try:
+            loss.backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns while they compile
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    sum(expected(each).square().mean() for each in inputs).backward()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.clone(), other.grad)
     optimizer.close()
 
 

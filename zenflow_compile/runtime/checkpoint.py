@@ -72,23 +72,34 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         raise
 
 
-def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[tuple[Tensor, int]]:
     """Bring ``optimizer.state`` up to date: ``step`` of each parameter, and None for what ``state_dict()`` makes.
 
     The names are all there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
+
+    Returns:
+        Each ``step`` with its version, which a write to it moves.
     """
+    shown = []
     for index, param in enumerate(engine.params):
         entry = states[param]
         for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
             entry.setdefault(name, None)
+        if not isinstance(entry["step"], Tensor):
+            entry["step"] = torch.zeros(())
         if index in engine.offloaded:
-            if not isinstance(entry["step"], Tensor):
-                entry["step"] = torch.zeros(())
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
         elif (state := engine.roster.whole_state(index)) is not None:
-            entry["step"] = state.step
+            entry["step"].copy_(state.step)
         else:
-            entry["step"] = torch.zeros(())
+            entry["step"].zero_()
+        shown.append((entry["step"], entry["step"]._version))
+    return shown
+
+
+def is_as_shown(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of ``optimizer.state`` still has ``step`` and nothing else that is not None."""
+    return [name for name, value in entry.items() if value is not None] == ["step"]
 
 
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:

@@ -29,6 +29,17 @@ from zenflow_compile.runtime.param_groups import check_group
 
 # How torch.optim.AdamW computes, which another optimizer does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+# The options that decide what an entry ``plan`` says.
+_DECIDED_BY = {
+    "placement": "topk_ratio, min_offload_size, device_share, spare_device_bytes, ratio and update_stride",
+    "dim": "topk_ratio",
+    "k": "topk_ratio",
+    "interval": "update_interval and max_update_interval",
+    "phase": "update_interval and max_update_interval",
+    "staleness": "staleness",
+    "summed": "accumulate_on_device",
+    "compressed": "gradient_compression",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in saved.items():
         entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
+    if any(_kept_by_adamw(entry) for entry in entries.values()):
+        entries = {index: _adamws_part(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
     for index, plan in enumerate(engine.plan.params):
@@ -152,6 +165,28 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 # States of torch.optim.AdamW.
 
 
+def _kept_by_adamw(entry: Mapping[str, Any]) -> bool:
+    """Whether torch.optim.AdamW loaded the entries of a state of ours: it casts them all to the parameter's dtype."""
+    plan = entry.get("plan")
+    return isinstance(plan, Tensor) and plan.is_floating_point()
+
+
+def _adamws_part(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that torch.optim.AdamW has updated. The others are as old as the state that it loaded.
+
+    Raises:
+        ValueError: an update window held gradients then, which AdamW has not applied.
+    """
+    part = _Part(entry, repr(engine.plan.params[index].name))
+    if "open" in entry and bool(part.tensor("open").count_nonzero()):
+        raise ValueError(
+            f"the state dict was loaded into torch.optim.AdamW with gradients waiting in the update window of "
+            f"{part.name}, which AdamW has not applied: call flush() before the state is saved for AdamW, or keep only "
+            f"{', '.join(map(repr, ADAMW))} of each parameter to go on without these gradients"
+        )
+    return {key: value for key, value in entry.items() if key in (*ADAMW, "max_exp_avg_sq")}
+
+
 def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
     """A state without any entry of ours; the optimizer has made as many steps as the parameter with most gradients."""
     if not all("betas" in group for group in taken):
@@ -192,6 +227,12 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
         part.refuse("no 'plan'")
     part.shape_of_model(plan)
     _check_plan(engine, part, plan)
+    if ("shortest_window" in entry) != engine.plan.adaptive:
+        raise ValueError(
+            f"the state dict was saved with update_interval{'=' if 'shortest_window' in entry else ' other than '}"
+            f"'auto', this optimizer has update_interval={engine.options.update_interval!r}; create it with the saved "
+            "update_interval"
+        )
     expected = layout(plan, adaptive=engine.plan.adaptive)
     for key, field in expected.items():
         part.check_tensor(key, field)
@@ -242,9 +283,9 @@ def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
         if name == "dtype":
             raise ValueError(f"{difference}; it belongs to another model: load it over parameters of that dtype")
         remedy = _remedy(engine, part) or (
-            ". With the same options, param groups were given in other calls, or another parameter was frozen: both "
-            "decide where state lives. Give the groups in the same calls, all at construction or by add_param_group(), "
-            "and each parameter the requires_grad that it had then"
+            f", which are {_DECIDED_BY[name]}: pass the saved ones. With the same options, param groups were given in "
+            "other calls, or another parameter was frozen: both decide where state lives. Give the groups in the same "
+            "calls, all at construction or by add_param_group(), and each parameter the requires_grad that it had then"
         )
         raise ValueError(f"{difference}; it belongs to another model, or was saved with other options{remedy}")
 

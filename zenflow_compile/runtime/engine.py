@@ -586,9 +586,12 @@ class Engine(ReadableNodes):
         Raises:
             RuntimeError: work in flight failed; no step runs then until a state is loaded. Or a weight was written
                 while an update of it was in flight; training may go on then.
+            ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         self._check()
         self.check_parameters()
+        for index in self.offloaded:
+            self.roster.eps(index)
         try:
             self.schedule.restart_windows()
             self.landing.finish(self.step, flush=True)

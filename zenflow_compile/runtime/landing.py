@@ -117,16 +117,22 @@ class Landing:
             flush: apply the gradients in open update windows, too; these windows are empty afterwards.
 
         Raises:
-            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight
-                (``LostUpdateError``, if nothing failed). The updates of the other parameters were applied all the same.
+            RuntimeError: work in flight failed, or a weight was written or moved to another dtype or device while an
+                update of it was in flight (``LostUpdateError``, if nothing failed). The updates of the other parameters
+                were applied all the same.
         """
         self._withdraw()
         errors: list[Exception] = []
         lost: list[Exception] = []
         dropped: list[str] = []
+        changed: list[str] = []
         for offloaded in self.by_deadline():
             try:
                 if self._roster.changed(offloaded.plan.index):  # moved or resized: its updates are of other weights
+                    if offloaded.due(now):
+                        lost.append(_lost_by_change(offloaded.plan.name))
+                    elif offloaded.host.closes or (flush and offloaded.window_holds_gradients):
+                        changed.append(offloaded.plan.name)
                     offloaded.abandon()
                     continue
                 offloaded.raise_if_torn()
@@ -140,7 +146,7 @@ class Landing:
                     if offloaded.drop_window():
                         dropped.append(offloaded.plan.name)
                 elif flush:
-                    _, eps = self._roster.coefficients(offloaded.plan.index, 1.0)
+                    eps = self._roster.eps(offloaded.plan.index)
                     close = offloaded.close_window(at=now, eps=eps, selection=None, promptly=True)
                     if close is not None:
                         self._roster.transport.workers.submit(close.job)
@@ -154,14 +160,16 @@ class Landing:
                 errors.append(error)
         if errors or lost:
             raise [*errors, *lost][0]
-        if dropped:
-            warnings.warn(
-                f"the gradients in the update windows of {len(dropped)} parameters ({dropped[0]}, ...) were dropped, "
-                "because these weights were written or loaded since the last step; to keep both, call "
-                "optimizer.synchronize() after the write",
-                UserWarning,
-                stacklevel=user_stacklevel(),
-            )
+        by_hand = "written or loaded since the last step; to keep both, call optimizer.synchronize() after the write"
+        moved = "moved to another dtype, device or shape; call optimizer.flush() or close() before that"
+        for names, reason in ((dropped, by_hand), (changed, moved)):
+            if names:
+                warnings.warn(
+                    f"the gradients in the update windows of {len(names)} parameters ({names[0]}, ...) were dropped, "
+                    f"because these weights were {reason}",
+                    UserWarning,
+                    stacklevel=user_stacklevel(),
+                )
         self._current_at = now
 
     def abandon(self) -> None:
@@ -186,3 +194,10 @@ class Landing:
             if self._roster.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
                 return
             offloaded.start_upload(now)
+
+
+def _lost_by_change(name: str) -> LostUpdateError:
+    return LostUpdateError(
+        f"{name} was moved to another dtype, device or shape while an update of it was on its way, which is lost now; "
+        "call optimizer.synchronize() or close() before the model is changed"
+    )

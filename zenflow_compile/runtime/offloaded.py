@@ -508,6 +508,12 @@ class OffloadedParam:
             close.visible_at = at + 1
         return close
 
+    @property
+    def window_holds_gradients(self) -> bool:
+        """Whether the update window holds gradients, apart or summed."""
+        window_sum = None if self.held is None else self.held.window_sum
+        return bool(self.host.open) or (window_sum is not None and bool(window_sum.slots))
+
     def drop_window(self) -> int:
         """Empty the open update window without applying its gradients, and return how many there were.
 

@@ -65,7 +65,7 @@ def check_values(group: Mapping[str, Any]) -> None:
         if name not in group:
             raise ValueError(f"{name} is missing; set it again, as in optimizer.param_groups[0][{name!r}] = ...")
     lr = check_number("lr", _number("lr", group["lr"]), 0.0, LARGEST_NUMBER)
-    check_number("eps", _number("eps", group["eps"]), 0.0, LARGEST_NUMBER)
+    check_eps(group["eps"])
     decay = check_number("weight_decay", _number("weight_decay", group["weight_decay"]), 0.0, LARGEST_NUMBER)
     if lr * decay > LARGEST_NUMBER:
         raise ValueError(f"lr={lr} times weight_decay={decay} must be at most {LARGEST_NUMBER:g}; lower one of them")
@@ -79,6 +79,15 @@ def check_values(group: Mapping[str, Any]) -> None:
             f"decoupled_weight_decay={group['decoupled_weight_decay']!r} is torch.optim.Adam's, whose weight decay is "
             "part of the gradient, and this optimizer decays as AdamW does: leave it out, or set weight_decay=0"
         )
+
+
+def check_eps(eps: Any) -> float:
+    """``eps`` as a number.
+
+    Raises:
+        ValueError, TypeError: no step can use it.
+    """
+    return check_number("eps", _number("eps", eps), 0.0, LARGEST_NUMBER)
 
 
 def coefficients_of(group: Mapping[str, Any], grad_scale: float) -> SlotCoefficients:

@@ -32,7 +32,7 @@ from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.interleaved import InterleavedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.offloaded import OffloadedParam
 from zenflow_compile.runtime.overlap import refuse_overlap
-from zenflow_compile.runtime.param_groups import check_groups, coefficients_of
+from zenflow_compile.runtime.param_groups import check_eps, check_groups, coefficients_of
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.remedies import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.staging import StagingRing
@@ -253,6 +253,14 @@ class Roster:
         """What is in force now for parameter ``index``, and eps."""
         group = self.group_of(index)
         return coefficients_of(group, grad_scale), float(group["eps"])
+
+    def eps(self, index: int) -> float:
+        """The eps of parameter ``index``, for gradients whose coefficients an update window holds.
+
+        Raises:
+            ValueError, TypeError: it was set to something that no step can use.
+        """
+        return check_eps(self.group_of(index)["eps"])
 
     def residents(self, only: set[int] | None = None) -> list[tuple[Parameter, Tensor, dict[str, Any]]]:
         """Parameters that the device updates whole (of those in ``only``) and that have a gradient: with it and their
