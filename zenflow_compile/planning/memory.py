@@ -101,7 +101,10 @@ def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, stagin
     """
     gradients = GRADIENT_RING * max((_block_bytes(param) for param in offloaded if not param.held), default=0)
     largest = max(map(_block_bytes, offloaded), default=0)
-    slots = UPLOAD_RING if staging_bytes is None or not largest else max(1, staging_bytes * devices // largest)
+    slots = UPLOAD_RING
+    if staging_bytes is not None and largest:
+        uploads = sum(param.uploads for param in offloaded)  # each takes one buffer at most
+        slots = min(max(1, staging_bytes * devices // largest), uploads)
     streamed: dict[int | None, int] = {}
     for param in plan.params:
         if param.interleaved:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.directory_lock import DirectoryLock, open_plain, shown, unusable, writable_by_others
+from zenflow_compile.validate import user_stacklevel
 
 PAGE_BYTES = 4096
 """What direct I/O is aligned to; a multiple of the logical block of every common disk."""
@@ -69,7 +70,7 @@ class ScratchDirectory:
             warnings.warn(
                 f"nvme_path={shown(self.path)} lets every user replace the files in it, and training stops where that "
                 "happens; take the right from them (chmod o-w), or name a directory of your own",
-                stacklevel=2,
+                stacklevel=user_stacklevel(),
             )
         self._files: list[StateFile] = []
         self._numbers = itertools.count()

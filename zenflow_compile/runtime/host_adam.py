@@ -26,6 +26,7 @@ from torch import Tensor
 from zenflow_compile import torch_private
 from zenflow_compile.printable import printable
 from zenflow_compile.runtime.adam import PaddedTail, SlotCoefficients, window_coefficients
+from zenflow_compile.validate import user_stacklevel
 
 Kernel = Literal["auto", "inductor", "aten"]
 
@@ -109,7 +110,8 @@ def make_host_adam(kernel: Kernel, *, gradient_dtype: torch.dtype, out_dtype: to
 @cache  # the memo is the once: kernels are made per engine and dtype, and the reason is the same for all
 def _warn_once(reason: str) -> None:
     reason = "\n".join(map(printable, reason.splitlines()))  # of a compiler, and the names of its files
-    warnings.warn(f"host updates run on the slower 'aten' kernel: {reason}", RuntimeWarning, stacklevel=3)
+    text = f"host updates run on the slower 'aten' kernel: {reason}"
+    warnings.warn(text, RuntimeWarning, stacklevel=user_stacklevel())
 
 
 class InductorHostAdam:
