@@ -231,8 +231,8 @@ def test_the_gil_is_free_during_an_update(kernel: Literal["aten", "inductor"]) -
 
 def test_the_measurement_sees_a_held_gil() -> None:
     libc = ctypes.PyDLL(None)  # PyDLL calls keep the GIL
-    gap = spin_beside(lambda: libc.usleep(50_000))
-    assert gap.gap > 40
+    # The best of a few tries: waits of this thread for a core are subtracted, and may fall into the gap.
+    assert any(spin_beside(lambda: libc.usleep(50_000)).gap > 40 for _ in range(5))
 
 
 @pytest.mark.slow
