@@ -61,6 +61,8 @@ class RecordingEngine:
             param._zenflow_owner = object()
         ops.register_engine(self)
 
+    outdated = False
+
     @property
     def optimizer(self) -> RecordingEngine:
         return self

@@ -84,8 +84,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ) -> None:
         self._engine: Engine | None = None
         self._closed = False
-        self._options = Options.from_keywords(**options)
-        warn_of_unread(self._options)
+        self._given = self._options = Options.from_keywords(**options)
+        warn_of_unread(self._given)
         self._building = threading.RLock()  # first gradients may arrive in several threads
         defaults = {
             "lr": lr,
@@ -134,25 +134,32 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def engine(self) -> Engine:
         """The runtime behind this optimizer, built now if this is the optimizer's first use.
 
+        It is built again if the model was moved or cast since, and there has been no compilation and no gradient.
+
         Raises:
             RuntimeError: the optimizer is closed.
             ValueError: see :class:`ZenFlowAdamW`; the next use tries again.
         """
         engine = self._engine
-        if engine is None or engine.closed:
+        if engine is None or engine.closed or engine.outdated:
             with self._building:
                 engine = self._built()
         return engine
 
     def _built(self) -> Engine:
-        """The engine; made of the parameters as they are now, if there is none yet."""
+        """The engine; made of the parameters as they are now, if there is none for them yet."""
         self._check_open()
         if self._engine is not None:
-            return self._engine
+            if not self._engine.outdated:
+                return self._engine
+            self._engine.detach()
+            self._engine.close(flush=False)
+            self._engine = None
+            ops.register_claim(self._claim)
         named = _named(self.param_groups)
         device = self._claim.params[0].device
         _check_devices(self._claim.params, device)
-        options = _resolved(self._options, named, implicit=self._steps_in_backward)
+        options = _resolved(self._given, named, implicit=self._steps_in_backward)
         engine = Engine(self.param_groups, options, device, implicit=self._steps_in_backward)
         try:
             for first, stop in pairwise((0, *self._calls)):

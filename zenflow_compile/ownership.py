@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -32,6 +32,8 @@ class Engine(ops.EngineOps, Protocol):
 
     @property
     def optimizer(self) -> Any: ...
+    @property
+    def outdated(self) -> bool: ...
     @property
     def finalizes_in_backward(self) -> bool: ...
     @property
@@ -104,8 +106,10 @@ def claim(
     params = [(i, value) for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
     found = [private.source_module(sources[i], call) for i, _ in params if sources[i] is not None]
     roots = unique_modules([call.module, *found])
-    for live in ops.live_engines():
-        cast(Engine, live).check_models(roots)
+    for live in cast(Iterator[Engine], ops.live_engines()):
+        if live.outdated and live.optimizer is not None:
+            live = live.optimizer.engine  # a new one
+        live.check_models(roots)
     if keywords is not None:
         ensure_implicit_optimizer([param for _, param in params], roots, call, keywords)
 

@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,36 @@ def test_uses_that_build(use: str) -> None:
         if callable(value):
             value()
         assert built(optimizer)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+@pytest.mark.parametrize("change", ["bfloat16", "double"])
+def test_model_changed_after_its_state_was_read(change: str, inner: str | None, tmp_path: Path) -> None:
+    """As Accelerate reads and loads the state, before it moves the model if ``prepare`` was given that one last."""
+    options = {**EXACT, "offload_device": "nvme", "nvme_path": tmp_path}
+    model = model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **options)
+    optimizer.load_state_dict(optimizer.state_dict())
+    first = optimizer.engine
+    CHANGES[change](model)
+    weights = train(model, optimizer, inner=inner)
+    assert first.closed
+    assert optimizer.engine.step == STEPS
+    optimizer.close()
+    expected_model = model_of()
+    CHANGES[change](expected_model)
+    assert_equal(weights, train(expected_model, ZenFlowAdamW(expected_model.parameters(), **EXACT), inner=inner))
+
+
+def test_model_changed_after_a_state_was_loaded() -> None:
+    model, other = model_of(), model_of()
+    saving = ZenFlowAdamW(other.parameters(), **EXACT)
+    train(other, saving)
+    optimizer = ZenFlowAdamW(model.named_parameters(), **EXACT)
+    optimizer.load_state_dict(saving.state_dict())
+    model.double()
+    with pytest.raises(RuntimeError, match=r"0\.weight was float32\[32, 24\] on cpu"):
+        train(model, optimizer)
 
 
 @pytest.mark.parametrize("inner", COMPILED)

@@ -128,6 +128,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     for group, values in zip(groups, checked.groups, strict=True):
         group.update({key: _own(value) for key, value in values.items()})
     engine.step = checked.step
+    engine.used = engine.used or checked.step > 0
     engine.recorder.step = engine.step
     engine.schedule.continue_with(checked.shortest_window)
     for index, param in enumerate(engine.params):

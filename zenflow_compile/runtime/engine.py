@@ -57,6 +57,7 @@ class Engine(ReadableNodes):
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: what interrupted a step half-way; nothing goes on until a state is loaded.
         closed: whether ``close`` is through.
+        used: a graph, a gradient or the state of a step depends on this engine.
         in_child: whether this is a forked child's copy, which has neither the threads nor the host memory.
     """
 
@@ -80,6 +81,7 @@ class Engine(ReadableNodes):
         self.windows_closed = 0
         self.graphs: list[Any] = []
         self.closed = False
+        self.used = False
         self._module_hooks: list[RemovableHandle] = []
         self.in_child = False
         self.failure: BaseException | None = None
@@ -103,6 +105,15 @@ class Engine(ReadableNodes):
         """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
         self._claim = claim
         self._on_backward_end = on_backward_end
+
+    def detach(self) -> None:
+        """Serve no optimizer any more: ``close()`` leaves the parameters to the engine that replaces this one."""
+        self._claim = None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the model was changed and nothing depends on this engine yet, so that another one may replace it."""
+        return not self.used and self.timeline is None and any(map(self.roster.changed, range(len(self.params))))
 
     @property
     def optimizer(self) -> Any:
@@ -188,6 +199,7 @@ class Engine(ReadableNodes):
         self._check()
         task = torch_private.current_graph_task()
         if task != self._graph_task:
+            self.used = True
             self.check_unchanged()
             thread = threading.get_ident()
             self._concurrent = self._graph_task is not None and thread != self._thread
@@ -365,6 +377,7 @@ class Engine(ReadableNodes):
         Raises: see ``Roster.check_groups`` and ``Roster.check_gradients``; nothing has been changed then.
         """
         self._check()
+        self.used = True
         self.roster.check_groups()
         self.roster.check_gradients()
         self.roster.interleaved.raise_failures()
@@ -496,6 +509,7 @@ class Engine(ReadableNodes):
 
     def remember_models(self, models: Sequence[nn.Module]) -> None:
         """These models are compiled: note where they hold parameters."""
+        self.used = True
         self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
 
     def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None:
