@@ -264,9 +264,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         _check_device_and_owner(params, self._claim.params[0].device)
+        engine, claimed = None if self._engine is None else self.engine, len(self._claim.params)
         super().add_param_group(param_group)
         self._calls.append(len(self.param_groups))
-        engine, claimed = self._engine, len(self._claim.params)
         try:
             self._claim.add(params)
             if engine is None:

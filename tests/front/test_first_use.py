@@ -115,6 +115,17 @@ def test_model_changed_after_its_state_was_read(change: str, inner: str | None, 
     assert_equal(weights, train(expected_model, ZenFlowAdamW(expected_model.parameters(), **EXACT), inner=inner))
 
 
+def test_group_added_to_a_moved_model() -> None:
+    model, expected_model = model_of(), model_of().bfloat16()
+    optimizer = ZenFlowAdamW(model[0].parameters(), **EXACT)
+    optimizer.synchronize()
+    model.bfloat16()
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    expected = ZenFlowAdamW(expected_model[0].parameters(), **EXACT)
+    expected.add_param_group({"params": list(expected_model[2].parameters())})
+    assert_equal(train(model, optimizer), train(expected_model, expected))
+
+
 def test_model_changed_after_a_state_was_loaded() -> None:
     model, other = model_of(), model_of()
     saving = ZenFlowAdamW(other.parameters(), **EXACT)
