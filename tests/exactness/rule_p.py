@@ -141,7 +141,7 @@ class SplitParam:
         return [list(range(group, self.plan.lines, count)) for group in range(count)]
 
     def flush(self, at: int) -> None:
-        """Take what waits before step ``at``, and show everything. The selection stays."""
+        """Apply the gradients in the update window before step ``at``, and every update. The selection stays."""
         if self.window:
             rest = ~self.selected
             if self.plan.summed:
