@@ -1,6 +1,7 @@
 # make setup     virtual environment with everything in it     make check     lint, types
 # make train     train a small GPT; options: see below         make bench     every benchmark, results in benchmarks/results
-# make test      all tests that need no GPU                    make test-gpu  the tests that do
+# make test      all tests that need no GPU, and a sample of the long ones
+# make test-long full matrices, hours                          make test-gpu  the tests that need a GPU
 # make deepspeed a second environment with DeepSpeed, which benchmarks compare with
 #
 # Options of the main job go after `--`, or in ARGS:
@@ -29,7 +30,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests
 
-.PHONY: setup train test test-gpu check format bench deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train test test-long test-gpu check format bench deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -43,6 +44,9 @@ train: $(READY)
 
 test: $(READY)
 	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) $(OPTIONS)
+
+test-long: $(READY)
+	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "long and not gpu" --sample-of-long all -n $(TEST_PROCESSES) $(OPTIONS)
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu $(OPTIONS)

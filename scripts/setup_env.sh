@@ -11,6 +11,9 @@
 #
 # PyTorch is installed first and then pinned, because a bare "torch" in another package's requirements would bring a
 # newer build, on most package indexes a CUDA build of several gigabytes. Without a CUDA device such a build is refused.
+#
+# timm requires torchvision. Where the index has no build of it for the installed PyTorch, importing it fails, and with
+# it Transformers and Lightning. It then goes to a folder of its own, where timm's tests find its Python parts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -81,7 +84,17 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 has_torch || install_torch
 
+separate_broken_torchvision() {
+    if "$venv/bin/python" -c 'import torchvision' >/dev/null 2>&1; then return; fi
+    local version
+    version="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torchvision"))')"
+    say "torchvision $version does not load beside this torch: moving it to $venv/torchvision, for timm's tests alone"
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision
+    "$venv/bin/python" -m pip install --quiet --no-deps --upgrade --target "$venv/torchvision" "torchvision==$version"
+}
+
 constraints="$venv/torch-constraint.txt"
 "$venv/bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
 say "installing zenflow-compile and what it needs beside $(cat "$constraints")"
-"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,hf]'
+"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,hf,integrations]'
+separate_broken_torchvision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,32 @@ from torch import nn
 
 from tests.recording import RecordingEngine
 from zenflow_compile.runtime import copies
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample-of-long",
+        default="12",
+        help='how many of the selected tests marked "long" run, or "all" (default: %(default)s)',
+    )
+    parser.addoption("--sample-seed", type=int, default=0, help="chooses these tests (default: %(default)s)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"sample of long tests: {config.getoption('sample_of_long')}, seed {config.getoption('sample_seed')}"
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a sample of the tests marked ``long``. Every process of a run draws the same one."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    count = config.getoption("sample_of_long")
+    if count == "all" or len(long) <= int(count):
+        return
+    kept = set(random.Random(config.getoption("sample_seed")).sample(sorted(item.nodeid for item in long), int(count)))
+    dropped = [item for item in long if item.nodeid not in kept]
+    items[:] = [item for item in items if item not in set(dropped)]
+    config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture(autouse=True)

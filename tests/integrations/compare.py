@@ -1,0 +1,100 @@
+"""What the tests of frameworks share: options, data, and comparisons of weights with those that AdamW gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zenflow_compile as zf
+
+ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
+"""With this eps the scale of a gradient counts: plain Adam would hide a lost or doubled factor."""
+
+PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 100, "device_share": 0.0, "host_kernel": "aten"}
+EXACT: dict[str, Any] = {**ADAM, **PLACEMENT, "update_interval": 1}
+WINDOWED: dict[str, Any] = {**ADAM, **PLACEMENT, "update_interval": 4}
+
+EAGER_BACKEND: dict[str, Any] = {"backend": "zenflow", "options": {"inner": "eager"}}
+
+VOCABULARY = 64
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Token sequences for a causal language model; equal for every dataset of one size.
+
+    Args:
+        count: sequences.
+        length: tokens of each.
+    """
+
+    def __init__(self, count: int = 48, length: int = 12) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(0, VOCABULARY, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def tiny_llama(**config: Any) -> nn.Module:
+    """A Llama of two blocks with the same random weights at every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's state dict."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest absolute difference of two state dicts with the same names."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def assert_bitwise(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Two state dicts have the same names and bits."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{different[:3]} differ by up to {difference(one, other):.1e}"
+
+
+def assert_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Every weight of ``after`` moved: a comparison of two runs that do nothing would pass as well."""
+    assert before.keys() == after.keys()
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    assert not still, f"{still[:3]} did not change"
+
+
+def dense_gradients(profile: Any) -> dict[str, int]:
+    """How many gradients took memory of their own while ``zf.profile()`` ran, by the line that asked."""
+    counted: dict[str, int] = profile.summary().dense_gradients
+    return counted
+
+
+def offloaded(optimizer: zf.ZenFlowAdamW) -> int:
+    """How many parameters have host state: 0 means that a test compares AdamW with AdamW."""
+    return len(optimizer.engine.offloaded)
+
+
+def spread(variants: Iterable[Mapping[str, Tensor]]) -> float:
+    """The largest difference between runs of AdamW's own variants (foreach, fused)."""
+    runs = list(variants)
+    return max(difference(one, other) for one in runs for other in runs)

@@ -1,0 +1,25 @@
+"""Imports timm where torchvision has no compiled operators for the installed PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BOXES = "(Tensor dets, Tensor scores, float threshold) -> Tensor"
+
+
+def import_timm() -> Any:
+    """``timm``. Where ``scripts/setup_env.sh`` set a torchvision apart, its Python parts alone are used.
+
+    Importing it registers rules for operators that were not loaded: two of them are declared, without kernels.
+    """
+    apart = Path(sys.prefix) / "torchvision"
+    if apart.is_dir() and str(apart) not in sys.path:
+        sys.path.append(str(apart))
+        for operator in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{operator}", _BOXES)
+    return importlib.import_module("timm")
