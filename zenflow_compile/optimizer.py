@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from zenflow_compile import torch_private
+from zenflow_compile.lazy_engine import LazyEngine, check_devices
 from zenflow_compile.options import Options
-from zenflow_compile.passes.pipeline import fused_step_graph
-from zenflow_compile.planning.policies import empty_plan, stride_weight_bytes
-from zenflow_compile.profiling.timeline import record_new_engine
 from zenflow_compile.runtime import checkpoint, ops
-from zenflow_compile.runtime.claim import Claim
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.file_store import existing_directory
-from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.param_groups import check_group
-from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
 from zenflow_compile.unread_options import warn_of_unread
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -82,11 +73,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         **options: Any,
     ) -> None:
-        self._engine: Engine | None = None
-        self._closed = False
-        self._given = self._options = Options.from_keywords(**options)
-        warn_of_unread(self._given)
-        self._building = threading.RLock()  # first gradients may arrive in several threads
+        given = Options.from_keywords(**options)
+        warn_of_unread(given)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -105,12 +93,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         _check_device_and_owner(params, params[0].device)
-        # The number of groups after construction and after each add_param_group(): what comes with one call is planned
-        # together, whether the engine exists by then or not, so that a resumed run has the plan of the saved one.
-        self._calls = [len(self.param_groups)]
-        self._check_plan(self.param_groups, params)
-        self._claim = Claim(self)
-        self._claim.add(params)
+        self._lazy_engine = LazyEngine(self, given, _backward_ended)
+        self._lazy_engine.claim.add(params)
 
     @classmethod
     def _implicit(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
@@ -128,7 +112,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         ``offload_device`` decided, likewise ``update_stride="auto"``: reading them then is a first use. Groups that are
         added later are planned under the same choice.
         """
-        return self.engine.options if self._engine is None and _left_open(self._options) else self._options
+        return self._lazy_engine.options
 
     @property
     def engine(self) -> Engine:
@@ -140,67 +124,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: the optimizer is closed.
             ValueError: see :class:`ZenFlowAdamW`; the next use tries again.
         """
-        engine = self._engine
-        if engine is None or engine.closed or engine.outdated:
-            with self._building:
-                engine = self._built()
-        return engine
-
-    def _built(self) -> Engine:
-        """The engine; made of the parameters as they are now, if there is none for them yet."""
-        self._check_open()
-        if self._engine is not None:
-            if not self._engine.outdated:
-                return self._engine
-            self._engine.detach()
-            self._engine.close(flush=False)
-            self._engine = None
-            ops.register_claim(self._claim)
-        named = _named(self.param_groups)
-        device = self._claim.params[0].device
-        _check_devices(self._claim.params, device)
-        options = _resolved(self._given, named, implicit=self._steps_in_backward)
-        engine = Engine(self.param_groups, options, device, implicit=self._steps_in_backward)
-        try:
-            for first, stop in pairwise((0, *self._calls)):
-                engine.add_params(named[first:stop], first)
-            step_graph = fused_step_graph(engine.plan, engine.id)
-        except BaseException:
-            engine.close(flush=False)
-            raise
-        self._options = options
-        self._step_graph: GraphModule = step_graph
-        self._claim.listen()
-        engine.attach(self._claim, _backward_ended)
-        self._engine = engine
-        ops.unregister_claim(self._claim)
-        record_new_engine(engine)
-        return engine
-
-    @property
-    def _is_closed(self) -> bool:
-        return self._closed or (self._engine is not None and self._engine.closed)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
-
-    def _check_plan(self, groups: Sequence[dict[str, Any]], params: Sequence[Parameter]) -> None:
-        """Plan ``params`` as they are now, to raise at construction what needs no memory to know.
-
-        Raises:
-            ValueError: see ``existing_directory``, ``worker_cores`` and ``checked_plan``.
-        """
-        if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
-            existing_directory(self._options.nvme_path)
-        if _left_open(self._options):
-            return
-        worker_cores(self._options)
-        plan = empty_plan(self._options)
-        named = _named(groups)
-        for first, stop in pairwise((0, *self._calls)):
-            new = [pair for group in named[first:stop] for pair in group]
-            plan = checked_plan(plan, params[: len(plan.params) + len(new)], new, self._options)
+        return self._lazy_engine.engine
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
@@ -208,7 +132,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         The other entries are None: ``state_dict()`` makes them. Writing any of it is refused by the next ``step()``.
         """
-        if not self._is_closed and not self._state_was_edited:  # else the next step says so
+        if not self._lazy_engine.is_closed and not self._state_was_edited:  # else the next step says so
             self._show_steps()
         return self._states
 
@@ -230,7 +154,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         if not self._steps_shown:
             return False
-        entries = [self._states.get(param) for param, _ in zip(self._claim.params, self._steps_shown, strict=False)]
+        params = self._lazy_engine.claim.params
+        entries = [self._states.get(param) for param, _ in zip(params, self._steps_shown, strict=False)]
         return any(entry is None or not checkpoint.is_as_shown(entry) for entry in entries) or any(
             step._version != version for step, version in self._steps_shown
         )
@@ -251,7 +176,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: as at construction; nothing has been changed then.
         """
-        self._check_open()
+        constructing = not hasattr(self, "_lazy_engine")  # the base class adds the groups that it was given
+        if not constructing:
+            self._lazy_engine.check_open()
         param_group = _materialized(param_group)
         check_group({**self.defaults, **param_group})
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
@@ -260,24 +187,16 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if len({id(param) for param in params}) < len(params):
             raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
         _check_names([*self.param_groups, param_group])
-        if not hasattr(self, "_claim"):  # the base class's constructor adds the groups that it was given
+        if constructing:
             super().add_param_group(param_group)
             return
-        _check_device_and_owner(params, self._claim.params[0].device)
-        engine, claimed = None if self._engine is None else self.engine, len(self._claim.params)
+        _check_device_and_owner(params, self._lazy_engine.claim.params[0].device)
+        engine = None if self._lazy_engine.built is None else self.engine
         super().add_param_group(param_group)
-        self._calls.append(len(self.param_groups))
         try:
-            self._claim.add(params)
-            if engine is None:
-                self._check_plan(self.param_groups, self._claim.params)
-            else:
-                engine.add_params(_named(self.param_groups)[-1:], len(self.param_groups) - 1)
-                self._step_graph = fused_step_graph(engine.plan, engine.id)
+            self._lazy_engine.add_group(engine, params)
         except BaseException:
             self.param_groups.pop()
-            self._calls.pop()
-            self._claim.keep(claimed)
             raise
 
     @torch_private.outside_of_graphs
@@ -297,15 +216,16 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 asynchronous work that failed (chained to the original error).
             ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
         """
-        self._check_open()
+        self._lazy_engine.check_open()
         if self._state_was_edited:
             raise RuntimeError(f"optimizer.state was cleared or written; it {_NOT_WRITABLE}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._claim.check_params(self.param_groups)
-        if self._engine is None and all(param.grad is None for param in self._claim.params):
+        claim = self._lazy_engine.claim
+        claim.check_params(self.param_groups)
+        if self._lazy_engine.built is None and all(param.grad is None for param in claim.params):
             return loss
         engine = self.engine
         engine.check_parameters()
@@ -313,7 +233,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             return loss
         engine.begin_update()
         try:
-            self._step_graph(*(engine.params[p] for p in engine.offloaded))
+            self._lazy_engine.step_graph(*(engine.params[p] for p in engine.offloaded))
             engine.end_update()
         except BaseException as error:
             engine.failure = error
@@ -328,10 +248,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             set_to_none: False sets gradients to zero instead. A step uses zeros, as in PyTorch: moments and weights
                 decay.
         """
-        self._check_open()
+        self._lazy_engine.check_open()
         super().zero_grad(set_to_none)
-        if self._engine is not None:
-            self._engine.discard()
+        if (engine := self._lazy_engine.built) is not None:
+            engine.discard()
 
     def synchronize(self) -> None:
         """Wait for work in flight and make visible what is due, before weights are read outside of compiled graphs.
@@ -359,9 +279,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: a closed optimizer, work in flight that failed, or an earlier step that failed half-way; load
                 a saved state then.
         """
-        self._check_open()
-        if self._engine is not None:
-            self._engine.flush()
+        self._lazy_engine.check_open()
+        if (engine := self._lazy_engine.built) is not None:
+            engine.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.
@@ -380,7 +300,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         engine = self.engine
         for hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             hook(self)
-        self._claim.check_params(self.param_groups)
+        self._lazy_engine.claim.check_params(self.param_groups)
         engine.synchronize()
         state = checkpoint.state_dict(engine, self.param_groups)
         for hook in torch_private.optimizer_hooks(self, "state_dict_post"):
@@ -405,7 +325,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         state_dict = state_dict.copy()  # hooks may change it
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)
-        self._claim.check_params(self.param_groups)
+        self._lazy_engine.claim.check_params(self.param_groups)
         checkpoint.load_state_dict(engine, self.param_groups, state_dict)
         self._states.clear()
         self._show_steps()
@@ -414,15 +334,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """End of training: apply the gradients that wait in open windows, land everything, free host memory."""
-        self._close(flush=True)
-
-    def _close(self, *, flush: bool) -> None:
-        with self._building:
-            self._closed = True
-        if self._engine is not None:
-            self._engine.close(flush=flush)
-        else:
-            self._claim.release()
+        self._lazy_engine.close(flush=True)
 
     def __enter__(self) -> ZenFlowAdamW:
         return self
@@ -432,23 +344,17 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             self.close()
             return
         with suppress(RuntimeError):  # what left the block is the error to see; this one follows from it, or is alike
-            self._close(flush=False)
+            self._lazy_engine.close(flush=False)
 
-    def __del__(self) -> None:
-        # What is due still lands; open windows are not flushed, since the moment of collection is not the user's.
-        claim, engine = getattr(self, "_claim", None), getattr(self, "_engine", None)
-        # A wrapper that shares our attributes (Lightning's) may be collected before us.
-        if claim is None or (claim.optimizer is not None and claim.optimizer is not self):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At exit engines have closed before, and globals may be gone: a default argument is not.
+        if is_finalizing():
             return
-        if engine is None:
-            claim.release()
-        if engine is None or engine.closed or sys.is_finalizing():  # at exit, engines have closed before
+        lazy_engine: LazyEngine | None = getattr(self, "_lazy_engine", None)
+        # A wrapper that shares our attributes (Lightning's, Fabric's) may be collected before us.
+        if lazy_engine is None or ((owner := lazy_engine.claim.optimizer) is not None and owner is not self):
             return
-        with suppress(Exception):
-            if engine.roster.runs(threading.current_thread()):  # the collector runs in any: none may wait for itself
-                threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
-            else:
-                engine.close(flush=False)
+        lazy_engine.abandon()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
@@ -470,39 +376,6 @@ def _backward_ended(optimizer: ZenFlowAdamW) -> None:
         optimizer.step()
         optimizer.zero_grad()
     engine.show_consumed()
-
-
-def _left_open(options: Options) -> bool:
-    """Whether some of the options are left to the performance model."""
-    return options.policy == "auto" or options.measures_stride
-
-
-def _resolved(
-    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, implicit: bool
-) -> Options:
-    """``options`` with what is left to the performance model decided, on this machine as it is now."""
-    if not _left_open(options):
-        return options
-    from zenflow_compile.planning import auto  # its equations bring sympy, a third of a second to import
-
-    pairs = [pair for group in named for pair in group]
-    machine = measured_hardware(options, [param for _, param in pairs])
-    specs = specs_of(pairs)
-    if options.policy != "auto":
-        return auto.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
-    assert options.tokens_per_step is not None
-    return auto.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
-
-
-def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:
-    """Parameters with names, by group; those without a name are called after their index in the optimizer."""
-    named: list[list[tuple[str, Parameter]]] = []
-    first = 0
-    for group in groups:
-        names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
-        named.append(list(zip(names, group["params"], strict=True)))
-        first += len(names)
-    return named
 
 
 def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:
@@ -585,26 +458,8 @@ def _check_param(param: Any) -> None:
 
 
 def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
-    _check_devices(params, device)
+    check_devices(params, device)
     if any(ops.is_owned(param) for param in params):
         raise ValueError(
             "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"
         )
-
-
-def _check_devices(params: Sequence[Tensor], device: torch.device) -> None:
-    for param in params:
-        if param.device != device:
-            raise ValueError(
-                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first, "
-                "or use one optimizer per device"
-            )
-
-
-@atexit.register
-def _close_all() -> None:
-    """What is due lands before the interpreter takes modules apart: operators that run then abort the process."""
-    for engine in ops.live_engines():
-        if isinstance(engine, Engine):
-            with suppress(Exception):
-                engine.close(flush=False)

@@ -374,6 +374,32 @@ class Wrapper(ZenFlowAdamW):
         self.__dict__ = {**optimizer.__dict__, "wrapped": optimizer}
 
 
+class LateWrapper(ZenFlowAdamW):
+    """Reads attributes of an optimizer when asked, and keeps those that are set on it, as Lightning's wrapper does."""
+
+    def __init__(self, optimizer: ZenFlowAdamW) -> None:
+        self.wrapped = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+@pytest.mark.parametrize("wrapper_class", [Wrapper, LateWrapper])
+def test_first_use_through_a_wrapper(wrapper_class: type[ZenFlowAdamW]) -> None:
+    model, expected_model = model_of(), model_of()
+    optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
+    wrapper = wrapper_class(optimizer)
+    wrapper.state_dict()
+    assert wrapper.engine is optimizer.engine
+    expected = train(expected_model, ZenFlowAdamW(expected_model.parameters(), **EXACT))
+    assert_equal(train(model, optimizer), expected)
+    wrapper.add_param_group({"params": [nn.Parameter(torch.ones(32, 32))]})
+    assert len(optimizer.engine.plan.params) == len(list(model.parameters())) + 1
+    wrapper.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_collected_wrapper_does_not_close(used: bool) -> None:
     model = model_of()

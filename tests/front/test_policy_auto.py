@@ -14,8 +14,7 @@ from torch import nn
 
 from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
 from tests.planning.machines import SLOW_HOST
-from zenflow_compile import ZenFlowAdamW
-from zenflow_compile import optimizer as front
+from zenflow_compile import ZenFlowAdamW, lazy_engine
 from zenflow_compile.options import Options, split_backend_options
 from zenflow_compile.ownership import optimizer_of
 from zenflow_compile.planning import auto, plan
@@ -44,7 +43,7 @@ def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] =
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
     """What is measured next; the last one stays."""
     left = [SLOW_HOST]
-    monkeypatch.setattr(front, "measured_hardware", lambda *args: left[0])
+    monkeypatch.setattr(lazy_engine, "measured_hardware", lambda *args: left[0])
     return left
 
 

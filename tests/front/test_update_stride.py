@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.training import Training, assert_same
 from tests.planning.machines import machine
-from zenflow_compile import optimizer as front
+from zenflow_compile import lazy_engine
 from zenflow_compile.planning import auto, perfmodel
 from zenflow_compile.planning.hardware import Hardware
 from zenflow_compile.runtime.checkpoint_format import chosen
@@ -25,7 +25,7 @@ V100 = machine(device_bandwidth=28 * 35e9, link_to_host=12e9, link_to_device=12e
 def machines(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
     """What is measured next; the last one stays."""
     left = [V100]
-    monkeypatch.setattr(front, "measured_hardware", lambda *args: left[0])
+    monkeypatch.setattr(lazy_engine, "measured_hardware", lambda *args: left[0])
     return left
 
 
@@ -55,7 +55,7 @@ def test_a_stride_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     def never(*args: Any) -> Hardware:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(front, "measured_hardware", never)
+    monkeypatch.setattr(lazy_engine, "measured_hardware", never)
     for options in ({**STATES, "update_stride": 3}, {"policy": "zero_offload", "update_stride": "auto"}, {}):
         Training(None, options).optimizer.close()
 

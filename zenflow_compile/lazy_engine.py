@@ -1,0 +1,242 @@
+"""The engine of one optimizer, built at its first use."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Parameter
+
+from zenflow_compile.options import Options
+from zenflow_compile.passes.pipeline import fused_step_graph
+from zenflow_compile.planning.policies import empty_plan, stride_weight_bytes
+from zenflow_compile.profiling.timeline import record_new_engine
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.claim import Claim
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.file_store import existing_directory
+from zenflow_compile.runtime.measured_hardware import measured_hardware
+from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
+
+
+class LazyEngine:
+    """Builds the engine of one optimizer at its first use, from the parameters as they are then.
+
+    It is an object of its own so that wrappers that copy or share the optimizer's attributes (Lightning's, Fabric's)
+    use the same engine, whichever of them is asked first.
+
+    Args:
+        optimizer: its groups are checked against a plan. Its parameters are not claimed yet.
+        given: the options as the user gave them.
+        backward_ended: called with the optimizer when a backward is over.
+
+    Raises:
+        ValueError: what needs no memory to know; see ``existing_directory``, ``worker_cores``, ``checked_plan``.
+
+    Attributes:
+        claim: on the optimizer's parameters.
+        built: the engine, also a closed or outdated one; None before the first use.
+        step_graph: runs the optimizer step of ``built``.
+    """
+
+    step_graph: GraphModule
+
+    def __init__(self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None]) -> None:
+        self.built: Engine | None = None
+        self._closed = False
+        self._given = self._options = given
+        self._implicit = optimizer._steps_in_backward
+        self._backward_ended = backward_ended
+        self._lock = threading.RLock()  # first gradients may arrive in several threads
+        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        # The number of groups after construction and after each add_param_group(): what comes with one call is planned
+        # together, whether the engine exists by then or not, so that a resumed run has the plan of the saved one.
+        self._calls = [len(self._groups)]
+        self._check_plan([param for group in self._groups for param in group["params"]])
+        self.claim = Claim(optimizer)
+
+    @property
+    def options(self) -> Options:
+        """The options, with what is left to the performance model decided; reading them then is a first use."""
+        return self.engine.options if self.built is None and _left_open(self._options) else self._options
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, built now if there is none for the parameters as they are.
+
+        Raises:
+            RuntimeError: the optimizer is closed.
+            ValueError: see :class:`~zenflow_compile.optimizer.ZenFlowAdamW`; the next use tries again.
+        """
+        engine = self.built
+        if engine is None or engine.closed or engine.outdated:
+            with self._lock:
+                engine = self._build()
+        return engine
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` was called, or an error has closed the engine."""
+        return self._closed or (self.built is not None and self.built.closed)
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            RuntimeError: the optimizer is closed.
+        """
+        if self.is_closed:
+            raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
+
+    def add_group(self, engine: Engine | None, params: Sequence[Parameter]) -> None:
+        """Claim and plan the parameters of a group that was added to the optimizer.
+
+        Args:
+            engine: to add them to; None before the first use.
+            params: of the last group.
+
+        Raises:
+            ValueError: as at construction. Nothing but the optimizer's ``param_groups`` has changed then.
+        """
+        claimed = len(self.claim.params)
+        self._calls.append(len(self._groups))
+        try:
+            self.claim.add(params)
+            if engine is None:
+                self._check_plan(self.claim.params)
+            else:
+                engine.add_params(_named(self._groups)[-1:], len(self._groups) - 1)
+                self.step_graph = fused_step_graph(engine.plan, engine.id)
+        except BaseException:
+            self._calls.pop()
+            self.claim.keep(claimed)
+            raise
+
+    def close(self, *, flush: bool) -> None:
+        """Close the engine, if there is one, and give up the parameters. See ``Engine.close``."""
+        with self._lock:
+            self._closed = True
+        if self.built is not None:
+            self.built.close(flush=flush)
+        else:
+            self.claim.release()
+
+    def abandon(self) -> None:
+        """The optimizer was collected: due updates are applied, and update windows dropped.
+
+        The moment of collection is not the user's to choose, so that a flush would make runs differ.
+        """
+        engine = self.built
+        if engine is None:
+            self.claim.release()
+        if engine is None or engine.closed:
+            return
+        with suppress(Exception):
+            if engine.roster.runs(threading.current_thread()):  # the collector runs in any: none may wait for itself
+                threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
+            else:
+                engine.close(flush=False)
+
+    def _build(self) -> Engine:
+        self.check_open()
+        if self.built is not None:
+            if not self.built.outdated:
+                return self.built
+            self.built.detach()
+            self.built.close(flush=False)
+            self.built = None
+            ops.register_claim(self.claim)
+        named = _named(self._groups)
+        device = self.claim.params[0].device
+        check_devices(self.claim.params, device)
+        options = _resolved(self._given, named, implicit=self._implicit)
+        engine = Engine(self._groups, options, device, implicit=self._implicit)
+        try:
+            for first, stop in pairwise((0, *self._calls)):
+                engine.add_params(named[first:stop], first)
+            step_graph = fused_step_graph(engine.plan, engine.id)
+        except BaseException:
+            engine.close(flush=False)
+            raise
+        self._options = options
+        self.step_graph = step_graph
+        self.claim.listen()
+        engine.attach(self.claim, self._backward_ended)
+        self.built = engine
+        ops.unregister_claim(self.claim)
+        record_new_engine(engine)
+        return engine
+
+    def _check_plan(self, params: Sequence[Parameter]) -> None:
+        """Plan ``params`` as they are now, to raise at construction what needs no memory to know."""
+        if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
+            existing_directory(self._options.nvme_path)
+        if _left_open(self._options):
+            return
+        worker_cores(self._options)
+        plan = empty_plan(self._options)
+        named = _named(self._groups)
+        for first, stop in pairwise((0, *self._calls)):
+            new = [pair for group in named[first:stop] for pair in group]
+            plan = checked_plan(plan, params[: len(plan.params) + len(new)], new, self._options)
+
+
+def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
+    """
+    Raises:
+        ValueError: a parameter is on another device.
+    """
+    for param in params:
+        if param.device != device:
+            raise ValueError(
+                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first, "
+                "or use one optimizer per device"
+            )
+
+
+def _left_open(options: Options) -> bool:
+    """Whether some of the options are left to the performance model."""
+    return options.policy == "auto" or options.measures_stride
+
+
+def _resolved(
+    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, implicit: bool
+) -> Options:
+    """``options`` with what is left to the performance model decided, on this machine as it is now."""
+    if not _left_open(options):
+        return options
+    from zenflow_compile.planning import auto  # its equations bring sympy, a third of a second to import
+
+    pairs = [pair for group in named for pair in group]
+    machine = measured_hardware(options, [param for _, param in pairs])
+    specs = specs_of(pairs)
+    if options.policy != "auto":
+        return auto.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
+    assert options.tokens_per_step is not None
+    return auto.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
+
+
+def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:
+    """Parameters with names, by group; those without a name are called after their index in the optimizer."""
+    named: list[list[tuple[str, Parameter]]] = []
+    first = 0
+    for group in groups:
+        names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
+        named.append(list(zip(names, group["params"], strict=True)))
+        first += len(names)
+    return named
+
+
+@atexit.register
+def _close_all() -> None:
+    """Due updates are applied before the interpreter takes modules apart: operators that run then abort the process."""
+    for engine in ops.live_engines():
+        if isinstance(engine, Engine):
+            with suppress(Exception):
+                engine.close(flush=False)
