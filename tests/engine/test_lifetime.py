@@ -209,6 +209,19 @@ print("end")
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
+def test_error_before_the_first_use_ends_cleanly() -> None:
+    """The traceback keeps the optimizer until the interpreter has cleared modules."""
+    script = """
+from tests.engine.training import Training
+training = Training()
+raise KeyboardInterrupt
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert "Exception ignored" not in done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+
+
 def test_a_copied_model_is_nobodys() -> None:
     training = Training(EAGER_BACKEND).run(0, 2)
     twin = copy.deepcopy(training.model)
