@@ -45,6 +45,9 @@ def in_child(action: Callable[[], object]) -> str:
     return told if os.WIFEXITED(status) else f"signal {os.WTERMSIG(status)}"
 
 
+# In CUDA builds the autograd engine has threads for devices, and refuses a backward after a fork before we are asked.
+AUTOGRADS_OWN_REFUSAL = "autograd's threading in combination with fork-based multiprocessing"
+
 USES: dict[str, Callable[[Training], object]] = {
     "backward": lambda training: training.backward(9),
     "step": lambda training: training.optimizer.step(),
@@ -61,6 +64,8 @@ def test_forked_child_refuses_every_use(entry: dict[str, Any] | None, options: d
     training.backward(3)
     for name, use in USES.items():
         told = in_child(lambda use=use: use(training))
+        if name == "backward" and AUTOGRADS_OWN_REFUSAL in told:
+            continue
         assert told.startswith("RuntimeError: this process was forked from the one that trains"), (name, told)
         assert "spawn" in told
     assert in_child(training.optimizer.zero_grad) == "returned None"
