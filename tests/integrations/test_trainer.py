@@ -216,7 +216,8 @@ def test_bf16(entry: str) -> None:
     variants = [adamw(bf16=True, optim=name) for name in ("adamw_torch", "adamw_torch_fused")]
     within = spread(variant.weights for variant in variants)
     assert 0 < within < 1e-3
-    assert_as_adamw(train(entry, EXACT, bf16=True), variants[1], within=2 * within)
+    assert difference(variants[1].weights, adamw().weights) > 10 * within  # autocast is on
+    assert_as_adamw(train(entry, EXACT, bf16=True), variants[1], within=max(1e-5, 2 * within))
 
 
 class ScalingTrainer(InnerEagerTrainer):
