@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -18,6 +20,7 @@ from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.offload_gradients import gradient_places
 from zenflow_compile.runtime import ops
+from zenflow_compile.validate import user_stacklevel
 
 
 def zenflow(
@@ -31,7 +34,8 @@ def zenflow(
 
     ``torch.compile(model, backend="zenflow")`` calls this. Parameters that a ``ZenFlowAdamW`` owns get its nodes in
     forward and backward; with optimizer keywords among ``options``, parameters without an owner get an optimizer made
-    here, whose updates run in the backward; all others train as under Inductor.
+    here, whose updates run in the backward; all others train as under Inductor, with a warning if no ZenFlowAdamW
+    exists.
 
     Args:
         gm: Dynamo's graph.
@@ -50,10 +54,23 @@ def zenflow(
         chosen = split_backend_options(options, mode)
         graph = ServedGraph(gm, example_inputs, chosen)
         owned = graph.claim(example_inputs)
+        if not ops.any_owner() and torch.is_grad_enabled():
+            warn_of_no_optimizer(example_inputs)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise private.backend_error(error) from error
     graph.compile(example_inputs, owned, gm)  # not in there: Dynamo has control flow of its own in exceptions
     return graph
+
+
+def warn_of_no_optimizer(inputs: Sequence[Any]) -> None:
+    """Warn if the graph trains parameters although there is no optimizer of ours."""
+    if any(isinstance(value, nn.Parameter) and value.requires_grad for value in inputs):
+        warnings.warn(
+            'backend="zenflow" offloads nothing here: there is no ZenFlowAdamW yet, and the model trains as under '
+            "Inductor. Create a ZenFlowAdamW over its parameters before the first batch (in the Hugging Face Trainer: "
+            "optimizer_cls_and_kwargs=(ZenFlowAdamW, {...})), or pass its keywords in options=",
+            stacklevel=user_stacklevel(),
+        )
 
 
 class ServedGraph:

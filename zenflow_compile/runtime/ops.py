@@ -116,6 +116,11 @@ def is_owned(param: Tensor) -> bool:
     return live or any(claim.holds(param) for claim in tuple(_CLAIMS))
 
 
+def any_owner() -> bool:
+    """Whether there is an open optimizer. Builds nothing."""
+    return bool(_LIVE) or bool(_CLAIMS)
+
+
 def engine(engine_id: int) -> EngineOps:
     """Resolve an engine.
 

@@ -1,0 +1,1 @@
+"""What other training frameworks need besides the optimizer: one module for each, which imports that framework."""

@@ -1,0 +1,109 @@
+"""A callback for the Hugging Face Trainer: the last model that it saves holds every gradient."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from zenflow_compile.optimizer import ZenFlowAdamW
+
+
+class ZenFlowCallback(TrainerCallback):
+    """Calls ``optimizer.flush()`` at the end of training, before the last checkpoint is written.
+
+    With ``update_interval`` above 1, the gradients of the last steps are in open update windows when training ends, and
+    the Trainer neither flushes nor closes its optimizer. With this callback they are in the last checkpoint, and in the
+    model after ``train()``, whether ``max_steps`` ends training or another callback, such as
+    ``EarlyStoppingCallback``. Its place among the callbacks does not matter. Training up to its end, and earlier
+    checkpoints, are the same with and without it. A checkpoint that the Trainer writes on SIGTERM
+    (``enable_jit_checkpoint``) is meant for resuming and keeps its windows.
+
+    A run that resumes from the last checkpoint starts with empty update windows, as one that called ``flush()`` there.
+
+    Example:
+        >>> Trainer(..., optimizer_cls_and_kwargs=(ZenFlowAdamW, {"lr": 2e-5}), callbacks=[ZenFlowCallback()])
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: ZenFlowAdamW | None = None
+        self._control: TrainerControl | None = None
+        self._hook: RemovableHandle | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """
+        Raises:
+            TypeError: the Trainer's optimizer is not a ``ZenFlowAdamW``.
+        """
+        self._end()  # a training that failed
+        self._optimizer = _unwrapped(kwargs["optimizer"])
+        self._control = control
+        # The Trainer writes a checkpoint behind on_evaluate, where a callback after this one may have ended training.
+        self._hook = kwargs["model"].register_state_dict_pre_hook(_BeforeStateDict(self))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._flush_at_end(control)  # before an evaluation, so that it is of the model that is saved
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._flush_at_end(control)  # before the Trainer loads the best model over this one
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._control = control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._optimizer is not None:
+            self._optimizer.flush()
+        self._end()
+
+    def before_state_dict(self) -> None:
+        """Flush if the model is about to be saved as the last checkpoint.
+
+        ``JITCheckpointCallback`` ends training, too, but saves without ``should_save``.
+        """
+        if self._control is not None and self._control.should_save:
+            self._flush_at_end(self._control)
+
+    def _flush_at_end(self, control: TrainerControl) -> None:
+        self._control = control
+        if self._optimizer is not None and control.should_training_stop:
+            self._optimizer.flush()
+
+    def _end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._optimizer = self._control = self._hook = None
+
+
+class _BeforeStateDict:
+    """The model's state_dict pre-hook. It keeps no callback alive; in copies of the model it does nothing."""
+
+    def __init__(self, callback: ZenFlowCallback | None = None) -> None:
+        self._callback = (lambda: None) if callback is None else weakref.ref(callback)
+
+    def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
+        if (callback := self._callback()) is not None:
+            callback.before_state_dict()
+
+    def __reduce__(self) -> tuple[type[_BeforeStateDict], tuple[()]]:
+        return _BeforeStateDict, ()
+
+
+def _unwrapped(optimizer: Any) -> ZenFlowAdamW:
+    """The optimizer inside of Accelerate's wrapper."""
+    found = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(found, ZenFlowAdamW):
+        raise TypeError(
+            f"ZenFlowCallback: the Trainer's optimizer is a {type(found).__name__}; pass "
+            "optimizer_cls_and_kwargs=(ZenFlowAdamW, {...}) or optimizers=(ZenFlowAdamW(...), None), or leave the "
+            "callback out"
+        )
+    return found
