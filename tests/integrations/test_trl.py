@@ -95,12 +95,13 @@ class Case:
         return 8 if self.lora else 16
 
 
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 CLIPPED = {"max_grad_norm": 0.25}
 SYNCHRONIZED = {**CLIPPED, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 SAMPLED = {"num_generations": 4, "max_completion_length": 6, "max_grad_norm": 0.1}
 CASES = {
     "sft": Case(SFTTrainer, SFTConfig, TEXTS),
-    "sft_tokens_accumulated": Case(SFTTrainer, SFTConfig, TOKENS, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
+    "sft_tokens_accumulated": Case(SFTTrainer, SFTConfig, TOKENS, ACCUMULATED),
     "sft_lora": Case(SFTTrainer, SFTConfig, TEXTS, {"max_grad_norm": 0.005}, lora=True),
     "sft_checkpointing": Case(SFTTrainer, SFTConfig, TEXTS, {"gradient_checkpointing": True}),
     "sft_packing": Case(SFTTrainer, SFTConfig, TEXTS, {"packing": True, "max_length": 16}),
@@ -263,6 +264,20 @@ def test_grpo_with_an_optimizer_object(tmp_path: Path) -> None:
     assert difference(mine, theirs) < 1e-5
     assert len(samples) >= 2
     assert all(torch.equal(one, other) for one, other in zip(samples, expected_samples, strict=True))
+
+
+def test_state_stays_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate copies a prepared optimizer's state to the device and back, unless the trainer's is told not to."""
+    copies = []
+    save = zf.ZenFlowAdamW.state_dict
+    monkeypatch.setattr(zf.ZenFlowAdamW, "state_dict", lambda self: copies.append(self) or save(self))
+    trainer = trainer_of(CASES["sft"], ZENFLOW, tmp_path)
+    trainer.accelerator.device_placement = False
+    trainer.train()
+    assert not copies
+    assert difference(weights(trainer.model), weights(train(CASES["sft"], ADAMW, tmp_path).trainer.model)) < 1e-5
+    trainer_of(CASES["sft"], ZENFLOW, tmp_path).train()
+    assert len(copies) == 1
 
 
 class StopAt(TrainerCallback):
