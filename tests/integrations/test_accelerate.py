@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,35 +134,43 @@ def zenflow(model: nn.Module) -> zf.ZenFlowAdamW:
     return zf.ZenFlowAdamW(model.named_parameters(), **EXACT)
 
 
+def nudged(model: nn.Module, towards: float) -> torch.optim.Optimizer:
+    """AdamW over weights that differ in the last place: a forward in half precision may round them differently."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.nextafter_(torch.full_like(param, towards))
+    return torch.optim.AdamW(model.parameters(), **ADAM)
+
+
 @cache
 def references(
     clip: tuple[str, float] | None = None, accumulate: int = 1, precision: str = "no", bad: int | None = None
-) -> tuple[Run, Run]:
-    """The same loop under the two variants of AdamW."""
-    one, other = (
-        train(
-            lambda model: torch.optim.AdamW(model.parameters(), **ADAM, **variant),  # noqa: B023 called at once
-            clip=clip,
-            accumulate=accumulate,
-            precision=precision,
-            bad=bad,
-        )
-        for variant in ({"foreach": True}, {"fused": True})
-    )
-    return one, other
+) -> list[Run]:
+    """The same loop under AdamW and its variants."""
+    variants: list[Callable[[nn.Module], torch.optim.Optimizer]] = [
+        lambda model: torch.optim.AdamW(model.parameters(), **ADAM),
+        lambda model: torch.optim.AdamW(model.parameters(), **ADAM, fused=True),
+    ]
+    if precision != "no":
+        variants += [partial(nudged, towards=torch.inf), partial(nudged, towards=-torch.inf)]
+    return [train(make, clip=clip, accumulate=accumulate, precision=precision, bad=bad) for make in variants]
 
 
-def assert_as_adamw(run: Run, expected: Run, variant: Run) -> None:
-    """Equal to ``expected`` within 1e-5, norms and losses within 1e-6, or within the spread of AdamW's variants."""
+def assert_as_adamw(run: Run, expected: Run, *variants: Run) -> None:
+    """Equal to ``expected`` within 1e-5, norms and losses within 1e-6, or within twice the spread of AdamW's variants.
+
+    Twice, since in half precision the few variants are a sample of what roundings do.
+    """
     assert_trained(run.before, run.after)
-    assert difference(run.after, expected.after) <= max(1e-5, spread([expected.after, variant.after]))
+    bound = max(1e-5, 2 * spread(each.after for each in (expected, *variants)))
+    assert difference(run.after, expected.after) <= bound
     for name in ("losses", "norms"):
-        mine, theirs, others = (torch.tensor(getattr(each, name)).double() for each in (run, expected, variant))
-        assert mine.shape == theirs.shape
-        off = ((mine - theirs) / theirs).abs()
-        allowed = ((others - theirs) / theirs).abs().nan_to_num().max().clamp(min=1e-6) if len(theirs) else 0.0
-        assert bool((off.nan_to_num() <= allowed).all()), (name, off, allowed)
+        mine, theirs, *others = (torch.tensor(getattr(each, name)).double() for each in (run, expected, *variants))
         assert torch.equal(mine.isfinite(), theirs.isfinite())
+        finite = theirs.isfinite()
+        relative = (torch.stack([theirs, *others]) / theirs)[:, finite]
+        allowed = max(1e-6, 2 * float((relative.amax(0) - relative.amin(0)).max())) if len(theirs) else 0.0
+        assert bool(((mine / theirs)[finite] - 1).abs().le(allowed).all()), (name, mine, theirs, allowed)
     assert run.skipped == expected.skipped
     assert run.scales == expected.scales
 
