@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,11 +22,19 @@ from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.unread_options import warn_of_unread
+from zenflow_compile.validate import user_stacklevel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_WRITABLE = (
     "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
     "start with new moments, or call load_state_dict()"
+)
+
+_NO_GRADIENT = (
+    "step() updates nothing: no parameter of this optimizer has had a gradient. If a backward ran, the model computes "
+    "with other parameters than those that the optimizer was given: an assignment, load_state_dict(assign=True) or "
+    "Accelerate's cpu_offload, disk_offload or dispatch_model replaced them; leave offloading to this optimizer, and "
+    "create it over model.parameters() after the last change of the model"
 )
 
 
@@ -75,6 +84,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ) -> None:
         given = Options.from_keywords(**options)
         warn_of_unread(given)
+        self._warned_of_no_gradient = False
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -205,7 +215,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Apply the gradients of the backwards since the last step.
 
         Updates of selected columns run now; what closes on the host becomes visible at the parameter's next use.
-        Without any gradient nothing happens, and the step does not count.
+        Without any gradient nothing happens, and the step does not count. If there has never been one,
+        a warning says so.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -226,10 +237,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         claim = self._lazy_engine.claim
         claim.check_params(self.param_groups)
         if self._lazy_engine.built is None and all(param.grad is None for param in claim.params):
+            self._warn_of_no_gradient()
             return loss
         engine = self.engine
         engine.check_parameters()
         if not engine.has_gradients:
+            if not engine.used:
+                self._warn_of_no_gradient()
             return loss
         engine.begin_update()
         try:
@@ -239,6 +253,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             engine.failure = error
             raise
         return loss
+
+    def _warn_of_no_gradient(self) -> None:
+        """Warn once that the model may compute with other parameters: its optimizer cannot see that."""
+        if not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            warnings.warn(_NO_GRADIENT, stacklevel=user_stacklevel())
 
     @torch_private.outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
