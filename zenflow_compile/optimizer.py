@@ -29,6 +29,7 @@ from zenflow_compile.runtime.file_store import existing_directory
 from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.param_groups import check_group
 from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
+from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.unread_options import warn_of_unread
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -84,6 +85,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ) -> None:
         self._engine: Engine | None = None
         self._closed = False
+        self._stepped = False
         self._given = self._options = Options.from_keywords(**options)
         warn_of_unread(self._given)
         self._building = threading.RLock()  # first gradients may arrive in several threads
@@ -158,6 +160,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             ops.register_claim(self._claim)
         named = _named(self.param_groups)
         device = self._claim.params[0].device
+        refuse_sharded(self._claim.params)  # they may have become shards since construction
         _check_devices(self._claim.params, device)
         options = _resolved(self._given, named, implicit=self._steps_in_backward)
         engine = Engine(self.param_groups, options, device, implicit=self._steps_in_backward)
@@ -295,7 +298,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), the model was
                 changed since the first use, ``optimizer.state`` was cleared or written, a closed optimizer, or
                 asynchronous work that failed (chained to the original error).
-            ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
+            ValueError, TypeError: a value in ``param_groups`` that no step can use, or parameters that FSDP or tensor
+                parallelism shards. Nothing has been changed then.
         """
         self._check_open()
         if self._state_was_edited:
@@ -305,6 +309,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._claim.check_params(self.param_groups)
+        if not self._stepped:
+            refuse_replaced_by_shards([param for param in self._claim.params if param.grad is None])
+            self._stepped = True
         if self._engine is None and all(param.grad is None for param in self._claim.params):
             return loss
         engine = self.engine
@@ -563,11 +570,7 @@ def _check_param(param: Any) -> None:
             "a parameter is a nested tensor; only dense (strided) parameters can be optimized: give a padded tensor, "
             "or one parameter for each of its components"
         )
-    if torch_private.is_wrapper_subclass(param):
-        raise TypeError(
-            f"a parameter is a {type(param).__name__}; sharded and wrapped parameters are not supported in this "
-            "version: create the optimizer over plain tensors, in one process"
-        )
+    refuse_sharded([param])
     if param.is_complex() or not param.is_floating_point():
         raise TypeError(
             f"a parameter has dtype {param.dtype}; only real floating-point parameters can be optimized: "
@@ -581,7 +584,10 @@ def _check_param(param: Any) -> None:
     if param.layout != torch.strided:
         raise TypeError(f"a parameter has layout {param.layout}; only dense (strided) parameters can be optimized")
     if param.device.type == "meta":
-        raise ValueError("a parameter is on the meta device; materialise the model before creating the optimizer")
+        raise ValueError(
+            "a parameter is on the meta device; materialise the model before creating the optimizer, without a "
+            'device_map (of device_map="auto", dispatch_model) that leaves some of its weights for later'
+        )
 
 
 def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
@@ -596,8 +602,8 @@ def _check_devices(params: Sequence[Tensor], device: torch.device) -> None:
     for param in params:
         if param.device != device:
             raise ValueError(
-                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first, "
-                "or use one optimizer per device"
+                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first "
+                '(without device_map="auto" or pipeline stages), or use one optimizer per device'
             )
 
 
