@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -102,8 +105,6 @@ def accelerate_ddp(rank: int, options: dict[str, Any] | None, compiled: str = "n
 
 
 def hf_trainer(rank: int, options: dict[str, Any] | None, compiled: bool = False) -> Weights:
-    import tempfile
-
     from transformers import Trainer, TrainingArguments
 
     model: Any = tiny_llama()
@@ -239,8 +240,6 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
 
 def work(rank: int, folder: str) -> None:
     """One of two processes: runs everything and writes weights, or errors, to a file."""
-    import os
-
     from accelerate.state import AcceleratorState, GradientState
 
     torch.set_num_threads(1)
@@ -289,9 +288,32 @@ def test_two_processes_equal_adamw(name: str, ranks: list[dict[str, Any]]) -> No
 @pytest.mark.parametrize("name", REFUSED)
 def test_strategy_is_refused_with_an_alternative(name: str, ranks: list[dict[str, Any]]) -> None:
     """In every process, so that none waits for another."""
-    import re
-
     for results in ranks:
         text = results[name]
         assert isinstance(text, str), "nothing was raised"
         assert re.search(REFUSED[name][1], text.partition("\nTraceback")[0]), text
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_data_parallel_without_devices_equals_adamw(compiled: bool) -> None:
+    """On a machine without accelerators ``DataParallel`` calls its module."""
+    results = []
+    for options in (None, EXACT):
+        model = net()
+        optimizer = adamw(model, options)
+        call: Any = nn.DataParallel(model)
+        if compiled and options is not None:
+            call = torch.compile(call, **EAGER_BACKEND)
+        train(call, optimizer, 0)
+        results.append(trained(model, optimizer))
+    assert_trained(weights(net()), results[0])
+    assert difference(*results) <= 1e-5
+
+
+def test_model_on_several_devices_is_refused(tmp_path: Path) -> None:
+    """As ``dispatch_model`` and ``device_map="auto"`` leave it where memory is short."""
+    from accelerate import dispatch_model
+
+    model = dispatch_model(net(), {"up": "cpu", "down": "disk"}, offload_dir=tmp_path, main_device="cpu")
+    with pytest.raises(ValueError, match=r"on the meta device; materialise the model .* without a device_map"):
+        adamw(model, EXACT)
