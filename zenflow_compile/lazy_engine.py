@@ -24,6 +24,7 @@ from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.file_store import existing_directory
 from zenflow_compile.runtime.measured_hardware import measured_hardware
 from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class LazyEngine:
@@ -154,6 +155,7 @@ class LazyEngine:
             ops.register_claim(self.claim)
         named = _named(self._groups)
         device = self.claim.params[0].device
+        refuse_sharded(self.claim.params)  # they may have become shards since construction
         check_devices(self.claim.params, device)
         options = _resolved(self._given, named, implicit=self._implicit)
         engine = Engine(self._groups, options, device, implicit=self._implicit)
@@ -195,8 +197,8 @@ def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
     for param in params:
         if param.device != device:
             raise ValueError(
-                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first, "
-                "or use one optimizer per device"
+                f"a parameter is on {param.device} and the others are on {device}; move the model to one device first "
+                '(without device_map="auto" or pipeline stages), or use one optimizer per device'
             )
 
 

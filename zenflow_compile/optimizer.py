@@ -21,6 +21,7 @@ from zenflow_compile.options import Options
 from zenflow_compile.runtime import checkpoint, ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.param_groups import check_group
+from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.unread_options import warn_of_unread
 from zenflow_compile.validate import user_stacklevel
 
@@ -84,6 +85,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ) -> None:
         given = Options.from_keywords(**options)
         warn_of_unread(given)
+        self._stepped = False
         self._warned_of_no_gradient = False
         defaults = {
             "lr": lr,
@@ -225,7 +227,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), the model was
                 changed since the first use, ``optimizer.state`` was cleared or written, a closed optimizer, or
                 asynchronous work that failed (chained to the original error).
-            ValueError, TypeError: a value in ``param_groups`` that no step can use. Nothing has been changed then.
+            ValueError, TypeError: a value in ``param_groups`` that no step can use, or parameters that FSDP or tensor
+                parallelism shards. Nothing has been changed then.
         """
         self._lazy_engine.check_open()
         if self._state_was_edited:
@@ -236,6 +239,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 loss = closure()
         claim = self._lazy_engine.claim
         claim.check_params(self.param_groups)
+        if not self._stepped:
+            refuse_replaced_by_shards([param for param in claim.params if param.grad is None])
+            self._stepped = True
         if self._lazy_engine.built is None and all(param.grad is None for param in claim.params):
             self._warn_of_no_gradient()
             return loss
@@ -456,11 +462,7 @@ def _check_param(param: Any) -> None:
             "a parameter is a nested tensor; only dense (strided) parameters can be optimized: give a padded tensor, "
             "or one parameter for each of its components"
         )
-    if torch_private.is_wrapper_subclass(param):
-        raise TypeError(
-            f"a parameter is a {type(param).__name__}; sharded and wrapped parameters are not supported in this "
-            "version: create the optimizer over plain tensors, in one process"
-        )
+    refuse_sharded([param])
     if param.is_complex() or not param.is_floating_point():
         raise TypeError(
             f"a parameter has dtype {param.dtype}; only real floating-point parameters can be optimized: "
@@ -474,7 +476,10 @@ def _check_param(param: Any) -> None:
     if param.layout != torch.strided:
         raise TypeError(f"a parameter has layout {param.layout}; only dense (strided) parameters can be optimized")
     if param.device.type == "meta":
-        raise ValueError("a parameter is on the meta device; materialise the model before creating the optimizer")
+        raise ValueError(
+            "a parameter is on the meta device; materialise the model before creating the optimizer, without a "
+            'device_map (of device_map="auto", dispatch_model) that leaves some of its weights for later'
+        )
 
 
 def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:

@@ -135,7 +135,7 @@ def refuse_ddp(call: private.CompileCall) -> None:
         raise ValueError(
             'the model is wrapped in DistributedDataParallel, whose reducer would wait for ever for gradients that '
             'backend="zenflow" takes to the host inside the backward graph; compile and train the bare module '
-            "(model.module), one process per model: several devices are not supported in this version"
+            "(model.module) in one process, or train under DistributedDataParallel without torch.compile"
         )
 
 

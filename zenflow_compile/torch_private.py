@@ -336,6 +336,16 @@ def is_wrapper_subclass(tensor: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def is_flattened_by_fsdp(tensor: Tensor) -> bool:
+    """Whether ``FullyShardedDataParallel`` keeps ``tensor`` in its flat memory. Seen in torch 2.11 and 2.13."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a shard, or a wrapper around other tensors."""
+    return is_wrapper_subclass(tensor) or is_flattened_by_fsdp(tensor)
+
+
 def refuse_data_pointer(tensor: Tensor) -> None:
     """Let C++ that asks a tensor without memory for its address raise ``RuntimeError``, not read address 0.
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.runtime import entry, ops
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class Owner:
@@ -103,9 +104,11 @@ class Claim:
 
         Raises:
             ValueError: the list was replaced, or does not have the claimed parameters.
+            TypeError: a strategy put shards into it, as Accelerate does for FSDP2.
         """
         ids = [id(param) for group in groups for param in group["params"]]
         if groups is not self._groups or ids != list(self._position):
+            refuse_sharded(param for group in groups for param in group["params"])
             raise ValueError(
                 "the parameters in param_groups were changed by hand, which the optimizer does not follow: add "
                 "parameters with add_param_group(); to train fewer, set requires_grad=False or create a new optimizer"

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile import torch_private
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class LostUpdateError(RuntimeError):
@@ -115,8 +116,10 @@ def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> 
 def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoReturn:
     """
     Raises:
-        RuntimeError: always: the parameter was changed since the optimizer's first use.
+        TypeError: FullyShardedDataParallel sharded the parameter since the optimizer's first use.
+        RuntimeError: something else changed it.
     """
+    refuse_sharded([param])
     was = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.shape)} on {device}"
     now = f"{str(param.dtype).removeprefix('torch.')}{list(param.shape)} on {param.device}"
     raise RuntimeError(

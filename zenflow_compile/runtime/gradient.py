@@ -277,9 +277,7 @@ class GradientRecord:
             RuntimeError: the values are gone.
         """
         if self.state is not GradientState.DENSE:
-            self._set_dense(self.read())
-            if (source := self._source()) is not None:
-                source.became_dense()
+            self._take_memory(self.read())
         assert self._values is not None
         return self._values
 
@@ -300,7 +298,12 @@ class GradientRecord:
         if self.state is GradientState.IN_BACKWARD:
             self.refuse("write")
         write(values)  # first: if it raises, the gradient stays as it was
+        self._take_memory(values)
+
+    def _take_memory(self, values: Tensor) -> None:
         self._set_dense(values)
+        if (source := self._source()) is not None:
+            source.became_dense()
 
     def moved(self, like: Tensor) -> GradientRecord:
         """A gradient in the same state, of the dtype and device of ``like``."""

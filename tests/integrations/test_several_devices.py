@@ -1,0 +1,319 @@
+"""Strategies for several devices, in two processes: they train as under AdamW, or are refused with an alternative."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.integrations.compare import (
+    ADAM,
+    EAGER_BACKEND,
+    EXACT,
+    PLACEMENT,
+    WINDOWED,
+    Tokens,
+    assert_bitwise,
+    assert_trained,
+    difference,
+    offloaded,
+    tiny_llama,
+    weights,
+)
+from zenflow_compile import ZenFlowAdamW
+
+STEPS = 6
+Weights = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Two matrices of 512 elements, which are offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def adamw(model: nn.Module, options: dict[str, Any] | None) -> Optimizer:
+    """The optimizer of a run; ``torch.optim.AdamW`` if there are no options."""
+    if options is None:
+        return torch.optim.AdamW(model.parameters(), **ADAM)
+    return ZenFlowAdamW(model.named_parameters(), **options)
+
+
+def train(call: Callable[[Tensor], Tensor], optimizer: Any, rank: int, steps: int = STEPS) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        call(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(model: nn.Module, optimizer: Optimizer) -> Weights:
+    """The model's weights with every gradient in them."""
+    if isinstance(optimizer, ZenFlowAdamW):
+        assert offloaded(optimizer)
+        optimizer.flush()
+    return weights(model)
+
+
+# Strategies that train
+
+
+def accelerate_ddp(rank: int, options: dict[str, Any] | None, compiled: str = "no") -> Weights:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    model = net()
+    optimizer = adamw(model, options)
+    if compiled == "before":
+        model.compile(**EAGER_BACKEND)
+    wrapped, prepared = accelerator.prepare(model, optimizer)
+    assert isinstance(wrapped, DistributedDataParallel)
+    call = torch.compile(wrapped, **EAGER_BACKEND) if compiled == "after" else wrapped
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        accelerator.backward(call(torch.randn(8, 16, generator=generator)).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.05)
+        prepared.step()
+        prepared.zero_grad()
+    return trained(model, optimizer)
+
+
+def hf_trainer(rank: int, options: dict[str, Any] | None, compiled: bool = False) -> Weights:
+    from transformers import Trainer, TrainingArguments
+
+    model: Any = tiny_llama()
+    optimizer = adamw(model, options)
+    if compiled:
+        model.compile(**EAGER_BACKEND)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            ddp_backend="gloo",
+            max_steps=4,
+            per_device_train_batch_size=4,
+            max_grad_norm=0.5,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        assert arguments.world_size == 2
+        trainer = Trainer(model, arguments, train_dataset=Tokens(), optimizers=(optimizer, None))
+        trainer.train()
+    return trained(model, optimizer)
+
+
+def zero_redundancy(rank: int, options: dict[str, Any] | None) -> Weights:
+    """Each rank updates some parameters and broadcasts them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = net()
+    call = DistributedDataParallel(model)
+    kind: Any = torch.optim.AdamW
+    if options is not None:
+        kind = partial(ZenFlowAdamW, **{name: options[name] for name in (*PLACEMENT, "update_interval")})
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, **ADAM)
+    train(call, optimizer, rank)
+    if options is not None:
+        assert offloaded(optimizer.optim)
+    return weights(model)
+
+
+# Strategies that are refused
+
+
+def fully_shard(rank: int, *, optimizer_first: bool, compiled: bool = False) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as shard
+
+    model = net()
+    optimizer = adamw(model, EXACT) if optimizer_first else None
+    shard(model, mesh=init_device_mesh("cpu", (2,)))
+    train(
+        torch.compile(model, **EAGER_BACKEND) if compiled else model, optimizer or adamw(model, EXACT), rank, steps=1
+    )
+
+
+def tensor_parallel(rank: int, *, optimizer_first: bool) -> None:
+    """Only one of the layers is sharded; the other one has gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = net()
+    optimizer = adamw(model, EXACT) if optimizer_first else None
+    plan = {"up": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    train(model, optimizer or adamw(model, EXACT), 0, steps=1)
+
+
+def fsdp1(rank: int, *, use_orig_params: bool, optimizer_first: bool, compiled: bool = False) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = net()
+    optimizer = adamw(model, EXACT) if optimizer_first else None
+    wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    call = torch.compile(wrapped, **EAGER_BACKEND) if compiled else wrapped
+    train(call, optimizer or adamw(wrapped, EXACT), rank, steps=1)
+
+
+def fsdp1_of_a_used_optimizer(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = net()
+    optimizer = adamw(model, EXACT)
+    optimizer.state_dict()
+    train(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), optimizer, rank, 1)
+
+
+def accelerate_fsdp2(rank: int, *, compiled: bool = False) -> None:
+    """Accelerate shards on accelerators only: its state is told that it is on one."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    model = net()
+    if compiled:
+        model.compile(**EAGER_BACKEND)
+    train(*accelerator.prepare(model, adamw(model, EXACT)), rank, steps=1)
+
+
+DDP = r"wrapped in DistributedDataParallel.*or train under DistributedDataParallel without torch\.compile"
+ALTERNATIVE = r".*; train under DistributedDataParallel without torch\.compile, or in one process"
+DTENSOR = "TypeError: a parameter is a DTensor: .* as under fully_shard .* or tensor parallelism" + ALTERNATIVE
+REPLACED = r"RuntimeError: \d of the optimizer's parameters are in no module .* replaced them" + ALTERNATIVE
+FLAT = "TypeError: a parameter belongs to FullyShardedDataParallel, .* no columns" + ALTERNATIVE
+
+EXACT_RUNS: dict[str, Callable[[int, dict[str, Any] | None], Weights]] = {
+    "accelerate_ddp": accelerate_ddp,
+    "hf_trainer": hf_trainer,
+    "zero_redundancy": zero_redundancy,
+}
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "compiled_then_accelerate_ddp": (partial(accelerate_ddp, options=EXACT, compiled="before"), DDP),
+    "accelerate_ddp_then_compiled": (partial(accelerate_ddp, options=EXACT, compiled="after"), DDP),
+    "compiled_hf_trainer": (partial(hf_trainer, options=EXACT, compiled=True), DDP),
+    "fully_shard": (partial(fully_shard, optimizer_first=False), DTENSOR),
+    "optimizer_then_fully_shard": (partial(fully_shard, optimizer_first=True), REPLACED),
+    "optimizer_then_fully_shard_compiled": (partial(fully_shard, optimizer_first=True, compiled=True), REPLACED),
+    "tensor_parallel": (partial(tensor_parallel, optimizer_first=False), DTENSOR),
+    "optimizer_then_tensor_parallel": (partial(tensor_parallel, optimizer_first=True), REPLACED),
+    "accelerate_fsdp2": (accelerate_fsdp2, DTENSOR),
+    "accelerate_fsdp2_compiled": (partial(accelerate_fsdp2, compiled=True), DTENSOR),
+    "fsdp1": (partial(fsdp1, use_orig_params=True, optimizer_first=False), FLAT),
+    "fsdp1_flat": (partial(fsdp1, use_orig_params=False, optimizer_first=False), FLAT),
+    "fsdp1_compiled": (partial(fsdp1, use_orig_params=True, optimizer_first=True, compiled=True), FLAT),
+    "optimizer_then_fsdp1": (partial(fsdp1, use_orig_params=True, optimizer_first=True), FLAT),
+    "optimizer_then_fsdp1_flat": (partial(fsdp1, use_orig_params=False, optimizer_first=True), REPLACED),
+    "used_optimizer_then_fsdp1": (fsdp1_of_a_used_optimizer, FLAT),
+}
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two processes: runs everything and writes weights, or errors, to a file."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    runs: dict[str, Callable[[int], Any]] = {name: run for name, (run, _) in REFUSED.items()}
+    for name, run in EXACT_RUNS.items():
+        for label, options in (("adamw", None), ("exact", EXACT), ("windowed", WINDOWED)):
+            runs[f"{name}-{label}"] = partial(run, options=options)
+    results: dict[str, Any] = {}
+    for name, each in runs.items():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        torch._dynamo.reset()
+        try:
+            results[name] = each(rank)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", EXACT_RUNS)
+def test_two_processes_equal_adamw(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Without torch.compile; in update windows both processes hold the same bits as well."""
+    for label in ("adamw", "exact", "windowed"):
+        for results in ranks:
+            assert not isinstance(results[f"{name}-{label}"], str), results[f"{name}-{label}"]
+        assert_bitwise(ranks[0][f"{name}-{label}"], ranks[1][f"{name}-{label}"])
+    expected, exact, windowed = (ranks[0][f"{name}-{label}"] for label in ("adamw", "exact", "windowed"))
+    assert_trained(weights(tiny_llama() if name == "hf_trainer" else net()), expected)
+    assert difference(exact, expected) <= 1e-5
+    assert difference(windowed, expected) > 1e-4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_strategy_is_refused_with_an_alternative(name: str, ranks: list[dict[str, Any]]) -> None:
+    """In every process, so that none waits for another."""
+    for results in ranks:
+        text = results[name]
+        assert isinstance(text, str), "nothing was raised"
+        assert re.search(REFUSED[name][1], text.partition("\nTraceback")[0]), text
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_data_parallel_without_devices_equals_adamw(compiled: bool) -> None:
+    """On a machine without accelerators ``DataParallel`` calls its module."""
+    results = []
+    for options in (None, EXACT):
+        model = net()
+        optimizer = adamw(model, options)
+        call: Any = nn.DataParallel(model)
+        if compiled and options is not None:
+            call = torch.compile(call, **EAGER_BACKEND)
+        train(call, optimizer, 0)
+        results.append(trained(model, optimizer))
+    assert_trained(weights(net()), results[0])
+    assert difference(*results) <= 1e-5
+
+
+def test_model_on_several_devices_is_refused(tmp_path: Path) -> None:
+    """As ``dispatch_model`` and ``device_map="auto"`` leave it where memory is short."""
+    from accelerate import dispatch_model
+
+    model = dispatch_model(net(), {"up": "cpu", "down": "disk"}, offload_dir=tmp_path, main_device="cpu")
+    with pytest.raises(ValueError, match=r"on the meta device; materialise the model .* without a device_map"):
+        adamw(model, EXACT)
