@@ -85,7 +85,7 @@ def assert_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
 
 def dense_gradients(profile: Any) -> dict[str, int]:
     """How many gradients took memory of their own while ``zf.profile()`` ran, by the line that asked."""
-    counted: dict[str, int] = profile.summary().dense_gradients
+    counted: dict[str, int] = profile.summary()["dense_gradients"]
     return counted
 
 

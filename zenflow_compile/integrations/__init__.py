@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, a module each. None is imported by the package itself."""
