@@ -99,6 +99,8 @@ class ServedGraph:
         variant = self._variants.get(self._owners(args))
         if variant is None:
             variant = self.compile(args, self.claim(args))
+        if variant.engines:
+            refuse_ddp()
         return variant.code(*args)
 
     def _owners(self, args: Sequence[Any]) -> tuple[object, ...]:

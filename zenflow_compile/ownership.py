@@ -125,13 +125,17 @@ def claim(
     return tuple(owned)
 
 
-def refuse_ddp(call: private.CompileCall) -> None:
+def refuse_ddp(call: private.CompileCall | None = None) -> None:
     """Raise before DistributedDataParallel waits for gradients that never come.
+
+    Args:
+        call: the compilation that is under way; None where a compiled graph runs. Dynamo reuses under
+            DistributedDataParallel a graph that it compiled for the bare module.
 
     Raises:
         ValueError: the model is wrapped in DistributedDataParallel.
     """
-    if private.active_ddp(call):
+    if private.in_ddp_forward() if call is None else private.active_ddp(call):
         raise ValueError(
             'the model is wrapped in DistributedDataParallel, whose reducer would wait for ever for gradients that '
             'backend="zenflow" takes to the host inside the backward graph; compile and train the bare module '

@@ -220,9 +220,17 @@ def active_ddp(call: CompileCall) -> bool:
         return False
     from torch.nn.parallel import DistributedDataParallel
 
-    ddp: Any = DistributedDataParallel
     candidates = (call.module, *call.local_scope.values())
-    return ddp._get_active_ddp_module() is not None or any(isinstance(value, ddp) for value in candidates)
+    return in_ddp_forward() or any(isinstance(value, DistributedDataParallel) for value in candidates)
+
+
+def in_ddp_forward() -> bool:
+    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.11 and 2.13."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.nn.parallel import DistributedDataParallel
+
+    return cast(Any, DistributedDataParallel)._active_ddp_module is not None
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:

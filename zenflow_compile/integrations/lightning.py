@@ -1,0 +1,171 @@
+"""A callback for ``lightning.pytorch``: the last saved model, averaged weights, and strategies that cannot work."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from zenflow_compile.optimizer import ZenFlowAdamW
+
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+
+
+class ZenFlowCallback(Callback):
+    """Completes what Lightning saves last, and what its averaging callbacks read.
+
+    It flushes the update windows of every :class:`~zenflow_compile.optimizer.ZenFlowAdamW` of the trainer when the
+    training ends: before a checkpoint that is written after the last step, and in any case before ``on_train_end`` of
+    the other callbacks. No step sees this flush, and checkpoints from before the last step hold their update windows
+    for a resume. Where the trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due
+    updates visible, at the cost of their overlap with the next forward. A further ``trainer.fit()``, also one after a
+    ``Tuner``, may create a new optimizer for the same model: the one of the fit before is let go.
+
+    The order of the callbacks does not matter.
+
+    Raises:
+        ValueError: at the setup of ``trainer.fit()``, before anything was changed: a strategy that replaces or shards
+            parameters. ``DDPStrategy`` is none, for a model that is not compiled with ``backend="zenflow"``.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._save: _LastSave | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        # DeepSpeedStrategy is derived from DDPStrategy.
+        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
+            raise ValueError(
+                f"the strategy is {type(strategy).__name__}, which replaces or shards parameters; a "
+                "ZenFlowAdamW trains whole parameters on one device: use Trainer(devices=1, strategy='auto')"
+            )
+        # The optimizers of an earlier fit own the parameters until they are collected.
+        trainer.optimizers = []
+        strategy.lr_scheduler_configs = []
+        gc.collect()  # a scheduler and its optimizer refer to each other
+        # Before on_train_end of an averaging callback, which writes averages over weights that a flush would write.
+        trainer.callbacks = sorted(
+            trainer.callbacks,
+            key=lambda each: (not isinstance(each, (BatchSizeFinder, LearningRateFinder)), each is not self),
+        )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._remove_hooks()
+        optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlowAdamW)]
+        self._save = _LastSave(trainer, optimizers)
+        self._hooks.append(pl_module.register_state_dict_pre_hook(_BeforeStateDict(self._save)))
+        if any(isinstance(each, _AVERAGING) for each in trainer.callbacks):
+            self._hooks += [each.register_step_post_hook(_synchronize) for each in optimizers]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._save is not None:
+            self._save.epochs_before = trainer.fit_loop.epoch_progress.current.processed
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._save is not None:
+            self._save.end()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._remove_hooks()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._save = [], None
+
+
+class _LastSave:
+    """Flushes before the model is read for the last time.
+
+    Attributes:
+        read_at: the ``global_step`` at which the model was last read by ``state_dict()`` without a flush.
+        epochs_before: epochs that were over when this one began. Lightning's counts of epochs begun lag behind after a
+            resume, and an epoch counts as processed only after its validation, which may save.
+    """
+
+    def __init__(self, trainer: Trainer, optimizers: Sequence[ZenFlowAdamW]) -> None:
+        self._trainer = trainer
+        self._optimizers = optimizers
+        self.read_at: int | None = None
+        self.epochs_before = 0
+
+    def before_state_dict(self) -> None:
+        if self._training_ends:
+            self._flush()
+        else:
+            self.read_at = self._trainer.global_step
+
+    def end(self) -> None:
+        """Training is over.
+
+        Warns if a model was saved at the last step, before it was known to be the last.
+        """
+        if self.read_at == self._trainer.global_step and any(_has_windows(each) for each in self._optimizers):
+            warnings.warn(
+                f"a checkpoint of step {self.read_at} was saved before it was known to be the last step; it is right "
+                "to resume from, but its weights lack the gradients in open update windows: call "
+                "trainer.save_checkpoint() after fit() for a model that holds them",
+                stacklevel=2,
+            )
+        self._flush()
+
+    @property
+    def _training_ends(self) -> bool:
+        """Whether the trainer takes no further step. Lightning decides the same, but only after hooks that may save."""
+        fit, batches = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress
+        if batches.current.processed < batches.current.ready:  # the step of this batch is still to come
+            return False
+        step, epochs = self._trainer.global_step, self.epochs_before + batches.is_last_batch
+        if fit.max_steps != -1 and step >= fit.max_steps:
+            return True
+        if fit.max_epochs is not None and 0 <= fit.max_epochs <= epochs:
+            return True
+        if not self._trainer.should_stop:
+            return False
+        return bool(epochs >= (fit.min_epochs or 0) and step >= (fit.min_steps or 0))
+
+    def _flush(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.flush()
+
+
+@dataclass(frozen=True)
+class _BeforeStateDict:
+    """The state_dict pre-hook of the LightningModule. Copies of the module get one that does nothing."""
+
+    save: _LastSave | None
+
+    def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
+        if self.save is not None:
+            self.save.before_state_dict()
+
+    def __reduce__(self) -> tuple[type[_BeforeStateDict], tuple[None]]:
+        """What ``copy.deepcopy`` and ``pickle`` call: an optimizer cannot be copied."""
+        return _BeforeStateDict, (None,)
+
+
+def _synchronize(optimizer: Any, args: Any, kwargs: Any) -> None:
+    optimizer.synchronize()
+
+
+def _has_windows(optimizer: ZenFlowAdamW) -> bool:
+    return optimizer.options.policy == "zenflow" and optimizer.options.update_interval != 1
