@@ -230,7 +230,8 @@ def in_ddp_forward() -> bool:
         return False
     from torch.nn.parallel import DistributedDataParallel
 
-    return cast(Any, DistributedDataParallel)._active_ddp_module is not None
+    ddp: Any = DistributedDataParallel
+    return ddp._active_ddp_module is not None
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:

@@ -148,6 +148,15 @@ def zero_redundancy(rank: int, options: dict[str, Any] | None) -> Weights:
 # Strategies that are refused
 
 
+def bare_model_then_ddp(rank: int) -> None:
+    """Dynamo reuses the graph of the bare model, and compiles nothing that the backend could refuse."""
+    model = net()
+    optimizer = adamw(model, EXACT)
+    model.compile(**EAGER_BACKEND)
+    train(model, optimizer, rank, steps=1)
+    train(DistributedDataParallel(model), optimizer, rank, steps=1)
+
+
 def fully_shard(rank: int, *, optimizer_first: bool, compiled: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
@@ -221,6 +230,7 @@ EXACT_RUNS: dict[str, Callable[[int, dict[str, Any] | None], Weights]] = {
 REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "compiled_then_accelerate_ddp": (partial(accelerate_ddp, options=EXACT, compiled="before"), DDP),
     "accelerate_ddp_then_compiled": (partial(accelerate_ddp, options=EXACT, compiled="after"), DDP),
+    "bare_model_then_ddp": (bare_model_then_ddp, DDP),
     "compiled_hf_trainer": (partial(hf_trainer, options=EXACT, compiled=True), DDP),
     "fully_shard": (partial(fully_shard, optimizer_first=False), DTENSOR),
     "optimizer_then_fully_shard": (partial(fully_shard, optimizer_first=True), REPLACED),
