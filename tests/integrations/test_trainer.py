@@ -320,10 +320,13 @@ def test_gradient_checkpointing_compiled() -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_features(entry: str, feature: str, bf16: bool) -> None:
+    # The Trainer does not shift labels for its label smoother under torch_compile_backend=, whatever the backend.
+    unshifted = entry == "named" and feature == "label_smoothing"
+    compiled = {"torch_compile_backend": "aot_eager"} if unshifted else {}
     if not bf16:
-        assert_as_adamw(train(entry, EXACT, **FEATURES[feature]), _reference(feature))
+        assert_as_adamw(train(entry, EXACT, **FEATURES[feature]), _reference(feature, **compiled))
         return
-    variants = [_reference(feature, bf16=True, optim=name) for name in ("adamw_torch", "adamw_torch_fused")]
+    variants = [_reference(feature, bf16=True, optim=name, **compiled) for name in ("adamw_torch", "adamw_torch_fused")]
     within = spread(variant.weights for variant in variants)
     run = train(entry, EXACT, bf16=True, **FEATURES[feature])
     assert_as_adamw(run, variants[1], within=max(BF16, 2 * within), logged=1e-3)
@@ -331,11 +334,11 @@ def test_features(entry: str, feature: str, bf16: bool) -> None:
 
 @functools.cache
 def _reference(feature: str, **arguments: Any) -> Run:
-    return train("eager", None, **FEATURES[feature], **arguments)
+    return train("eager", None, trainer=Trainer, **FEATURES[feature], **arguments)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", sorted(FEATURES.keys() - {"label_smoothing"}))
 def test_windows_do_not_depend_on_the_entry(feature: str) -> None:
     eager, *others = [train(entry, WINDOWED, **FEATURES[feature]) for entry in ENTRIES]
     assert difference(eager.weights, _reference(feature).weights) > 1e-3
