@@ -101,6 +101,7 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
     allocate = DeviceSide.allocate
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_private, "register_host_memory", refuse)
+    monkeypatch.setattr(roster, "make_flags", lambda count, device: None)  # a CUDA build without a driver makes none
     monkeypatch.setattr(roster, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
     monkeypatch.setattr(roster, "StagingRing", lambda slots, size, device: StagingRing(slots, size, cpu))
     monkeypatch.setattr(DeviceSide, "allocate", lambda plan, device: allocate(plan, cpu))
