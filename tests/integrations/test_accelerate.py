@@ -261,7 +261,7 @@ def test_prepare_without_device_placement() -> None:
     accelerator, model = accelerator_of(), tiny_llama()
     optimizer = zenflow(model)
     prepared, wrapped, loader = accelerator.prepare(model, optimizer, loader_of(), device_placement=[True, False, True])
-    assert optimizer._engine is None
+    assert optimizer._lazy_engine.built is None
     for batch in loader:
         accelerator.backward(prepared(**batch).loss)
         wrapped.step()

@@ -18,8 +18,12 @@ def import_timm() -> Any:
     Importing it registers rules for operators that were not loaded: two of them are declared, without kernels.
     """
     apart = Path(sys.prefix) / "torchvision"
-    if apart.is_dir() and str(apart) not in sys.path:
-        sys.path.append(str(apart))
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", _BOXES)
-    return importlib.import_module("timm")
+    if "torchvision" in sys.modules or not apart.is_dir():
+        return importlib.import_module("timm")
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", _BOXES)
+    sys.path.append(str(apart))
+    try:
+        return importlib.import_module("timm")
+    finally:
+        sys.path.remove(str(apart))  # processes that tests spawn get this path, but not the operators
