@@ -13,7 +13,8 @@
 # newer build, on most package indexes a CUDA build of several gigabytes. Without a CUDA device such a build is refused.
 #
 # timm requires torchvision. Where the index has no build of it for the installed PyTorch, importing it fails, and with
-# it Transformers and Lightning. It then goes to a folder of its own, where timm's tests find its Python parts.
+# it Transformers and Lightning. This script then moves it to a folder of its own, where timm's tests find its Python
+# parts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -88,7 +89,7 @@ separate_broken_torchvision() {
     if "$venv/bin/python" -c 'import torchvision' >/dev/null 2>&1; then return; fi
     local version
     version="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torchvision"))')"
-    say "torchvision $version does not load beside this torch: moving it to $venv/torchvision, for timm's tests alone"
+    say "torchvision $version does not load with this torch: moving it to $venv/torchvision, for timm's tests alone"
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision
     "$venv/bin/python" -m pip install --quiet --no-deps --upgrade --target "$venv/torchvision" "torchvision==$version"
 }

@@ -39,7 +39,8 @@ class LazyEngine:
         backward_ended: called with the optimizer when a backward is over.
 
     Raises:
-        ValueError: what needs no memory to know; see ``existing_directory``, ``worker_cores``, ``checked_plan``.
+        ValueError: an option or a plan that cannot work; see ``existing_directory``, ``worker_cores`` and
+            ``checked_plan``.
 
     Attributes:
         claim: on the optimizer's parameters.
@@ -57,7 +58,7 @@ class LazyEngine:
         self._backward_ended = backward_ended
         self._lock = threading.RLock()  # first gradients may arrive in several threads
         self._groups: list[dict[str, Any]] = optimizer.param_groups
-        # The number of groups after construction and after each add_param_group(): what comes with one call is planned
+        # The number of groups after construction and after each add_param_group(): the groups of one call are planned
         # together, whether the engine exists by then or not, so that a resumed run has the plan of the saved one.
         self._calls = [len(self._groups)]
         self._check_plan([param for group in self._groups for param in group["params"]])
@@ -139,7 +140,8 @@ class LazyEngine:
         if engine is None or engine.closed:
             return
         with suppress(Exception):
-            if engine.roster.runs(threading.current_thread()):  # the collector runs in any: none may wait for itself
+            # The garbage collector runs in any thread, and a worker cannot join itself.
+            if engine.roster.runs(threading.current_thread()):
                 threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
             else:
                 engine.close(flush=False)
@@ -176,7 +178,7 @@ class LazyEngine:
         return engine
 
     def _check_plan(self, params: Sequence[Parameter]) -> None:
-        """Plan ``params`` as they are now, to raise at construction what needs no memory to know."""
+        """Plan ``params`` as they are now, and drop the plan: construction raises every error that needs no memory."""
         if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
             existing_directory(self._options.nvme_path)
         if _left_open(self._options):

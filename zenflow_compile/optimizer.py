@@ -217,8 +217,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Apply the gradients of the backwards since the last step.
 
         Updates of selected columns run now; what closes on the host becomes visible at the parameter's next use.
-        Without any gradient nothing happens, and the step does not count. If there has never been one,
-        a warning says so.
+        Without any gradient nothing happens, and the step does not count; a warning says so, one time, if no
+        parameter has had a gradient yet.
 
         Args:
             closure: re-evaluates the model and returns the loss.

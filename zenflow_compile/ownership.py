@@ -137,7 +137,7 @@ def refuse_ddp(call: private.CompileCall | None = None) -> None:
     """
     if private.in_ddp_forward() if call is None else private.active_ddp(call):
         raise ValueError(
-            'the model is wrapped in DistributedDataParallel, whose reducer would wait for ever for gradients that '
+            'the model is wrapped in DistributedDataParallel, whose reducer would wait forever for gradients that '
             'backend="zenflow" takes to the host inside the backward graph; compile and train the bare module '
             "(model.module) in one process, or train under DistributedDataParallel without torch.compile"
         )

@@ -1,1 +1,1 @@
-"""What other training frameworks need besides the optimizer: one module for each, which imports that framework."""
+"""Adapters for training frameworks: one module for each, which imports that framework at its top."""

@@ -1,4 +1,4 @@
-"""A callback for ``lightning.pytorch``: the last saved model, averaged weights, and strategies that cannot work."""
+"""A callback for ``lightning.pytorch``: the last saved model holds every gradient, averages see current weights."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 
 class ZenFlowCallback(Callback):
-    """Completes what Lightning saves last, and what its averaging callbacks read.
+    """Calls ``optimizer.flush()`` at the end of training, and lets averaging callbacks see every update.
 
-    It flushes the update windows of every :class:`~zenflow_compile.optimizer.ZenFlowAdamW` of the trainer when the
-    training ends: before a checkpoint that is written after the last step, and in any case before ``on_train_end`` of
-    the other callbacks. No step sees this flush, and checkpoints from before the last step hold their update windows
-    for a resume. Where the trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due
-    updates visible, at the cost of their overlap with the next forward. A further ``trainer.fit()``, also one after a
-    ``Tuner``, may create a new optimizer for the same model: the one of the fit before is let go.
+    It flushes every :class:`~zenflow_compile.optimizer.ZenFlowAdamW` of the trainer before a checkpoint that is written
+    after the last step, and in any case before ``on_train_end`` of the other callbacks. The flush comes after the last
+    step, so that training is the same with and without it, and earlier checkpoints hold their update windows for a
+    resume. Where the trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due updates
+    visible, at the cost of their overlap with the next forward. A further ``trainer.fit()``, also one after a
+    ``Tuner``, may create a new optimizer for the same model: the callback drops the optimizer of the fit before.
 
     The order of the callbacks does not matter.
 
     Raises:
-        ValueError: at the setup of ``trainer.fit()``, before anything was changed: a strategy that replaces or shards
-            parameters. ``DDPStrategy`` is none, for a model that is not compiled with ``backend="zenflow"``.
+        ValueError: at the setup of ``trainer.fit()``, before anything was changed: the strategy is neither a
+            ``SingleDeviceStrategy`` nor a ``DDPStrategy``. Others replace or shard parameters.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,16 @@ class ZenFlowCallback(Callback):
         # DeepSpeedStrategy is derived from DDPStrategy.
         if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
             raise ValueError(
-                f"the strategy is {type(strategy).__name__}, which replaces or shards parameters; a "
-                "ZenFlowAdamW trains whole parameters on one device: use Trainer(devices=1, strategy='auto')"
+                f"the strategy is {type(strategy).__name__}, which replaces or shards parameters; a ZenFlowAdamW "
+                "trains whole parameters: use Trainer(devices=1, strategy='auto'), or strategy='ddp' with a model that "
+                "is not compiled"
             )
         # The optimizers of an earlier fit own the parameters until they are collected.
         trainer.optimizers = []
         strategy.lr_scheduler_configs = []
         gc.collect()  # a scheduler and its optimizer refer to each other
-        # Before on_train_end of an averaging callback, which writes averages over weights that a flush would write.
+        # An averaging callback writes averages into the weights in on_train_end: the flush must come before.
+        # Finders train and restore the state in on_fit_start: they run before this callback adds its hooks.
         trainer.callbacks = sorted(
             trainer.callbacks,
             key=lambda each: (not isinstance(each, (BatchSizeFinder, LearningRateFinder)), each is not self),

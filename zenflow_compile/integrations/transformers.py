@@ -40,10 +40,10 @@ class ZenFlowCallback(TrainerCallback):
         Raises:
             TypeError: the Trainer's optimizer is not a ``ZenFlowAdamW``.
         """
-        self._end()  # a training that failed
+        self._end()  # drops the optimizer of a training that failed
         self._optimizer = _unwrapped(kwargs["optimizer"])
         self._control = control
-        # The Trainer writes a checkpoint behind on_evaluate, where a callback after this one may have ended training.
+        # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
         self._hook = kwargs["model"].register_state_dict_pre_hook(_BeforeStateDict(self))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

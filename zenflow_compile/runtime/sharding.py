@@ -25,7 +25,7 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
         if torch_private.is_wrapper_subclass(param):
             raise TypeError(
                 f"a parameter is a {type(param).__name__}: other tensors hold its memory, as under fully_shard (FSDP2) "
-                f"or tensor parallelism; {ALTERNATIVE}"
+                f"or tensor parallelism; {ALTERNATIVE}. Leave out quantized weights and other tensor subclasses"
             )
         if torch_private.is_flattened_by_fsdp(param):
             raise TypeError(
@@ -37,7 +37,7 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
 def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
     """Raise if a strategy took parameters out of the model after the optimizer was created: they would never train.
 
-    Looks at every module of the process, since an optimizer does not know its model.
+    Looks at every module of the process, since an optimizer does not know its model, and only in a process group.
 
     Args:
         params: parameters without a gradient at the first step.
@@ -51,7 +51,8 @@ def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):  # isinstance() would run the code of lazy proxies
             continue
-        for name, param in (module.__dict__.get("_parameters") or {}).items():
+        # A copy: another thread may be building this module.
+        for name, param in dict(module.__dict__.get("_parameters") or {}).items():
             missing.discard(id(param))
             if param is not None and torch_private.is_sharded(param):
                 shard = f"{name} of a {type(module).__name__} is a {type(param).__name__}"
