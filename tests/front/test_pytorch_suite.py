@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from zenflow_compile import ZenFlowAdamW
 
@@ -416,6 +417,11 @@ def second_step(make: Make) -> Numbers:
     return []
 
 
+def step_without_gradient(make: Make) -> Numbers:
+    make(Problem().params).step()
+    return []
+
+
 def construct(params: Callable[[], Any], **keywords: Any) -> Case:
     def case(make: Make) -> Numbers:
         make(params(), **keywords)
@@ -473,6 +479,8 @@ DIFFERENT: dict[str, list[tuple[Case, type[Exception] | None, type[Exception] | 
     ],
     "integers": [(by_keywords(betas=(0, 0.9)), ValueError, None)],
     "second_step": [(second_step, None, RuntimeError)],
+    "no_gradient": [(step_without_gradient, None, UserWarning)],
+    "sharded": [(construct(lambda: [nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))]), None, TypeError)],
     "copies": [(copied, None, TypeError), (pickled, None, TypeError)],
 }
 """By the name in docs/adamw.md: what is done, and the errors of AdamW and of ``ZenFlowAdamW``."""
@@ -487,6 +495,7 @@ def raised(case: Case, make: Make) -> type[BaseException] | None:
 
 
 @pytest.mark.filterwarnings("error:.*duplicate parameters")
+@pytest.mark.filterwarnings(r"error:step\(\) updates nothing")
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_documented_differences_are_there(name: str) -> None:
     for case, theirs, mine in DIFFERENT[name]:
