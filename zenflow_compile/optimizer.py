@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -484,6 +485,8 @@ def _check_param(param: Any) -> None:
 
 def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
     check_devices(params, device)
+    if any(ops.is_owned(param) for param in params):
+        gc.collect()  # frees an owner that only its own reference cycles keep alive, as a scheduler's or a trainer's
     if any(ops.is_owned(param) for param in params):
         raise ValueError(
             "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"

@@ -224,6 +224,27 @@ def test_groups_keep_the_plan_of_their_calls() -> None:
     assert states[0] == states[1]
 
 
+def test_dropped_optimizer_gives_its_parameters_up() -> None:
+    """Reference counts do not free an optimizer that is part of a cycle, as with a scheduler or in a trainer."""
+    model, expected_model = model_of(), model_of()
+
+    def rounds(trained: nn.Module, make: Callable[[Any], Any]) -> list[Tensor]:
+        for _ in range(2):
+            optimizer = make(trained.parameters())
+            optimizer.cycle = [optimizer]
+            result = train(trained, optimizer)
+            del optimizer
+        return result
+
+    gc.disable()
+    try:
+        result = rounds(model, lambda params: ZenFlowAdamW(params, **EXACT))
+    finally:
+        gc.enable()
+    expected = rounds(expected_model, lambda params: torch.optim.AdamW(params, lr=EXACT["lr"], eps=EXACT["eps"]))
+    torch.testing.assert_close(result, expected)
+
+
 def test_closed_before_first_use() -> None:
     model = model_of()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,10 +55,9 @@ class ZenFlowCallback(Callback):
                 "trains whole parameters: use Trainer(devices=1, strategy='auto'), or strategy='ddp' with a model that "
                 "is not compiled"
             )
-        # The optimizers of an earlier fit own the parameters until they are collected.
+        # The optimizers of an earlier fit own the parameters as long as something refers to them.
         trainer.optimizers = []
         strategy.lr_scheduler_configs = []
-        gc.collect()  # a scheduler and its optimizer refer to each other
         # An averaging callback writes averages into the weights in on_train_end: the flush must come before.
         # Finders train and restore the state in on_fit_start: they run before this callback adds its hooks.
         trainer.callbacks = sorted(
