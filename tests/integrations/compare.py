@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,18 @@ ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
 PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 100, "device_share": 0.0, "host_kernel": "aten"}
 EXACT: dict[str, Any] = {**ADAM, **PLACEMENT, "update_interval": 1}
 WINDOWED: dict[str, Any] = {**ADAM, **PLACEMENT, "update_interval": 4}
+INTERVALS = {1: EXACT, 4: WINDOWED}
+"""Options by ``update_interval``."""
+
+TOLERANCE = 1e-5
+"""Of weights, absolute."""
+RELATIVE = 1e-6
+"""Of losses and gradient norms."""
 
 EAGER_BACKEND: dict[str, Any] = {"backend": "zenflow", "options": {"inner": "eager"}}
+ENTRIES = [None, EAGER_BACKEND]
+"""Gradient hooks, and compiled without Inductor."""
+ENTRY_IDS = ["eager", "compiled"]
 
 VOCABULARY = 64
 
@@ -58,6 +68,37 @@ def tiny_llama(**config: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
 
 
+class Layers(nn.Module):
+    """Two offloaded matrices, one that is too small, and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 48)
+        self.middle = nn.Linear(48, 48)
+        self.last = nn.Linear(48, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def _reload(optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+FIRST_USES: dict[str, Callable[[Any], object]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "load_state_dict": _reload,
+    "engine": lambda optimizer: optimizer.engine,
+    "options": lambda optimizer: optimizer.options,
+    "state": lambda optimizer: optimizer.state,
+    "synchronize": lambda optimizer: optimizer.synchronize(),
+    "flush": lambda optimizer: optimizer.flush(),
+    "zero_grad": lambda optimizer: optimizer.zero_grad(),
+    "device_bytes": lambda optimizer: optimizer.device_bytes + optimizer.host_bytes,
+}
+"""First uses of an optimizer, which tests make through a framework's wrapper."""
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's state dict."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -92,6 +133,19 @@ def dense_gradients(profile: Any) -> dict[str, int]:
 def offloaded(optimizer: zf.ZenFlowAdamW) -> int:
     """How many parameters have host state: 0 means that a test compares AdamW with AdamW."""
     return len(optimizer.engine.offloaded)
+
+
+def open_gradients(state: Mapping[str, Any]) -> int:
+    """The most gradients in one open update window of a state dict: 0 means that a resume starts between windows."""
+    return max((int(entry["open"]) for entry in state["state"].values() if "open" in entry), default=0)
+
+
+def forget_accelerate() -> None:
+    """Accelerate keeps its settings for the process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def spread(variants: Iterable[Mapping[str, Tensor]]) -> float:

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integrations.compare import forget_accelerate
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # before Transformers is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 @pytest.fixture(autouse=True)
-def no_state_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its settings for the process, and reads some from variables that Trainer sets."""
-    from accelerate.state import AcceleratorState, GradientState
+def no_state_of_other_tests() -> Iterator[None]:
+    """Accelerate keeps its settings for the process, and reads some from variables that the Trainer sets."""
 
     def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-            monkeypatch.delenv(name)
+            del os.environ[name]
 
     reset()
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, GradScalerKwargs
 from accelerate.local_sgd import LocalSGD
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,11 +30,14 @@ from tests.integrations.compare import (
     assert_trained,
     dense_gradients,
     difference,
+    forget_accelerate,
     offloaded,
+    open_gradients,
     spread,
     tiny_llama,
     weights,
 )
+from zenflow_compile.integrations.accelerate import register_backend
 
 ENTRIES = ["eager", "model.compile", "torch.compile"]
 CLIPS: list[tuple[str, float] | None] = [None, ("norm", 0.5), ("value", 0.01)]
@@ -64,8 +67,7 @@ class Run:
 
 def accelerator_of(precision: str = "no", accumulate: int = 1, **keywords: Any) -> Accelerator:
     """A new Accelerator on the CPU, whatever those before it set for the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     return Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate, **keywords
     )
@@ -228,6 +230,7 @@ def test_inductor_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_order_of_prepare(entry: str) -> None:
     """Accelerate reads and loads the optimizer's state in ``prepare``, here before it is given the model."""
     run = train(zenflow, entry=entry, clip=("norm", 0.5), reverse=True)
+    assert offloaded(run.optimizer) == MATRICES
     assert_as_adamw(run, *references(("norm", 0.5)))
 
 
@@ -320,8 +323,7 @@ def check_resume(options: dict[str, Any], entry: str, folder: Path) -> None:
     batches = list(parts[3])
     run_batches(parts, batches[:10])  # five optimizer steps: the second update window of four has one gradient
     if options["update_interval"] > 1:
-        states = parts[2].state_dict()["state"].values()
-        assert max(int(state["open"]) for state in states if "open" in state) > 0
+        assert open_gradients(parts[2].state_dict()) > 0
     parts[0].save_state(str(folder))
     uninterrupted_norms = run_batches(parts, batches[10:])
     expected = weights(parts[0].unwrap_model(parts[1], keep_torch_compile=False))
@@ -461,7 +463,17 @@ def test_autocast_context_and_local_sgd() -> None:
     assert difference(run(zenflow), foreach) <= max(1e-5, spread([foreach, fused]))
 
 
-# What swaps parameters for others cannot work with any optimizer.
+# What cannot work.
+
+
+def test_launcher_does_not_know_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    """It checks names in a process of its own."""
+    from accelerate.commands.launch import launch_command_parser
+
+    register_backend()
+    with pytest.raises(SystemExit):
+        launch_command_parser().parse_args(["--dynamo_backend", "zenflow", "train.py"])
+    assert re.search(r"--dynamo.backend: invalid choice: 'zenflow'", capsys.readouterr().err)
 
 
 def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning  # before torch.compile is used, whose arguments Fabric repeats
 import pytest
 import torch
+from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import zenflow_compile as zf
@@ -24,33 +27,24 @@ from tests.integrations.compare import (
     ADAM,
     EAGER_BACKEND,
     EXACT,
-    WINDOWED,
+    FIRST_USES,
+    INTERVALS,
+    RELATIVE,
+    TOLERANCE,
+    Layers,
     assert_bitwise,
     assert_trained,
     dense_gradients,
     difference,
     offloaded,
+    open_gradients,
     weights,
 )
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")]
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
-INTERVALS = {1: EXACT, 4: WINDOWED}
 STEPS = 8
-TOLERANCE = 1e-5
-RELATIVE = 1e-6
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 48)
-        self.middle = nn.Linear(48, 48)
-        self.last = nn.Linear(48, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -81,9 +75,11 @@ class Loop:
         precision: Any = "32-true",
         separate: bool = False,
         backend: dict[str, Any] = EAGER_BACKEND,
+        strategy: Any = "auto",
     ) -> None:
         torch.manual_seed(0)
-        self.fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+        self.fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision, strategy=strategy)
+        self.fabric.launch()
         self.model, self.clip = Layers(), clip
         self.before = weights(self.model)
         self.inner: torch.optim.Optimizer
@@ -171,8 +167,7 @@ def test_resume_is_bitwise(interval: int, entry: str, tmp_path: Path) -> None:
     """From the middle of a window, through ``fabric.save`` and ``fabric.load``."""
     whole = Loop(INTERVALS[interval], entry, CLIPS["norm"]).run(0, 6)
     whole.fabric.save(tmp_path / "state.ckpt", whole.state)
-    waiting = [int(each["open"]) for each in whole.inner.state_dict()["state"].values() if "open" in each]
-    assert any(waiting) == (interval == 4)
+    assert (open_gradients(whole.inner.state_dict()) > 0) == (interval == 4)
     whole.run(6, 12)
     resumed = Loop(INTERVALS[interval], entry, CLIPS["norm"])
     resumed.fabric.load(tmp_path / "state.ckpt", resumed.state)
@@ -181,20 +176,21 @@ def test_resume_is_bitwise(interval: int, entry: str, tmp_path: Path) -> None:
     assert_bitwise(weights(resumed.model), weights(whole.model))
 
 
+@pytest.mark.parametrize("entry", ["before", "in_place", "after"])
+def test_compiled_data_parallel_is_refused(entry: str, tmp_path: Path) -> None:
+    """A process group of one process is enough: Fabric wraps the model."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        with patch.dict(os.environ):  # the launcher writes the variables of a group
+            loop = Loop(EXACT, entry, strategy=DDPStrategy(parallel_devices=[torch.device("cpu")]))
+        with pytest.raises(Exception, match=r"wrapped in DistributedDataParallel.*or train under DistributedData"):
+            loop.run(0, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_bitwise(weights(loop.model), loop.before)
+
+
 # The wrapper: an instance of a class derived from ours, whose attributes are those of the wrapped optimizer.
-
-FIRST_USES: dict[str, Callable[[Any], object]] = {
-    "state_dict": lambda optimizer: optimizer.state_dict(),
-    "load_state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-    "engine": lambda optimizer: optimizer.engine,
-    "options": lambda optimizer: optimizer.options,
-    "state": lambda optimizer: optimizer.state,
-    "synchronize": lambda optimizer: optimizer.synchronize(),
-    "flush": lambda optimizer: optimizer.flush(),
-    "zero_grad": lambda optimizer: optimizer.zero_grad(),
-    "host_bytes": lambda optimizer: optimizer.host_bytes,
-}
-
 
 @pytest.mark.parametrize("entry", ["hooks", pytest.param("before", marks=LONG)])
 @pytest.mark.parametrize("first", FIRST_USES)

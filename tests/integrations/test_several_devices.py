@@ -30,6 +30,7 @@ from tests.integrations.compare import (
     assert_bitwise,
     assert_trained,
     difference,
+    forget_accelerate,
     offloaded,
     tiny_llama,
     weights,
@@ -250,8 +251,6 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
 
 def work(rank: int, folder: str) -> None:
     """One of two processes: runs everything and writes weights, or errors, to a file."""
-    from accelerate.state import AcceleratorState, GradientState
-
     torch.set_num_threads(1)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
@@ -264,8 +263,7 @@ def work(rank: int, folder: str) -> None:
             runs[f"{name}-{label}"] = partial(run, options=options)
     results: dict[str, Any] = {}
     for name, each in runs.items():
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
         torch._dynamo.reset()
         try:
             results[name] = each(rank)

@@ -30,6 +30,7 @@ from tests.integrations.compare import (
     ADAM,
     EAGER_BACKEND,
     EXACT,
+    INTERVALS,
     WINDOWED,
     Tokens,
     assert_bitwise,
@@ -37,6 +38,7 @@ from tests.integrations.compare import (
     dense_gradients,
     difference,
     offloaded,
+    open_gradients,
     spread,
     tiny_llama,
     weights,
@@ -48,8 +50,6 @@ from zenflow_compile.runtime import ops
 
 ENTRIES = ["eager", "compiled", "named"]
 """Gradient hooks; ``model.compile(backend="zenflow")``; ``torch_compile_backend="zenflow"``."""
-
-WINDOWS = {1: EXACT, 4: WINDOWED}
 
 ARGUMENTS: dict[str, Any] = {
     "learning_rate": ADAM["lr"],
@@ -253,12 +253,14 @@ def test_fp16_without_a_scaler() -> None:
     assert_as_adamw(run, adamw())
 
 
-@pytest.mark.parametrize("interval", WINDOWS)
+@pytest.mark.parametrize("interval", INTERVALS)
 @pytest.mark.parametrize("entry", ENTRIES[:2])
 def test_resume_in_an_update_window(entry: str, interval: int, tmp_path: Path) -> None:
     arguments = {"gradient_accumulation_steps": 2, "save_steps": 3, "save_strategy": "steps", "max_steps": 6}
-    whole = train(entry, WINDOWS[interval], folder=tmp_path, **arguments)
-    rest = train(entry, WINDOWS[interval], resume=str(tmp_path / "checkpoint-3"), **arguments)
+    whole = train(entry, INTERVALS[interval], folder=tmp_path, **arguments)
+    saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    assert (open_gradients(saved) > 0) == (interval == 4)
+    rest = train(entry, INTERVALS[interval], resume=str(tmp_path / "checkpoint-3"), **arguments)
     assert_trained(whole.saved(3), rest.saved(6))
     assert_bitwise(rest.weights, whole.weights)
     assert rest.logged("grad_norm") == whole.logged("grad_norm")
@@ -275,7 +277,7 @@ def test_best_model_is_the_one_that_was_evaluated(entry: str, interval: int, tmp
     """Ascending losses: the best model is the first one, whose checkpoint has what its evaluation saw."""
     every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     arguments = {**every, "load_best_model_at_end": True, "greater_is_better": True, "max_steps": 6}
-    run = train(entry, WINDOWS[interval], folder=tmp_path, callbacks=[ZenFlowCallback()], **arguments)
+    run = train(entry, INTERVALS[interval], folder=tmp_path, callbacks=[ZenFlowCallback()], **arguments)
     assert run.trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     best = run.saved(2)
     assert_bitwise({name: run.weights[name] for name in best}, best)
@@ -411,8 +413,8 @@ def test_model_init_makes_models_anew() -> None:
         assert difference(ours, theirs) <= 1e-5
 
 
-def test_dead_trainer_gives_everything_back() -> None:
-    """Nobody calls close() in the Trainer: threads end and host memory goes when it dies."""
+def test_collected_trainer_gives_everything_back() -> None:
+    """The Trainer calls no close(): threads end and host memory is freed when it is collected."""
     before = {thread for thread in threading.enumerate() if "zenflow" in thread.name}
     run = train("eager", WINDOWED, callbacks=[ZenFlowCallback()])
     engine, model = weakref.ref(run.optimizer.engine), run.trainer.model
@@ -510,7 +512,7 @@ def test_accelerator_compiles_with_the_plugin(regional: bool) -> None:
 
 
 def test_backend_without_our_optimizer_warns() -> None:
-    """``torch_compile_backend="zenflow"`` with the Trainer's AdamW: AdamW's numbers, and a word that nothing moved."""
+    """``torch_compile_backend="zenflow"`` with the Trainer's AdamW: AdamW's numbers, and a warning."""
     with pytest.warns(UserWarning, match=r"offloads nothing here.*optimizer_cls_and_kwargs"):
         run = train("named", None)
     assert difference(run.weights, adamw().weights) <= 1e-5
@@ -519,7 +521,9 @@ def test_backend_without_our_optimizer_warns() -> None:
 # The last model.
 
 
-@pytest.mark.parametrize(("entry", "strategy"), [("eager", "steps"), ("eager", "epoch"), ("compiled", "steps")])
+@pytest.mark.parametrize(
+    ("entry", "strategy"), [("eager", "steps"), ("eager", "epoch"), ("compiled", "steps"), ("named", "steps")]
+)
 def test_last_checkpoint_holds_every_gradient(entry: str, strategy: str, tmp_path: Path) -> None:
     arguments = {"save_strategy": strategy, "save_steps": 2, "max_steps": -1, "num_train_epochs": 1}
     without = train(entry, WINDOWED, folder=tmp_path / "without", **arguments)
@@ -567,7 +571,7 @@ def test_model_after_training_holds_every_gradient(stop: StopAt | None, tmp_path
 @pytest.mark.parametrize("event", ["on_evaluate", "on_step_end", "on_log"])
 @pytest.mark.parametrize("last", [False, True], ids=["our_callback_first", "our_callback_last"])
 def test_checkpoint_after_a_stop_holds_all(event: str, last: bool, tmp_path: Path) -> None:
-    """The Trainer writes it directly behind the event that ended training, whatever the order of callbacks."""
+    """The Trainer writes it directly after the event that ended training, whatever the order of callbacks."""
     arguments = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "max_steps": 9}
     stop = StopAt(3, event)
     without = train("eager", WINDOWED, callbacks=[stop], folder=tmp_path / "without", **arguments)
@@ -702,6 +706,11 @@ def _free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+def test_names_of_optimizers_are_a_closed_list(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="zenflow is not a valid OptimizerNames"):
+        TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, "optim": "zenflow"})
 
 
 @pytest.mark.usefixtures("one_process_group")

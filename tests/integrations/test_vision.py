@@ -16,6 +16,8 @@ import zenflow_compile as zf
 from tests.integrations.compare import (
     ADAM,
     EAGER_BACKEND,
+    ENTRIES,
+    ENTRY_IDS,
     EXACT,
     WINDOWED,
     assert_trained,
@@ -30,8 +32,6 @@ from tests.integrations.vision import import_timm
 timm = import_timm()
 
 STEPS = 6
-ENTRIES = [None, EAGER_BACKEND]
-ENTRY_IDS = ["eager", "compiled"]
 
 
 def vit() -> nn.Module:
