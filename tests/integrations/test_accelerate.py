@@ -31,6 +31,7 @@ from tests.integrations.compare import (
     dense_gradients,
     difference,
     forget_accelerate,
+    nudge,
     offloaded,
     open_gradients,
     spread,
@@ -137,10 +138,8 @@ def zenflow(model: nn.Module) -> zf.ZenFlowAdamW:
 
 
 def nudged(model: nn.Module, towards: float) -> torch.optim.Optimizer:
-    """AdamW over weights that differ in the last place: a forward in half precision may round them differently."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.nextafter_(torch.full_like(param, towards))
+    """AdamW over weights that differ in the last place."""
+    nudge(model, towards)
     return torch.optim.AdamW(model.parameters(), **ADAM)
 
 
