@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -485,6 +486,10 @@ def _check_param(param: Any) -> None:
 def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
     check_devices(params, device)
     if any(ops.is_owned(param) for param in params):
+        gc.collect()  # trainers and schedulers keep optimizers that nothing else refers to in reference cycles
+    if any(ops.is_owned(param) for param in params):
         raise ValueError(
-            "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"
+            "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out (an "
+            "earlier trainer keeps its own: Transformers' in trainer.optimizer.optimizer, Lightning's in "
+            "trainer.optimizers)"
         )

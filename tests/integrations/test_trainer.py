@@ -425,6 +425,44 @@ def test_dead_trainer_gives_everything_back() -> None:
     zf.ZenFlowAdamW(model.parameters(), **WINDOWED).close()  # the parameters have no owner
 
 
+def another_trainer(model: nn.Module) -> Trainer:
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **{**ARGUMENTS, "max_steps": 1}),
+        train_dataset=Tokens(24),
+        optimizer_cls_and_kwargs=(zf.ZenFlowAdamW, WINDOWED),
+    )
+
+
+def test_earlier_trainer_owns_until_its_optimizer_closes() -> None:
+    """As in a notebook, where the name of the earlier Trainer stays."""
+    first = another_trainer(model_of())
+    first.train()
+    second = another_trainer(first.model)
+    with pytest.raises(ValueError, match=r"close\(\) that one.*trainer\.optimizer\.optimizer"):
+        second.train()
+    first.optimizer.optimizer.close()
+    second.train()
+    assert offloaded(second.optimizer.optimizer)
+
+
+def test_earlier_trainer_in_a_cycle_owns_nothing() -> None:
+    gc.disable()  # by chance, it would have collected the first one
+    try:
+        model = model_of()
+        first = another_trainer(model)
+        first.train()
+        first.myself = first
+        optimizer = weakref.ref(first.optimizer.optimizer)
+        del first
+        assert optimizer() is not None
+        second = another_trainer(model)
+        second.create_optimizer()
+    finally:
+        gc.enable()
+    assert optimizer() is None
+
+
 # The name of the backend in Accelerate.
 
 
