@@ -486,8 +486,10 @@ def _check_param(param: Any) -> None:
 def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
     check_devices(params, device)
     if any(ops.is_owned(param) for param in params):
-        gc.collect()  # frees an owner that only its own reference cycles keep alive, as a scheduler's or a trainer's
+        gc.collect()  # trainers and schedulers keep optimizers that nothing else refers to in reference cycles
     if any(ops.is_owned(param) for param in params):
         raise ValueError(
-            "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out"
+            "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out (an "
+            "earlier trainer keeps its own: Transformers' in trainer.optimizer.optimizer, Lightning's in "
+            "trainer.optimizers)"
         )

@@ -117,13 +117,14 @@ class _LastSave:
     def end(self) -> None:
         """Training is over.
 
-        Warns if a model was saved at the last step, before it was known to be the last.
+        Warns if the model was read at the last step, before it was known to be the last.
         """
-        if self.read_at == self._trainer.global_step and any(_has_windows(each) for each in self._optimizers):
+        late = self.read_at == self._trainer.global_step
+        if late and any(each.engine.windows_hold_gradients for each in self._optimizers):
             warnings.warn(
-                f"a checkpoint of step {self.read_at} was saved before it was known to be the last step; it is right "
-                "to resume from, but its weights lack the gradients in open update windows: call "
-                "trainer.save_checkpoint() after fit() for a model that holds them",
+                f"state_dict() of the model was called at step {self.read_at}, before it was known to be the last: a "
+                "checkpoint that was saved there is right to resume from, but its weights lack the gradients in open "
+                "update windows; call trainer.save_checkpoint() after fit() for a model that holds them",
                 stacklevel=2,
             )
         self._flush()
@@ -165,7 +166,3 @@ class _BeforeStateDict:
 
 def _synchronize(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer.synchronize()
-
-
-def _has_windows(optimizer: ZenFlowAdamW) -> bool:
-    return optimizer.options.policy == "zenflow" and optimizer.options.update_interval != 1

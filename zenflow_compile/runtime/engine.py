@@ -360,6 +360,11 @@ class Engine(ReadableNodes):
     # The final moment.
 
     @property
+    def windows_hold_gradients(self) -> bool:
+        """Whether any update window is open, so that a flush would apply gradients."""
+        return any(offloaded.window_holds_gradients for offloaded in self.offloaded.values())
+
+    @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient that waits for its update.
 
