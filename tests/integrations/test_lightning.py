@@ -526,10 +526,18 @@ def test_checkpoint_on_train_end_holds_every_gradient(tmp_path: Path) -> None:
 def test_save_before_the_end_was_known_warns(tmp_path: Path) -> None:
     """The file is right for a resume. Only the validation after it says that no step follows."""
     ending: Ending = ({"max_epochs": 9}, EVERY_STEP, lambda: [StopsAt(6, "on_validation_end")])
-    with pytest.warns(UserWarning, match=r"checkpoint of step 6 .*call trainer\.save_checkpoint\(\) after fit"):
+    with pytest.warns(UserWarning, match=r"called at step 6, .*call trainer\.save_checkpoint\(\) after fit"):
         ours = end(ending, "hooks", tmp_path, [ZenFlowCallback()], WINDOWED)
     saved = torch.load(ours.saves.best_model_path, weights_only=True)
     assert difference(saved["state_dict"], weights(ours.module)) > 1e-4
+
+
+def test_save_without_open_windows_does_not_warn(tmp_path: Path) -> None:
+    ending: Ending = ({"max_epochs": 9}, EVERY_STEP, lambda: [StopsAt(6, "on_validation_end")])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="state_dict")
+        ours = end(ending, "hooks", tmp_path, [ZenFlowCallback()], EXACT)
+    assert ours.trainer.global_step == 6
 
 
 def test_copies_of_a_module_have_no_flush() -> None:

@@ -75,6 +75,7 @@ def record_in(state: GradientState, source: Source) -> GradientRecord:
     if state is DENSE:
         record.overwrite(lambda values: values.copy_(VALUES))
         source.given_up.clear()
+        source.dense = 0
     record.state = state
     return record
 
@@ -172,11 +173,12 @@ def test_overwritten_record_is_dense(state: GradientState) -> None:
     record = record_in(state, source := Source())
     record.scale(0.5)
     record.overwrite(lambda values: values.copy_(VALUES))
-    assert (record.state, record.factor, source.dense) == (DENSE, 1.0, 0)
+    assert (record.state, record.factor, source.dense) == (DENSE, 1.0, 1)
     assert source.given_up == [DENSE]
     assert torch.equal(record.read(), VALUES)
     dense = record.read()
     record.overwrite(lambda values: values.fill_(2.0))
+    assert source.dense == 1
     assert record.read() is dense
     assert torch.equal(dense, torch.full((2, 2), 2.0))
 
