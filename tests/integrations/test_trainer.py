@@ -777,6 +777,17 @@ def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def test_model_wrapped_by_torch_compile_gets_no_batch() -> None:
+    """The Trainer drops the columns that the wrapper's signature does not name: all. The same with any backend."""
+    trainer = Trainer(
+        model=torch.compile(model_of(), backend="eager"),
+        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **ARGUMENTS),
+        train_dataset=Tokens(24),
+    )
+    with pytest.raises(ValueError, match="batch received was empty"):
+        trainer.train()
+
+
 def test_names_of_optimizers_are_a_closed_list(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="zenflow is not a valid OptimizerNames"):
         TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, "optim": "zenflow"})

@@ -12,7 +12,8 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -36,6 +37,7 @@ from tests.integrations.compare import (
     tiny_llama,
     weights,
 )
+from zenflow_compile.integrations.transformers import ZenFlowCallback
 
 datasets.disable_progress_bars()
 
@@ -326,3 +328,20 @@ def test_other_resume_in_a_window(name: str, options: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("name", ["sft_tokens_accumulated", "dpo_precomputed"])
 def test_compiled_resume_in_a_window(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     check_resume(name, options, True, tmp_path)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True], ids=["eager", "compiled"])
+def test_last_adapter_holds_every_gradient(compiled: bool, tmp_path: Path) -> None:
+    """Only adapters are saved, through PEFT's own state dict."""
+    saved = {}
+    for name, callbacks in (("without", []), ("with", [ZenFlowCallback()])):
+        folder = tmp_path / name
+        saving = {"save_strategy": "steps", "max_steps": 6}
+        trainer = trainer_of(CASES["sft_lora"], (zf.ZenFlowAdamW, WINDOWED), folder, compiled=compiled, **saving)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train()
+        saved[name] = load_file(folder / "checkpoint-6" / "adapter_model.safetensors")
+    trainer.optimizer.optimizer.close()
+    assert_bitwise(saved["with"], get_peft_model_state_dict(trainer.model))
+    assert difference(saved["with"], saved["without"]) > 1e-4
