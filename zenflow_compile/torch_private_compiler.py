@@ -57,7 +57,7 @@ def compile_call() -> CompileCall:
         if "local_scope" not in found:
             if isinstance(owner, OutputGraph):  # capturing
                 found.update(local_scope=owner.local_scope, global_scope=owner.global_scope)
-            elif not frame.f_globals.get("__name__", "").startswith(("torch.", "zenflow_compile.")):  # running
+            elif frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "zenflow_compile"):  # running
                 found.update(local_scope=frame.f_locals, global_scope=frame.f_globals)
         if isinstance(owner, OptimizeContext) and "wrapper" not in found:
             found["wrapper"] = innermost_backend(owner.callback)

@@ -384,3 +384,24 @@ def test_steps_without_overlap_leave_nothing_due(options: dict[str, Any], entry:
             pair.call(batch(99))
             pair.model(batch(99))
         assert torch.equal(parameters_to_vector(pair.model.parameters()), before)
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["closed_over", "argument"])
+def test_state_dict_of_a_model_in_a_compiled_function(passed: bool) -> None:
+    """The function is compiled, and the model is found where Dynamo found its parameters."""
+    states = []
+    for optimizer_class, options in ((torch.optim.AdamW, ADAM), (ZenFlowAdamW, EXACT)):
+        model = Net()
+
+        def loss(x: Tensor, given: nn.Module | None = None, model: nn.Module = model) -> Tensor:
+            return (model if given is None else given)(x).square().mean()
+
+        call = torch.compile(loss, **EAGER_BACKEND) if optimizer_class is ZenFlowAdamW else loss
+        optimizer = optimizer_class(model.parameters(), **options)
+        for step in range(STEPS):
+            call(batch(step), *((model,) if passed else ())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    for name, expected in states[0].items():
+        torch.testing.assert_close(states[1][name], expected, atol=CLOSE, rtol=0)
