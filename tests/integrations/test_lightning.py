@@ -820,14 +820,14 @@ def test_close_through_the_wrapper() -> None:
     closed = copy.deepcopy(module.net)
     wrapper = module.optimizers()
     wrapper.close()
-    assert difference(weights(module.net), weights(closed)) > 1e-4, "close() applies what waits"
+    assert difference(weights(module.net), weights(closed)) > 1e-4, "close() applies the gradients in open windows"
     for optimizer in (wrapper, trainer.optimizers[0]):
         with pytest.raises(RuntimeError, match="this ZenFlowAdamW is closed"):
             optimizer.state_dict()
     zf.ZenFlowAdamW(module.parameters(), **EXACT).close()
 
 
-def test_close_of_an_unused_optimizer_through_the_wrapper() -> None:
+def test_close_of_an_unused_optimizer_by_its_wrapper() -> None:
     module = Wrapped(EXACT, lambda optimizer: optimizer.close())
     with pytest.raises(RuntimeError, match="this ZenFlowAdamW is closed"):
         new_trainer().fit(module, loader())

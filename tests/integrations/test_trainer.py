@@ -458,7 +458,7 @@ def another_trainer(model: nn.Module) -> Trainer:
     )
 
 
-def test_earlier_trainer_owns_until_its_optimizer_closes() -> None:
+def test_earlier_trainer_owns_until_closed() -> None:
     """As in a notebook, where the name of the earlier Trainer stays."""
     first = another_trainer(model_of())
     first.train()
