@@ -337,7 +337,7 @@ def is_wrapper_subclass(tensor: Tensor) -> bool:
 
 
 def is_flattened_by_fsdp(tensor: Tensor) -> bool:
-    """Whether ``FullyShardedDataParallel`` keeps ``tensor`` in its flat memory. Seen in torch 2.11 and 2.13."""
+    """Whether ``FullyShardedDataParallel`` keeps ``tensor`` in its flat memory. Seen in torch 2.13."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 

@@ -225,7 +225,7 @@ def active_ddp(call: CompileCall) -> bool:
 
 
 def in_ddp_forward() -> bool:
-    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.11 and 2.13."""
+    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.13."""
     if not torch.distributed.is_available():
         return False
     from torch.nn.parallel import DistributedDataParallel
