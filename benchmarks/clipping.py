@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, write_results
-from zenflow_compile.runtime.gradient import GradientRecord
-from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 
 TENSORS = 300
 TARGET_RATIO, TARGET_GRAD_US = 2.5, 4.0
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = {
             "width": width,
             "tensors": TENSORS,
-            "dense_gradients": engine.roster.gradients.dense,
+            "dense_gradients": engine.registry.gradients.dense,
             "ratio": Spread.of(ratios).row(),
             "clip_us": {"dense": Spread.of(dense.first_us).row(), "offloaded": Spread.of(offloaded.first_us).row()},
             "second_clip_us": {

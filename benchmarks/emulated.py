@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zenflow_compile.runtime.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_adam import HostAdam
 
 
 @torch.library.custom_op("emulated::linear", mutates_args=())

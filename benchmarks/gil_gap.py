@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common import Spread, Target, write_results
-from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 
 TARGET_MS = 5.0
 
@@ -47,7 +47,7 @@ def measure(adam: HostAdam, numel: int, slots: int, dtype: torch.dtype = torch.b
     master, exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(3))
     out = torch.zeros(numel, dtype=dtype)
     gradients = [torch.full((numel,), 0.01, dtype=dtype) for _ in range(slots)]
-    coefficients = [SlotCoefficients(1e-4, 0.9, 0.999, 0.01, 1.0)] * slots
+    coefficients = [StepCoefficients(1e-4, 0.9, 0.999, 0.01, 1.0)] * slots
 
     def update() -> None:
         adam(master, exp_avg, exp_avg_sq, gradients, coefficients, step=slots, eps=1e-8, out=out)

@@ -35,8 +35,8 @@ from torch import Tensor
 from benchmarks.common import Spread, Target, interleaved, ratios, write_results
 from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
-from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.host_adam import make_host_adam
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.host.host_adam import make_host_adam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TASK = 2**20
@@ -54,7 +54,7 @@ class Window:
         self.state = [torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)]
         self.gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(slots)]
         self.out = torch.zeros(numel, dtype=dtype)
-        self._coefficients = [SlotCoefficients(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
+        self._coefficients = [StepCoefficients(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
 
     @property
     def bytes_per_parameter(self) -> int:

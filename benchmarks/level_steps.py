@@ -27,7 +27,7 @@ from benchmarks.common import Spread, Target, interleaved, percentile, write_res
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import WORKLOADS
-from zenflow_compile.runtime.cores import physical_cores
+from zenflow_compile.runtime.host.cores import physical_cores
 
 POLICIES = ("resident", "zero_offload", "zenflow")
 P95_OVER_MEDIAN = 1.25  # the target, for zenflow

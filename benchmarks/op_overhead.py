@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, write_results
-from zenflow_compile.runtime import device_ops, updates
-from zenflow_compile.runtime.columns import DeviceSide
-from zenflow_compile.runtime.device_adam import ResidentAdam
+from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device.resident_adam import ResidentAdam
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.step import optimizer_step
 
 TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
@@ -36,9 +37,9 @@ TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
 NODES = ("fetch_parameters_", "begin_backward", "offload_gradient", "update_parameters")
 NESTED = ("update_parameters",)  # runs inside of step()
 OPERATORS = (
-    (device_ops, "norms_and_split"), (device_ops, "adam_columns_"), (device_ops, "merge_columns"),
-    (ResidentAdam, "update"), (updates, "feed_scores"),
-    (DeviceSide, "count_leaving"), (DeviceSide, "best_lines"), (DeviceSide, "better_lines"),
+    (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),
+    (ResidentAdam, "update"), (optimizer_step, "feed_scores"),
+    (DeviceState, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
 )  # fmt: skip
 
 

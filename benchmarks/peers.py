@@ -33,7 +33,7 @@ from benchmarks.systems.comparison import REFERENCE, Outcome, Schedule, compare
 from benchmarks.systems.memory import copy_gb_per_s
 from benchmarks.systems.process import DEEPSPEED_PYTHON
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
-from zenflow_compile.runtime.cores import physical_cores
+from zenflow_compile.runtime.host.cores import physical_cores
 
 CPU_MODELS = ("optimizer-bound", "compute-bound", "gpt")
 CUDA_MODELS = ("qwen2.5-3b", "llama-3b-32k")

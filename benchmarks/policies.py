@@ -31,7 +31,7 @@ from benchmarks.prediction import Prediction, Predictor
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import WORKLOADS
-from zenflow_compile.runtime.cores import physical_cores
+from zenflow_compile.runtime.host.cores import physical_cores
 
 WITHIN = 0.2
 """By how much predicted and measured times may differ, as a share of the measured one."""

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
-from zenflow_compile.cli_doctor import measure
-from zenflow_compile.doctor_hardware import hardware_of
-from zenflow_compile.options import Options
-from zenflow_compile.planning import perfmodel
-from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.models import ModelShape, flops_per_token
-from zenflow_compile.planning.policies import ParamSpec, make_plan
-from zenflow_compile.planning.simulate import simulate
+from zenflow_compile.cli.doctor import measure
+from zenflow_compile.cli.doctor_hardware import hardware_of
+from zenflow_compile.measure import bandwidth
+from zenflow_compile.measure.disk import disk_rates
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance import performance_model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.models import ModelShape, flops_per_token
+from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.profiling.summary import summarize
-from zenflow_compile.runtime import probe
-from zenflow_compile.runtime.cores import physical_cores, worker_count
-from zenflow_compile.runtime.disk_probe import disk_rates
+from zenflow_compile.runtime.host.cores import physical_cores, worker_count
+from zenflow_compile.simulator.simulate import simulate
 
 _ROUNDS = 5
 
@@ -57,7 +57,7 @@ class Predictor:
             found = measure(
                 torch.device("cpu"),
                 counts,
-                probe.default_bytes(),
+                bandwidth.default_bytes(),
                 _ROUNDS,
                 disk_rates(directory),
                 dtype=DTYPES[dtype],
@@ -87,8 +87,8 @@ class Predictor:
 
     def stride(self) -> tuple[float, int]:
         """The model's ratio of updates on the host to those on the device, and the stride that comes of it."""
-        ratio = perfmodel.update_stride(**perfmodel.stride_rates(self.hardware))
-        return ratio, perfmodel.stride_of(ratio)
+        ratio = performance_model.update_stride(**performance_model.stride_rates(self.hardware))
+        return ratio, performance_model.stride_of(ratio)
 
     def described(self) -> dict[str, Any]:
         """The machine, for a results file."""

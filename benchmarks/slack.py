@@ -33,7 +33,7 @@ from torch import Tensor
 import zenflow_compile as zf
 from benchmarks.common import Target, write_results
 from benchmarks.emulated import EmulatedModel, SlowHostAdam
-from zenflow_compile.planning import policies
+from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import ParamPlan, Placement
 
 WIDTH = 128
@@ -64,10 +64,10 @@ class Run:
 @contextmanager
 def every_step_on_the_host(active: bool) -> Iterator[None]:
     """While entered, what the zenflow planner would keep on the device gets host windows of one step."""
-    planner = policies._PLANNERS["zenflow"]
+    planner = planners._PLANNERS["zenflow"]
 
     def plan(
-        specs: Sequence[policies.ParamSpec], first: int, options: policies.PlanningOptions
+        specs: Sequence[planners.ParamSpec], first: int, options: planners.PlanningOptions
     ) -> list[ParamPlan]:
         plans = planner(specs, first, options)
         offloaded = next(plan for plan in plans if plan.offloaded)
@@ -79,11 +79,11 @@ def every_step_on_the_host(active: bool) -> Iterator[None]:
         ]
 
     if active:
-        policies._PLANNERS["zenflow"] = plan
+        planners._PLANNERS["zenflow"] = plan
     try:
         yield
     finally:
-        policies._PLANNERS["zenflow"] = planner
+        planners._PLANNERS["zenflow"] = planner
 
 
 def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor]]:

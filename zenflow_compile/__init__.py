@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zenflow_compile.compiler.ownership import optimizer_of
     from zenflow_compile.explanation import explain
     from zenflow_compile.optimizer import ZenFlowAdamW
-    from zenflow_compile.ownership import optimizer_of
-    from zenflow_compile.predict import plan, simulate
+    from zenflow_compile.prediction.predict import plan, simulate
     from zenflow_compile.profiling.profiler import profile
 
 __all__ = ["ZenFlowAdamW", "explain", "optimizer_of", "plan", "profile", "simulate"]
@@ -17,10 +17,10 @@ __all__ = ["ZenFlowAdamW", "explain", "optimizer_of", "plan", "profile", "simula
 _HOMES = {
     "ZenFlowAdamW": "optimizer",
     "explain": "explanation",
-    "optimizer_of": "ownership",
-    "plan": "predict",
+    "optimizer_of": "compiler.ownership",
+    "plan": "prediction.predict",
     "profile": "profiling.profiler",
-    "simulate": "predict",
+    "simulate": "prediction.predict",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from zenflow_compile.cli import main
+from zenflow_compile.cli.main import main
 
 sys.exit(main())

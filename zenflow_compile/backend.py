@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zenflow_compile import torch_private_compiler as private
+from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
-from zenflow_compile.options import BackendOptions, split_backend_options
-from zenflow_compile.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
+from zenflow_compile.options.options import BackendOptions, split_backend_options
 from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.offload_gradients import gradient_places
 from zenflow_compile.runtime import ops
-from zenflow_compile.validate import user_stacklevel
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 def zenflow(

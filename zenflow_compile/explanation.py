@@ -14,13 +14,13 @@ from rich.text import Text
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from zenflow_compile.ownership import Engine, engines_of
+from zenflow_compile.checks.printable import printable
+from zenflow_compile.compiler.ownership import Engine, engines_of
 from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.merge_gradients import MERGED
 from zenflow_compile.passes.pipeline import PassReport, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.printable import printable
 from zenflow_compile.runtime import ops
 
 WIDTH = 80

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
-from zenflow_compile.options import Options
+from zenflow_compile.measure.this_machine import measured_hardware
+from zenflow_compile.options.options import Options
 from zenflow_compile.passes.pipeline import fused_step_graph
-from zenflow_compile.planning.policies import empty_plan, stride_weight_bytes
-from zenflow_compile.profiling.timeline import record_new_engine
+from zenflow_compile.planning.planners import empty_plan, stride_weight_bytes
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.claim import Claim
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.file_store import existing_directory
-from zenflow_compile.runtime.measured_hardware import measured_hardware
-from zenflow_compile.runtime.roster import checked_plan, specs_of, worker_cores
-from zenflow_compile.runtime.sharding import refuse_sharded
+from zenflow_compile.runtime.nvme.state_file import existing_directory
+from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.parameters.registry import checked_plan, specs_of, worker_cores
+from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+from zenflow_compile.timeline.events import record_new_engine
 
 
 class LazyEngine:
@@ -141,7 +141,7 @@ class LazyEngine:
             return
         with suppress(Exception):
             # The garbage collector runs in any thread, and a worker cannot join itself.
-            if engine.roster.runs(threading.current_thread()):
+            if engine.registry.runs(threading.current_thread()):
                 threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
             else:
                 engine.close(flush=False)
@@ -215,15 +215,15 @@ def _resolved(
     """``options`` with what is left to the performance model decided, on this machine as it is now."""
     if not _left_open(options):
         return options
-    from zenflow_compile.planning import auto  # its equations bring sympy, a third of a second to import
+    from zenflow_compile.prediction import auto_policy  # its equations bring sympy, a third of a second to import
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
     specs = specs_of(pairs)
     if options.policy != "auto":
-        return auto.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
+        return auto_policy.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
     assert options.tokens_per_step is not None
-    return auto.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
+    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from zenflow_compile import torch_private
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.lazy_engine import LazyEngine, check_devices
-from zenflow_compile.options import Options
-from zenflow_compile.runtime import checkpoint, ops
+from zenflow_compile.options.options import Options
+from zenflow_compile.options.unread import warn_of_unread
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.param_groups import check_group
-from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
-from zenflow_compile.unread_options import warn_of_unread
-from zenflow_compile.validate import user_stacklevel
+from zenflow_compile.runtime.parameters.sharding import refuse_replaced_by_shards, refuse_sharded
+from zenflow_compile.runtime.step.param_groups import check_group
+from zenflow_compile.torch_internals import torch_private
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_WRITABLE = (
@@ -56,7 +57,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             time.
         amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, taken at the values that
             change nothing: False and None.
-        **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.Options`
+        **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
     Raises:
@@ -157,7 +158,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._steps_shown: list[tuple[Tensor, int]] = []
 
     def _show_steps(self) -> None:
-        self._steps_shown[:] = checkpoint.show_steps(self.engine, self._states)  # a wrapper may share the list
+        self._steps_shown[:] = save_load.show_steps(self.engine, self._states)  # a wrapper may share the list
 
     @property
     def _state_was_edited(self) -> bool:
@@ -169,19 +170,19 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             return False
         params = self._lazy_engine.claim.params
         entries = [self._states.get(param) for param, _ in zip(params, self._steps_shown, strict=False)]
-        return any(entry is None or not checkpoint.is_as_shown(entry) for entry in entries) or any(
+        return any(entry is None or not save_load.is_as_shown(entry) for entry in entries) or any(
             step._version != version for step, version in self._steps_shown
         )
 
     @property
     def device_bytes(self) -> int:
         """Bytes of optimizer state on the device, staging buffers included."""
-        return self.engine.roster.device_bytes
+        return self.engine.registry.device_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of optimizer state, gradient windows and upload buffers in host memory."""
-        return self.engine.roster.host_bytes
+        return self.engine.registry.host_bytes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. Those that exist keep their state, phases and windows.
@@ -329,7 +330,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             hook(self)
         self._lazy_engine.claim.check_params(self.param_groups)
         engine.synchronize()
-        state = checkpoint.state_dict(engine, self.param_groups)
+        state = save_load.state_dict(engine, self.param_groups)
         for hook in torch_private.optimizer_hooks(self, "state_dict_post"):
             state = _or_else(hook(self, state), state)
         return state
@@ -353,7 +354,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = _or_else(hook(self, state_dict), state_dict)
         self._lazy_engine.claim.check_params(self.param_groups)
-        checkpoint.load_state_dict(engine, self.param_groups, state_dict)
+        save_load.load_state_dict(engine, self.param_groups, state_dict)
         self._states.clear()
         self._show_steps()
         for hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zenflow_compile.options import Options
-from zenflow_compile.planning.hardware import Hardware, hardware
-from zenflow_compile.planning.models import model
-from zenflow_compile.planning.policies import make_plan
-from zenflow_compile.planning.simulate import SteadyStep, simulate, steady_step
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, STEP
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.models import model
+from zenflow_compile.planning.planners import make_plan
+from zenflow_compile.simulator.simulate import SteadyStep, simulate, steady_step
+from zenflow_compile.timeline.events import COMPUTE, D2H, STEP
 
 V100_RATES = {"cpu_update": 2e9, "gpu_update": 35e9, "link": 3e9, "cpu_downscale": 8.7e9}
 H100_RATES = {"cpu_update": 2e9, "gpu_update": 25e9, "link": 55e9 / 4, "cpu_downscale": 62e9 / 4}

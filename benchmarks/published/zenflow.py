@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks.published.claim import Claim
 from benchmarks.published.testbeds import H100_RATES, steady, with_host_rate
-from zenflow_compile.planning.hardware import Hardware, hardware
-from zenflow_compile.planning.models import model
-from zenflow_compile.planning.perfmodel import traffic
-from zenflow_compile.planning.simulate import SteadyStep
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.models import model
+from zenflow_compile.performance.performance_model import traffic
+from zenflow_compile.simulator.simulate import SteadyStep
 
 PAPER = "ZenFlow (arXiv 2505.12242)"
 BLOG = "DeepSpeed, blogs/zenflow-corebinding"

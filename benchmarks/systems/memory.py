@@ -12,8 +12,8 @@ from typing import Self
 
 import torch
 
-from zenflow_compile import torch_private
-from zenflow_compile.runtime.cores import physical_cores
+from zenflow_compile.runtime.host.cores import physical_cores
+from zenflow_compile.torch_internals import torch_private
 
 COPY_BYTES_PER_ELEMENT = 8
 """Of an fp32 copy: read and written once. What a cache fetches only to overwrite it (write-allocate) is not counted,

@@ -86,8 +86,8 @@ class Trainer:
     def profile(self, steps: int) -> dict[str, Any]:
         """``zf.profile()`` over ``steps`` steps of one of our policies: its summary, and every step's stall in ms."""
         import zenflow_compile as zf
-        from zenflow_compile.profiling.intervals import intersect, length_ns, union
-        from zenflow_compile.profiling.timeline import COMPUTE, STEP
+        from zenflow_compile.timeline.events import COMPUTE, STEP
+        from zenflow_compile.timeline.intervals import intersect, length_ns, union
 
         optimizer: Any = self.system.optimizer  # type: ignore[attr-defined]
         with zf.profile(optimizer) as profile:

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import policies, prediction
 from benchmarks.prediction import Predictor
-from zenflow_compile.cli_doctor import Findings, machine
-from zenflow_compile.runtime.disk_probe import DiskRates
-from zenflow_compile.runtime.probe import DeviceRate, HostRates, LinkRates
+from zenflow_compile.cli.doctor import Findings, machine
+from zenflow_compile.measure.bandwidth import DeviceRate, HostRates, LinkRates
+from zenflow_compile.measure.disk import DiskRates
 
 
 def test_what_is_validated_is_what_users_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

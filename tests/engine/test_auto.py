@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
-from zenflow_compile import options as options_module
-from zenflow_compile.profiling.timeline import AdaptiveWindows
-from zenflow_compile.runtime import copies, schedule, time_bound
-from zenflow_compile.runtime.checkpoint_format import NONE, SCHEDULE
+from zenflow_compile.options import options as options_module
+from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
+from zenflow_compile.runtime.step import min_window, schedule
+from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.timeline.events import AdaptiveWindows
 
 SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 
@@ -21,7 +22,7 @@ SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Rates that the host's measurements give, in order; none is made that is not in the list."""
     given: list[float] = []
-    monkeypatch.setattr(time_bound, "host_rate", lambda *_: given.pop(0))
+    monkeypatch.setattr(min_window, "host_rate", lambda *_: given.pop(0))
     return given
 
 
@@ -39,10 +40,10 @@ def test_time_bounds_windows_from_the_third_step_on(entry: dict[str, Any] | None
         assert engine.adaptive_windows.shortest is None
         training.run(2, 3)
         assert engine.adaptive_windows.shortest == bound
-        assert engine.windows_closed == count  # one of steps 0 and 1, by gradients alone
+        assert engine.windows_flushed == count  # one of steps 0 and 1, by gradients alone
         training.run(3, 20)
         # At most 2 in the first window; then (2, 5), 5, 5, 5 or 2, 2, ...
-        assert engine.windows_closed == closes * count
+        assert engine.windows_flushed == closes * count
     assert rates == []
 
 
@@ -130,7 +131,7 @@ def test_drifting_selections_resume_bit_for_bit(entry: dict[str, Any] | None, op
 def test_delays_change_no_selection(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(EAGER_BACKEND, options).run(0, 12)
     delays = Delays(0, 4.0)
-    monkeypatch.setattr(copies, "copy_without_gil", delays.before(copies.copy_without_gil))
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", delays.before(copy_lanes.copy_without_gil))
     late = Training(EAGER_BACKEND, options).run(0, 12)
     assert_same(late.weights(), expected.weights())
     assert late.optimizer.engine.selections == expected.optimizer.engine.selections > 2

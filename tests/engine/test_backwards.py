@@ -18,7 +18,7 @@ from tests.engine.training import (
     batch,
 )
 from zenflow_compile import optimizer_of
-from zenflow_compile.runtime.gradient import GradientState
+from zenflow_compile.runtime.gradients.gradient_record import GradientState
 
 pytestmark = pytest.mark.timeout(60)
 

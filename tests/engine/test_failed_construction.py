@@ -17,7 +17,11 @@ from torch import nn
 
 from tests.engine.training import ADAM, OFFLOAD_ALL, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime import arena, columns, entry, host_adam, interleaved, ops, roster, staging, windows
+from zenflow_compile.runtime import autograd_hooks, ops
+from zenflow_compile.runtime.device import streamed_adam
+from zenflow_compile.runtime.host import arena, host_adam
+from zenflow_compile.runtime.parameters import device_state, host_state, registry
+from zenflow_compile.runtime.transfer import staging_ring
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -49,15 +53,15 @@ CALLS: list[tuple[Any, str, Callable[[str], Exception]]] = [
     *((torch, name, memory_error) for name in ("empty", "zeros", "arange")),
     (arena, "_map", memory_error),
     (arena.HostArena, "take", memory_error),
-    (columns.DeviceSide, "allocate", memory_error),
-    (windows.HostSide, "allocate", memory_error),
-    (staging.StagingRing, "fit", memory_error),
-    (interleaved.InterleavedAdam, "fit", memory_error),
-    (interleaved.InterleavedAdam, "make", memory_error),
+    (device_state.DeviceState, "allocate", memory_error),
+    (host_state.HostState, "allocate", memory_error),
+    (staging_ring.StagingRing, "fit", memory_error),
+    (streamed_adam.StreamedAdam, "fit", memory_error),
+    (streamed_adam.StreamedAdam, "make", memory_error),
     (host_adam, "AtenHostAdam", memory_error),
-    (roster, "make_flags", memory_error),
-    (roster, "require_host_memory", memory_error),
-    (entry, "listen_to_grad", memory_error),
+    (registry, "make_flags", memory_error),
+    (registry, "require_host_memory", memory_error),
+    (autograd_hooks, "listen_to_grad", memory_error),
     (threading.Thread, "start", thread_error),
 ]  # fmt: skip
 
@@ -135,6 +139,7 @@ def test_every_failure_gives_everything_back(name: str, tmp_path: Path) -> None:
             break
         point += 1
     assert point > 20
-    assert {"zenflow_compile.runtime.entry.listen_to_grad", "zenflow_compile.runtime.arena._map"} <= failed
+    runtime = "zenflow_compile.runtime"
+    assert {f"{runtime}.autograd_hooks.listen_to_grad", f"{runtime}.host.arena._map"} <= failed
     if "nvme_path" in options:
         assert {"os.open", "os.pwrite", "os.ftruncate", "os.posix_fallocate", "os.fsync", "Thread.start"} <= failed

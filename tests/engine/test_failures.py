@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
-from zenflow_compile.runtime import copies, host_adam, offloaded
+from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.parameters import offloaded_param
+from zenflow_compile.runtime.transfer import copy_lanes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,7 +54,7 @@ def break_scratch(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 def break_copy(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    monkeypatch.setattr(copies, "copy_without_gil", failing_after(calls, copies.copy_without_gil))
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", failing_after(calls, copy_lanes.copy_without_gil))
 
 
 def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeError:
@@ -112,7 +114,7 @@ def test_a_failed_copy_raises_at_the_next_call(interval: int, monkeypatch: pytes
     """Not only when its window closes, steps later."""
     training = Training(EAGER_BACKEND, {"update_interval": interval}).run(0, 5)
     training.optimizer.synchronize()
-    lane = training.optimizer.engine.roster.transport.to_host
+    lane = training.optimizer.engine.registry.transport.to_host
     with monkeypatch.context() as patch:
         break_copy(patch, 2)  # the last of this backward; the ring would see an earlier one
         training.backward(5)
@@ -158,10 +160,10 @@ def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pyt
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    update = offloaded.OffloadedParam.update_on_host
+    update = offloaded_param.OffloadedParam.update_on_host
     with monkeypatch.context() as patch:
         error = torch.OutOfMemoryError("on purpose")
-        patch.setattr(offloaded.OffloadedParam, "update_on_host", failing_after(calls, update, error))
+        patch.setattr(offloaded_param.OffloadedParam, "update_on_host", failing_after(calls, update, error))
         with pytest.raises(torch.OutOfMemoryError):
             training.step(3)
     with pytest.raises(RuntimeError, match="half-way") as caught:
@@ -210,7 +212,7 @@ def test_every_job_fails_and_the_ring_keeps_its_blocks(monkeypatch: pytest.Monke
     """More failures than the ring has blocks: still the failure is what one hears of, and loading is the way out."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     saved = training.optimizer.state_dict()
-    ring = training.optimizer.engine.roster.transport.up_ring
+    ring = training.optimizer.engine.registry.transport.up_ring
     blocks = len(ring._buffers)
 
     def always(*args: Any, **keywords: Any) -> Any:
@@ -233,16 +235,16 @@ def test_copies_that_cannot_start_keep_their_buffers(policy: dict[str, Any], mon
     """More of them than there are buffers."""
     training = Training(None, policy)
     saved = training.saved()
-    submit = copies.ThreadLane.submit
+    submit = copy_lanes.ThreadLane.submit
 
-    def refused(self: copies.ThreadLane, *args: Any, **keywords: Any) -> Any:
+    def refused(self: copy_lanes.ThreadLane, *args: Any, **keywords: Any) -> Any:
         if self._name == "H2D":
             raise RuntimeError("can't start new thread")
         return submit(self, *args, **keywords)
 
     for _ in range(5):
         with monkeypatch.context() as patch:
-            patch.setattr(copies.ThreadLane, "submit", refused)
+            patch.setattr(copy_lanes.ThreadLane, "submit", refused)
             for _ in range(4):
                 with pytest.raises(RuntimeError, match=r"new thread|half-way"):
                     training.step(0)

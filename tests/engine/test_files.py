@@ -26,10 +26,11 @@ from torch import nn
 from tests.engine.test_failures import root_of, train_until_it_fails
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
-from zenflow_compile.runtime import file_store, roster
-from zenflow_compile.runtime.columns import DeviceSide
-from zenflow_compile.runtime.file_home import block_bytes
-from zenflow_compile.runtime.file_window import FileWindow
+from zenflow_compile.runtime.nvme import state_file
+from zenflow_compile.runtime.nvme.cache import NvmeCache
+from zenflow_compile.runtime.nvme.cached_state import block_bytes
+from zenflow_compile.runtime.parameters import registry
+from zenflow_compile.runtime.parameters.device_state import DeviceState
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -95,8 +96,8 @@ def in_memory(options: dict[str, Any], entry: dict[str, Any] | None, dtype: torc
     return Training(entry, options, dtype, deep)
 
 
-def window_of(training: Training) -> FileWindow:
-    window = training.optimizer.engine.roster._files
+def window_of(training: Training) -> NvmeCache:
+    window = training.optimizer.engine.registry._files
     assert window is not None
     return window
 
@@ -166,18 +167,18 @@ def test_the_window_stays_as_it_is_through_checkpoints(files: Directories) -> No
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     window = window_of(training)
     resident: list[int] = []
-    read = FileWindow._read
+    read = NvmeCache._read
 
-    def watched(self: FileWindow, block: Any, memory: torch.Tensor) -> None:
+    def watched(self: NvmeCache, block: Any, memory: torch.Tensor) -> None:
         assert memory.data_ptr() >= self._memory.data_ptr()
         resident.append(sum(each.size for each in self._blocks if each.place.name != "FILE"))
         read(self, block, memory)
 
-    FileWindow._read = watched  # type: ignore[method-assign]
+    NvmeCache._read = watched  # type: ignore[method-assign]
     try:
         training.load(training.saved()).run(2, 4)
     finally:
-        FileWindow._read = read  # type: ignore[method-assign]
+        NvmeCache._read = read  # type: ignore[method-assign]
     assert window.nbytes == BLOCK_BYTES
     assert 0 < max(resident) <= BLOCK_BYTES
 
@@ -243,7 +244,7 @@ def test_a_corrupted_byte_raises_and_names_file_and_parameter(name: str, files: 
     file = window_of(training)._directory._files[0]
     with file.path.open("r+b") as raw:
         for block in window_of(training)._blocks:
-            raw.seek(file_store.PAGE_BYTES + block.offset + 100)
+            raw.seek(state_file.PAGE_BYTES + block.offset + 100)
             byte = raw.read(1)
             raw.seek(-1, os.SEEK_CUR)
             raw.write(bytes([byte[0] ^ 1]))
@@ -304,17 +305,17 @@ def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directorie
 def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
-    window = optimizer.engine.roster._files
+    window = optimizer.engine.registry._files
     assert window is not None
     before = window.file_bytes, sorted(tmp_path.iterdir())
 
-    def no_memory(*args: Any) -> DeviceSide:
+    def no_memory(*args: Any) -> DeviceState:
         raise MemoryError
 
     group = {"params": list(nn.Linear(32, 64).parameters())}
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceSide, "allocate", no_memory)
+            patch.setattr(DeviceState, "allocate", no_memory)
             with pytest.raises(MemoryError):
                 optimizer.add_param_group(group)
         assert (window.file_bytes, sorted(tmp_path.iterdir())) == before
@@ -338,7 +339,7 @@ def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: py
         with pytest.raises(RuntimeError, match="new thread"):
             optimizer.add_param_group(group)
     assert not list(tmp_path.iterdir())
-    file_store.ScratchDirectory(tmp_path).close()
+    state_file.ScratchDirectory(tmp_path).close()
     optimizer.add_param_group(group)
     assert list(tmp_path.glob("*.state"))
     optimizer.close()
@@ -346,7 +347,7 @@ def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: py
 
 def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(roster, "require_host_memory", lambda size, hint: needed.append(size))
+    monkeypatch.setattr(registry, "require_host_memory", lambda size, hint: needed.append(size))
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=BLOCK_BYTES, **options)
     optimizer.synchronize()
@@ -362,9 +363,9 @@ def test_reads_and_writes_are_recorded_and_reported(files: Directories, tmp_path
         training.optimizer.synchronize()
     disk = [event for recording in recorded.recordings() for event in recording.events if event.lane == "disk"]
     assert {event.kind for event in disk} == {"read", "write"}
-    assert all(event.bytes % file_store.PAGE_BYTES == 0 and event.bytes for event in disk)
+    assert all(event.bytes % state_file.PAGE_BYTES == 0 and event.bytes for event in disk)
     assert len({event.param for event in disk}) > LAYERS
-    assert recorded.summary()["windows_closed"] == 3 * len(training.optimizer.engine.offloaded)
+    assert recorded.summary()["windows_flushed"] == 3 * len(training.optimizer.engine.offloaded)
     report = io.StringIO()
     recorded.report(Console(file=report, width=100))
     assert "disk" in report.getvalue()
@@ -464,7 +465,7 @@ def test_a_header_tells_whose_file_it_is(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"})
     file = window_of(training)._directory._files[0]
     with file.path.open("rb") as raw:
-        assert raw.readline() == file_store.MAGIC
+        assert raw.readline() == state_file.MAGIC
         about = json.loads(raw.readline())
-    assert (about["format"], about["pid"]) == (file_store.FORMAT, os.getpid())
+    assert (about["format"], about["pid"]) == (state_file.FORMAT, os.getpid())
     assert about["blocks"] == len(training.optimizer.engine.offloaded)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
-from zenflow_compile.runtime import host_adam
-from zenflow_compile.runtime.checkpoint_format import NONE, SCHEDULE
+from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
+from zenflow_compile.runtime.host import host_adam
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch
-from zenflow_compile.runtime.file_store import ScratchDirectory
+from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 
 pytestmark = [
     pytest.mark.timeout(60),

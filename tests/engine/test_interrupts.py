@@ -77,7 +77,7 @@ def every_point(do: Callable[[], object], functions: set[str], then: Callable[[]
         point += 1
 
 
-CLOSING = {"_update_on_host", "end_on_host", "close_window", "submit", "lease", "moment"}
+CLOSING = {"_update_on_host", "end_on_host", "flush_window", "submit", "lease", "moment"}
 
 
 def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
         made[-1].backward(0)
 
     made[-1].backward(0)
-    assert every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "close_window", "submit"}, close) > 10
+    assert every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush_window", "submit"}, close) > 10
     assert raised
     assert all("host update" in str(error) or "half-way" in str(error) for error in raised)
 
@@ -131,7 +131,7 @@ def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
     for _ in range(3):
         call(inputs).square().mean().backward()
     loss = call(inputs).square().mean()
-    with interrupted_at(0, {"close_window"}), pytest.raises(KeyboardInterrupt):
+    with interrupted_at(0, {"flush_window"}), pytest.raises(KeyboardInterrupt):
         loss.backward()
     optimizer = zenflow_compile.optimizer_of(call)
     with pytest.raises(RuntimeError, match="half-way"):
@@ -184,7 +184,7 @@ def test_an_interrupt_at_the_end_of_a_backward_never_sums_two_batches() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("functions", [{"_land_one", "_show", "_reselect"}, {"exchange_lines"}])
+@pytest.mark.parametrize("functions", [{"_land_one", "_show", "_reselect"}, {"exchange_slices"}])
 def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[str]) -> None:
     options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
     training = Training(EAGER_BACKEND, options).run(0, 3)
@@ -202,7 +202,7 @@ def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[st
             outcomes.add("repaired")
             assert_same(actual, expected)
         training.load(saved).step(3)
-        ring = training.optimizer.engine.roster.transport.up_ring
+        ring = training.optimizer.engine.registry.transport.up_ring
         assert len({number for number, _ in ring.unused}) == ring.free
 
     training.load(saved).step(3)
@@ -211,13 +211,13 @@ def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[st
 
 
 def each_buffer_is_somewhere_once(training: Training) -> None:
-    roster = training.optimizer.engine.roster
+    registry = training.optimizer.engine.registry
     taken = {
-        "down_ring": [each._staged for each in roster.offloaded.values() if each._staged],
-        "up_ring": [each._upload.block for each in roster.offloaded.values() if each._upload],
+        "down_ring": [each._staged for each in registry.offloaded.values() if each._staged],
+        "up_ring": [each._upload.block for each in registry.offloaded.values() if each._upload],
     }
     for name, blocks in taken.items():
-        ring = getattr(roster.transport, name)
+        ring = getattr(registry.transport, name)
         numbers = [number for number, _ in ring.unused] + [block.number for block in blocks]
         assert sorted(numbers) == list(range(len(ring._buffers)))
 
@@ -454,7 +454,7 @@ def test_interrupted_step_takes_the_same_gradients(backwards: int, edited: bool)
 def test_no_buffer_is_lost_where_an_interrupt_comes_while_state_is_prefetched() -> None:
     training = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 2)
     training.optimizer.synchronize()
-    interleaved = training.optimizer.engine.roster.interleaved
+    interleaved = training.optimizer.engine.registry.interleaved
 
     def each_buffer_is_free_or_loaded() -> None:
         buffers = [*interleaved._free, *(loaded.buffer for loaded in interleaved._loaded.values())]
@@ -490,12 +490,12 @@ def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: st
     training.load(saved)
     if method == "begin_update":
         training.backward(3)
-    assert every_point(do, {"borrowed", "end"}, go_on) > 5
+    assert every_point(do, {"acquire", "end"}, go_on) > 5
     training.optimizer.close()
 
 
 CLOSE = {
-    "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "close_window", "submit",
+    "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
     "_close_files", "_stop", "remove", "release", "unregister_engine", "hide",
 }  # fmt: skip

@@ -29,7 +29,7 @@ from tests.engine.training import (
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.workers import Job
+from zenflow_compile.runtime.host.workers import Job
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -184,7 +184,7 @@ def test_collected_by_its_own_worker() -> None:
         dropped.set()
         return 0
 
-    engine.roster.transport.workers.submit(Job([drop], deadline=-1, step=0, param="", ready=lambda: None))
+    engine.registry.transport.workers.submit(Job([drop], deadline=-1, step=0, param="", ready=lambda: None))
     assert dropped.wait(20)
     for thread in threading.enumerate():
         if thread.name == "zenflow-close":

@@ -8,20 +8,20 @@ import pytest
 
 import zenflow_compile as zf
 from tests.engine.training import EAGER_BACKEND, Training
-from zenflow_compile.runtime import copies
+from zenflow_compile.runtime.transfer import copy_lanes
 
 SLOW_MS = 30.0
 
 
 def test_slow_copies_are_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    copy = copies.copy_without_gil
+    copy = copy_lanes.copy_without_gil
 
     def slowly(target, source):  # type: ignore[no-untyped-def]
         time.sleep(SLOW_MS / 1e3)  # the stall that the report has to show
         copy(target, source)
 
-    monkeypatch.setattr(copies, "copy_without_gil", slowly)
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", slowly)
     with zf.profile(training.optimizer) as profile:
         training.run(3, 9)
     summary = profile.summary()
@@ -29,6 +29,6 @@ def test_slow_copies_are_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert offloaded >= 2
     assert summary["steps"] == 6
     assert summary["d2h_bytes_per_step"] > 0
-    assert summary["windows_closed"] == 6 * offloaded
+    assert summary["windows_flushed"] == 6 * offloaded
     # A lane copies in turn, each way: a step sleeps 2 * offloaded times, and little else could be waited beneath.
     assert summary["stall_ms_per_step"] > SLOW_MS

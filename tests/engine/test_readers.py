@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.engine.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.options import Options
-from zenflow_compile.runtime import host_adam
+from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.host import host_adam
 
 pytestmark = pytest.mark.timeout(120)
 

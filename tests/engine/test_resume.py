@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime import copies
+from zenflow_compile.runtime.transfer import copy_lanes
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
@@ -93,12 +93,12 @@ def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest
     """A copy that is still on its way when the state is taken must be waited for."""
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
-    monkeypatch.setattr(copies, "copy_without_gil", Delays(0, 100.0).before(copies.copy_without_gil))
-    closed = training.optimizer.engine.windows_closed
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", Delays(0, 100.0).before(copy_lanes.copy_without_gil))
+    closed = training.optimizer.engine.windows_flushed
     training.step(7)
-    assert training.optimizer.engine.windows_closed == closed  # whoever waits for a close waits for copies, too
+    assert training.optimizer.engine.windows_flushed == closed  # whoever waits for a close waits for copies, too
     early = training.optimizer.state_dict()["state"]
-    lane = training.optimizer.engine.roster.transport.to_host
+    lane = training.optimizer.engine.registry.transport.to_host
     lane.submit(torch.zeros(1), torch.ones(1), step=0, param="").settle()  # copies end in order
     late = training.optimizer.state_dict()["state"]
     waiting = [

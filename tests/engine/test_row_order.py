@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from tests.engine.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.checkpoint_format import SCHEDULE
-from zenflow_compile.runtime.compression import scales_and_values
-from zenflow_compile.runtime.device_ops import Selection
-from zenflow_compile.runtime.offloaded import OffloadedParam
+from zenflow_compile.runtime.checkpoint.format import SCHEDULE
+from zenflow_compile.runtime.device.column_ops import Selection
+from zenflow_compile.runtime.gradients.compression import scales_and_values
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 
 STEPS = 44
 FEATURES, HIDDEN, CLASSES = 83, 75, 5
@@ -84,7 +84,7 @@ class Run:
             "selected": [sorted(each.device.selection.selected.tolist()) for each in offloaded],
             "scores": [each.device.score.clone() for each in offloaded],
             "schedule": [engine.schedule.state(each.plan.index) for each in offloaded],
-            "closed": (engine.windows_closed, engine.selections),
+            "closed": (engine.windows_flushed, engine.selections),
         }
 
 
@@ -96,7 +96,7 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     outside = torch.randperm(len(old.rest), generator=generator)
     for block in device.state():
         block.copy_(block[inside])
-    with host.borrowed(write=True) as state:
+    with host.acquire(write=True) as state:
         for block in state:
             block.copy_(block[outside])
     for index in {slot.index for slot in host.open}:

@@ -114,7 +114,7 @@ def test_views_train_like_adamw(
     run = Run(policy, entry)
     engine = run.optimizer.engine
     assert engine.offloaded
-    assert ("update_stride" in policy) == bool(engine.roster.interleaved.params)
+    assert ("update_stride" in policy) == bool(engine.registry.interleaved.params)
     weights = run.run(between=between)
     torch.testing.assert_close(weights, Run(None).run(), atol=1e-5, rtol=0)
 
@@ -128,8 +128,8 @@ def test_own_writes_are_not_external(policy: dict[str, Any], dtype: torch.dtype,
     engine = run.optimizer.engine
     before = run.model.first._version
     run.run(4)
-    counter = engine.roster.counters[0]
-    assert all(each is counter for each in engine.roster.counters)
+    counter = engine.registry.counters[0]
+    assert all(each is counter for each in engine.registry.counters)
     assert counter.own_bumps > 0
     assert run.model.first._version - counter.own_bumps == before
     assert not any(each.weights.written_by_others for each in engine.offloaded.values())

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
-from zenflow_compile.runtime.checkpoint_format import ADAMW, layout
+from zenflow_compile.runtime.checkpoint.format import ADAMW, layout
 
 # A single process may save and load without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

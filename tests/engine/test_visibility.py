@@ -20,8 +20,8 @@ from tests.engine.training import (
     batch,
     mlp,
 )
-from zenflow_compile.runtime import checkpoint as checkpoints
-from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.checkpoint import save_load as checkpoints
+from zenflow_compile.runtime.device import column_ops
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -171,8 +171,8 @@ def test_every_write_shows_in_the_version(monkeypatch: pytest.MonkeyPatch) -> No
     """Kernels write below autograd, so neither of the two writers may count on an operator to tell."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     training.optimizer.synchronize()
-    monkeypatch.setattr(device_ops, "merge_columns", lambda *args: None)
-    monkeypatch.setattr(device_ops, "adam_columns_", lambda *args, **keywords: None)
+    monkeypatch.setattr(column_ops, "merge_columns", lambda *args: None)
+    monkeypatch.setattr(column_ops, "adam_columns_", lambda *args, **keywords: None)
     weights = [each.param for each in training.optimizer.engine.offloaded.values()]
     versions = [[weight._version for weight in weights]]
     training.step(2)

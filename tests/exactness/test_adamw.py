@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.exactness.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
 from tests.exactness.zoo import BY_NAME, Member
-from zenflow_compile.runtime import offloaded
-from zenflow_compile.runtime.columns import exchange_lines
-from zenflow_compile.runtime.device_ops import Selection
+from zenflow_compile.runtime.device.column_ops import Selection
+from zenflow_compile.runtime.parameters import offloaded_param
+from zenflow_compile.runtime.parameters.device_state import exchange_slices
 
 # The shortest windows and re-selections that there are.
 RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
@@ -29,14 +29,14 @@ def check_in_graph(run: Trajectory) -> None:
     assert run.offloaded
     assert run.through_grad == ()
     assert run.inserted >= 2
-    assert run.windows_closed > 0
+    assert run.windows_flushed > 0
 
 
 @each_member()
 def test_zero_offload_is_adamw(member: Member) -> None:
     run = train(member, "eager", 20, policy="zero_offload")
     check_in_graph(run)
-    assert run.windows_closed >= 20
+    assert run.windows_flushed >= 20
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
 
 
@@ -77,7 +77,7 @@ def test_resident_is_adamw(member: Member, inner: str | None) -> None:
 def test_eager_zero_offload_is_adamw(member: Member) -> None:
     run = train(member, None, 20, policy="zero_offload")
     assert run.offloaded
-    assert run.windows_closed > 0
+    assert run.windows_flushed > 0
     assert largest_difference(run, plain_adamw(member, None, 20), member) < member.tolerance
 
 
@@ -97,7 +97,7 @@ def test_windows_of_one_step_are_adamw_at_any_ratio(member: Member, topk_ratio: 
     run = train(member, inner, 40, topk_ratio=topk_ratio, **RESELECTING)
     assert run.offloaded
     assert (run.moved_lines > 0) == (0.0 < topk_ratio < 1.0)
-    assert (run.windows_closed > 0) == (topk_ratio < 1.0)
+    assert (run.windows_flushed > 0) == (topk_ratio < 1.0)
     assert largest_difference(run, plain_adamw(member, inner, 40), member) < member.tolerance
 
 
@@ -115,7 +115,7 @@ def test_a_synchronous_start_is_adamw(member: Member, accumulate_on_device: bool
     options = {"update_interval": 4, "accumulate_on_device": accumulate_on_device}
     run = train(member, "eager", 20, full_warm_up_rounds=20, **options)
     check_in_graph(run)
-    assert run.windows_closed == 20 * len(run.offloaded)
+    assert run.windows_flushed == 20 * len(run.offloaded)
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
 
 
@@ -133,7 +133,7 @@ def with_moments_reset(
     device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], selection: Selection, wanted: Tensor
 ) -> tuple[Selection, int]:
     """What must not happen: a line that changes sides keeps its master and loses its moments."""
-    new, moved = exchange_lines(device_side, host_side, selection, wanted)
+    new, moved = exchange_slices(device_side, host_side, selection, wanted)
     joined = (new.selected != selection.selected).cpu()
     left = (new.rest != selection.rest).cpu()
     for on_device, on_host in zip(device_side[1:], host_side[1:], strict=True):
@@ -146,7 +146,7 @@ def with_moments_reset(
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_reset_moments_would_be_seen(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: the same run, wrong in one respect, misses by orders of magnitude."""
-    monkeypatch.setattr(offloaded, "exchange_lines", with_moments_reset)
+    monkeypatch.setattr(offloaded_param, "exchange_lines", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
     assert run.moved_lines > 10
     assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3

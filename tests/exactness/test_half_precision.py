@@ -128,11 +128,11 @@ def test_weights_are_roundings_of_exact_masters(
     weights, _, optimizer = trained(Given, partial(given, dtype), dtype, make, inner)
     with optimizer:
         on_host = case not in NOTHING_FOR_THE_HOST
-        assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_closed > 0) == on_host
-        assert bool(optimizer.engine.roster.interleaved.params) == ("streamed" in case)
+        assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_flushed > 0) == on_host
+        assert bool(optimizer.engine.registry.interleaved.params) == ("streamed" in case)
         assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")
         for each in optimizer.engine.offloaded.values():
-            with each.host.borrowed() as state:
+            with each.host.acquire() as state:
                 assert {side.dtype for side in (*each.device.state(), *state)} == {torch.float32}
     expected, _, _ = trained(Given, partial(given, dtype), dtype, master_adamw, inner)
     assert all(weight.dtype == dtype for weight in weights)
@@ -155,7 +155,7 @@ def test_a_real_model_follows_its_masters(dtype: torch.dtype, inner: str | None)
     """One rounding that differs changes all later gradients in their last digit, so this can only be close."""
     weights, loss, optimizer = trained(gpt, tokens, dtype, zenflow_adamw(EXACT["windows_of_one"]), inner)
     with optimizer:
-        assert optimizer.engine.windows_closed > 0
+        assert optimizer.engine.windows_flushed > 0
         assert optimizer.engine.selections > 0
     expected, expected_loss, _ = trained(gpt, tokens, dtype, master_adamw, inner)
     assert abs(loss - expected_loss) < 1e-3
@@ -169,6 +169,6 @@ def test_entries_agree_in_half_precision(dtype: torch.dtype) -> None:
     in_graph, _, first = trained(gpt, tokens, dtype, zenflow_adamw({}), "eager")
     through_grad, _, second = trained(gpt, tokens, dtype, zenflow_adamw({}), None)
     with first, second:
-        assert first.engine.windows_closed == second.engine.windows_closed > 0
+        assert first.engine.windows_flushed == second.engine.windows_flushed > 0
     for weight, other in zip(in_graph, through_grad, strict=True):
         torch.testing.assert_close(weight, other, rtol=torch.finfo(dtype).eps, atol=1e-5)

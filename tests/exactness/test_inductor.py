@@ -10,7 +10,7 @@ from tests.exactness.test_policies import MIXTURES, STRIDES, TWINFLOW
 from tests.exactness.test_rule_p import CASES, Runs, check
 from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train, train_implicitly
 from tests.exactness.zoo import BY_NAME, Member
-from zenflow_compile.runtime import offloaded
+from zenflow_compile.runtime.parameters import offloaded_param
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_zenflow_follows_rule_p(member: Member) -> None:
 def test_implicit_and_explicit_form_agree(member: Member) -> None:
     explicit, implicit = train(member, "inductor", 24), train_implicitly(member, "inductor", 24)
     check_in_graph(implicit)
-    assert implicit.windows_closed == explicit.windows_closed
+    assert implicit.windows_flushed == explicit.windows_flushed
     torch.testing.assert_close(implicit.losses, explicit.losses, rtol=0, atol=1e-5)
     assert largest_difference(implicit, explicit, member) < 1e-5
 
@@ -64,7 +64,7 @@ def test_evaluation_between_steps_sees_every_step() -> None:
 
 def test_reset_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(offloaded, "exchange_lines", with_moments_reset)
+    monkeypatch.setattr(offloaded_param, "exchange_lines", with_moments_reset)
     member = BY_NAME["mlp"]
     run = train(member, "inductor", 40, topk_ratio=0.2, **RESELECTING)
     assert largest_difference(run, plain_adamw(member, "inductor", 40), member) > 1e-3

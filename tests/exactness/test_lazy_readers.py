@@ -14,8 +14,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.exactness.trajectories import Trajectory, largest_difference, train, train_implicitly
 from tests.exactness.zoo import CONTEXT, VOCABULARY, Member, cross_entropy, tokens, vectors
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes import update_parameters
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 pytestmark = pytest.mark.slow
 

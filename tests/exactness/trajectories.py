@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import zenflow_compile
 from tests.exactness.zoo import BY_NAME, MEMBERS, Member
 from zenflow_compile.optimizer import ZenFlowAdamW
-from zenflow_compile.profiling.timeline import D2H, Timeline
-from zenflow_compile.runtime.gradient import GradientState
-from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.gradients.gradient_record import GradientState
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.timeline.events import D2H, Timeline
 
 ADAM = {"lr": 1e-3, "weight_decay": 0.01}
 
@@ -49,7 +49,7 @@ class Trajectory:
     through_grad: tuple[str, ...] = ()
     streamed: tuple[str, ...] = ()
     flushes: int = 0
-    windows_closed: int = 0
+    windows_flushed: int = 0
     selections: int = 0
     moved_lines: int = 0
     inserted: int = 0
@@ -89,7 +89,7 @@ def train(member: Member, inner: str | None, steps: int, *, evaluate: bool = Fal
             after = _selected(optimizer)
             result.moved_lines += sum(len(new - old) for old, new in zip(before, after, strict=True))
             before = after
-        assert optimizer.engine.roster.gradients.dense == 0
+        assert optimizer.engine.registry.gradients.dense == 0
         return describe(result, model, optimizer)
     finally:
         optimizer.close()
@@ -146,11 +146,11 @@ def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> T
     result.weights = snapshot(model)
     result.offloaded = tuple(_offloaded(optimizer))
     result.through_grad = tuple(each.plan.name for each in engine.offloaded.values() if each.eager)
-    result.streamed = tuple(each.plan.name for each in engine.roster.interleaved.params.values())
+    result.streamed = tuple(each.plan.name for each in engine.registry.interleaved.params.values())
     if engine.timeline is not None:
         moved = [event for event in engine.timeline.events() if event.lane == D2H and event.kind == "state"]
         result.flushes = sum(event.param.startswith("subgroup") for event in moved)
-    result.windows_closed, result.selections = engine.windows_closed, engine.selections
+    result.windows_flushed, result.selections = engine.windows_flushed, engine.selections
     result.inserted = len(engine.graphs)
     return result
 

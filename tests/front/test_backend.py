@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.recording import RecordingEngine
 from zenflow_compile.backend import ServedGraph, zenflow
-from zenflow_compile.ownership import engines_of, optimizer_of
+from zenflow_compile.compiler.ownership import engines_of, optimizer_of
 from zenflow_compile.planning.plan import Placement
 
 EAGER = {"inner": "eager"}

@@ -26,7 +26,8 @@ from tests.engine.training import (
     mlp,
 )
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime import arena, ops
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.host import arena
 
 
 def untouched(model: nn.Module) -> bool:
@@ -139,7 +140,7 @@ def test_a_staging_ring_smaller_than_the_largest_block() -> None:
         ZenFlowAdamW(model.parameters(), **{**OFFLOAD_ALL, "topk_ratio": 0.0, "staging_bytes": 64})
     assert untouched(model)
     optimizer = ZenFlowAdamW(model.parameters(), **{**OFFLOAD_ALL, "topk_ratio": 0.0, "staging_bytes": largest})
-    assert optimizer.engine.roster.transport.up_ring.nbytes == largest
+    assert optimizer.engine.registry.transport.up_ring.nbytes == largest
 
 
 # Parameters.

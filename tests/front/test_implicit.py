@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zenflow_compile.backend import zenflow
+from zenflow_compile.compiler.ownership import KEEPER_ATTRIBUTE, optimizer_of
 from zenflow_compile.optimizer import ZenFlowAdamW
-from zenflow_compile.ownership import KEEPER_ATTRIBUTE, optimizer_of
 
 OPTIONS: dict[str, Any] = {
     "inner": "eager", "lr": 1e-2, "update_interval": 1, "min_offload_size": 16, "device_share": 0.0,

@@ -118,7 +118,7 @@ def test_adding_a_group_leaves_open_windows_alone() -> None:
 
 
 def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zenflow_compile.runtime import roster
+    from zenflow_compile.runtime.parameters import registry
 
     model = mlp()
     optimizer = ZenFlowAdamW(model[:3].parameters(), **ADAM, **EXACT)
@@ -129,11 +129,11 @@ def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(roster, "require_host_memory", no_room)
+        patch.setattr(registry, "require_host_memory", no_room)
         with pytest.raises(ValueError, match="no room"):
             optimizer.add_param_group({"params": [new]})
     with monkeypatch.context() as patch:
-        patch.setattr(roster.DeviceSide, "allocate", classmethod(lambda *args: 1 / 0))
+        patch.setattr(registry.DeviceState, "allocate", classmethod(lambda *args: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             optimizer.add_param_group({"params": [new]})
     assert len(optimizer.param_groups) == 1

@@ -15,12 +15,13 @@ from torch import nn
 from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
 from tests.planning.machines import SLOW_HOST
 from zenflow_compile import ZenFlowAdamW, lazy_engine
-from zenflow_compile.options import Options, split_backend_options
-from zenflow_compile.ownership import optimizer_of
-from zenflow_compile.planning import auto, plan
-from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.runtime.checkpoint_format import chosen
-from zenflow_compile.runtime.roster import specs_of
+from zenflow_compile.compiler.ownership import optimizer_of
+from zenflow_compile.options.options import Options, split_backend_options
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.planning import plan
+from zenflow_compile.prediction import auto_policy
+from zenflow_compile.runtime.checkpoint.format import chosen
+from zenflow_compile.runtime.parameters.registry import specs_of
 
 AUTO: dict[str, Any] = {"policy": "auto", "tokens_per_step": 8, "update_interval": 1}
 
@@ -33,8 +34,8 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
     """Bytes that the model of the tests needs of a memory under a policy."""
-    shape = auto.shape_of(specs_of(list(build().named_parameters())))
-    found = auto.compare(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)
+    shape = auto_policy.shape_of(specs_of(list(build().named_parameters())))
+    found = auto_policy.compare(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
     return sum(getattr(needs, memory).values())
 
@@ -67,7 +68,7 @@ def test_a_small_device_offloads_and_trains_as_the_choice_by_name_does(
     training = Training(entry, AUTO)
     chosen = training.optimizer.options
     assert chosen.policy not in ("resident", "auto")
-    assert training.optimizer.engine.offloaded or training.optimizer.engine.roster.interleaved.params
+    assert training.optimizer.engine.offloaded or training.optimizer.engine.registry.interleaved.params
     by_name = {name: getattr(chosen, name) for name in ("policy", "ratio", "update_stride", "spare_device_bytes")}
     expected = Training(entry, {"update_interval": 1, **by_name}).run(0, 4).weights()
     assert_same(training.run(0, 4).weights(), expected)
@@ -78,7 +79,7 @@ def test_the_choice_is_the_planners_and_the_same_each_time(measured: list[Hardwa
     measured[0] = tight
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
     specs = specs_of(list(mlp().named_parameters()))
-    assert chosen[0] == chosen[1] == auto.choose(specs, Options(**OFFLOAD_ALL, **AUTO), tight, tokens=8)
+    assert chosen[0] == chosen[1] == auto_policy.choose(specs, Options(**OFFLOAD_ALL, **AUTO), tight, tokens=8)
 
 
 def test_knobs_that_steer_convergence_stay(measured: list[Hardware], tight: Hardware) -> None:
@@ -181,13 +182,13 @@ def test_the_choice_knows_whether_updates_run_in_the_backward(
     implicit: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    choose = auto.choose
+    choose = auto_policy.choose
 
     def noted(*args: Any, **keywords: Any) -> Options:
         seen.append(keywords["implicit"])
         return choose(*args, **keywords)
 
-    monkeypatch.setattr(auto, "choose", noted)
+    monkeypatch.setattr(auto_policy, "choose", noted)
     model = mlp()
     if implicit:
         compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})

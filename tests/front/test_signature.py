@@ -37,7 +37,7 @@ from tests.gradients.loops import (
     train,
 )
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime import host_adam
+from zenflow_compile.runtime.host import host_adam
 
 SWITCHES: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
@@ -402,10 +402,10 @@ def test_options_serve_what_other_optimizers_leave() -> None:
 @pytest.mark.parametrize("staging_bytes", [2**30, 10**15, 2**63 - 1])
 def test_staging_has_no_more_buffers_than_uploads(staging_bytes: int) -> None:
     with ZenFlowAdamW(mlp().parameters(), **OFFLOAD_ALL, staleness=1, staging_bytes=staging_bytes) as optimizer:
-        ring = optimizer.engine.roster.transport.up_ring
+        ring = optimizer.engine.registry.transport.up_ring
         assert ring.free == sum(param.uploads for param in optimizer.engine.plan.params if param.offloaded) == 6
     with Training(options={"staging_bytes": staging_bytes}).optimizer as bounded:
-        assert bounded.engine.roster.transport.up_ring.free == 3
+        assert bounded.engine.registry.transport.up_ring.free == 3
 
 
 def no_thread(thread: threading.Thread) -> None:

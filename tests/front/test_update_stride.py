@@ -11,9 +11,10 @@ import pytest
 from tests.engine.training import Training, assert_same
 from tests.planning.machines import machine
 from zenflow_compile import lazy_engine
-from zenflow_compile.planning import auto, perfmodel
-from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.runtime.checkpoint_format import chosen
+from zenflow_compile.performance import performance_model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.prediction import auto_policy
+from zenflow_compile.runtime.checkpoint.format import chosen
 
 STATES = {"policy": "deep_optimizer_states", "sub_group_size": 1}
 MEASURED: list[dict[str, Any]] = [STATES, {**STATES, "update_stride": "auto"}, {"update_stride": "auto"}]
@@ -35,8 +36,8 @@ def test_the_stride_is_that_of_the_equation(options: dict[str, Any], machines: l
     window = 1 if "policy" in options else 4
     # A pass over the window counts for each of its steps; weights and gradients are fp32.
     cpu_update = window * 2e9 * 32 / (32 + 4 * (window - 1))
-    ratio = perfmodel.update_stride(cpu_update=cpu_update, gpu_update=35e9, link=3e9, cpu_downscale=math.inf)
-    expected = perfmodel.stride_of(ratio)
+    ratio = performance_model.update_stride(cpu_update=cpu_update, gpu_update=35e9, link=3e9, cpu_downscale=math.inf)
+    expected = performance_model.stride_of(ratio)
     assert expected == (4 if window == 1 else 198)
     assert training.optimizer.options.update_stride == expected
     assert training.optimizer.engine.options is training.optimizer.options
@@ -47,7 +48,7 @@ def test_the_stride_is_that_of_the_equation(options: dict[str, Any], machines: l
 def test_the_planner_and_the_optimizer_take_the_same_stride(machines: list[Hardware]) -> None:
     training = Training(None, STATES)
     options = training.optimizer.options
-    assert options == auto.resolve_stride(replace(options, update_stride=None), V100, weight_bytes=4)
+    assert options == auto_policy.resolve_stride(replace(options, update_stride=None), V100, weight_bytes=4)
     training.optimizer.close()
 
 
@@ -64,8 +65,8 @@ def test_a_stride_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 def test_a_link_that_is_too_slow_either_way_streams_nothing(slow: str, machines: list[Hardware]) -> None:
     machines[0] = replace(V100, **{slow: 4e6})
     training = Training(None, STATES).run(0, 2)
-    assert training.optimizer.options.update_stride == perfmodel.NEVER
-    assert not training.optimizer.engine.roster.interleaved.params
+    assert training.optimizer.options.update_stride == performance_model.NEVER
+    assert not training.optimizer.engine.registry.interleaved.params
     training.optimizer.close()
 
 

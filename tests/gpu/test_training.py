@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from zenflow_compile.runtime import device_ops
+from zenflow_compile.runtime.device import column_ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def test_entries_and_overlap_agree(dtype):
         model = make_model(dtype)
         with offloading(model, overlap_step=overlap) as optimizer:
             found.append(train(model, optimizer, compiled=compiled))
-            assert optimizer.engine.windows_closed > 0
+            assert optimizer.engine.windows_flushed > 0
     for ours, blocking, eager in zip(*found, strict=True):
         assert torch.equal(ours, blocking)
         torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
@@ -88,7 +88,7 @@ def test_gradients_that_wait_on_the_device(held, dtype):
         before = [param.detach().float().cpu() for param in model.parameters()]
         with offloading(model, overlap_step=overlap, **held) as optimizer:
             found.append(train(model, optimizer, compiled=True))
-            assert optimizer.engine.windows_closed > 0
+            assert optimizer.engine.windows_flushed > 0
     for ours, blocking, start in zip(*found, before, strict=True):
         assert torch.equal(ours, blocking)
         assert 0 < (ours - start).abs().max() < 0.1
@@ -101,7 +101,7 @@ def test_compression_is_the_hosts(dtype):
     for device in ("cpu", "cuda"):
         residual = torch.full((100, 300), 0.01, dtype=dtype, device=device)
         scales, values = torch.empty(100, device=device), torch.empty(100, 300, dtype=torch.int8, device=device)
-        device_ops.quantize_lines_(gradient.to(device), residual, 0.3, scales, values)
+        column_ops.quantize_lines_(gradient.to(device), residual, 0.3, scales, values)
         received.append((values * scales[:, None]).cpu())
         exact = 0.3 * gradient.float() + torch.full((100, 300), 0.01, dtype=dtype).float()
         torch.testing.assert_close(received[-1] + residual.float().cpu(), exact, rtol=1e-5, atol=1e-4)
@@ -112,9 +112,9 @@ def test_compression_is_the_hosts(dtype):
 @pytest.mark.slow
 def test_inductor_keeps_gradients_whole_while_copies_are_slow(monkeypatch):
     """Every D2H copy waits for a millisecond of sleep on its stream, so that a reused gradient buffer would show."""
-    from zenflow_compile.runtime import copies
+    from zenflow_compile.runtime.transfer import copy_lanes
 
-    submit = copies.StreamLane.submit
+    submit = copy_lanes.StreamLane.submit
 
     def slowly(lane, target, source, **keywords):
         with torch.cuda.stream(lane._stream):
@@ -123,7 +123,7 @@ def test_inductor_keeps_gradients_whole_while_copies_are_slow(monkeypatch):
 
     reference = make_model()
     expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), compiled=True, inner="inductor")
-    monkeypatch.setattr(copies.StreamLane, "submit", slowly)
+    monkeypatch.setattr(copy_lanes.StreamLane, "submit", slowly)
     model = make_model()
     with offloading(model, update_interval=1) as optimizer:
         found = train(model, optimizer, compiled=True, inner="inductor")

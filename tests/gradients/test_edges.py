@@ -62,7 +62,7 @@ def test_reading_arguments_stay_without_memory(entry: dict[str, Any] | None) -> 
             mean.lerp_(grad, 0.1)
         torch._foreach_add_(averages, grads(model))
         if isinstance(optimizer, ZenFlowAdamW):
-            dense.append(optimizer.engine.roster.gradients.dense)
+            dense.append(optimizer.engine.registry.gradients.dense)
         return list(averages)
 
     compare(with_tool(average), entry)

@@ -20,8 +20,8 @@ from tests.engine.training import OFFLOAD_ALL, Training, batch
 from tests.gradients.loops import ENTRIES, ENTRY_IDS
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.gradient import GradientState
-from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.gradients.gradient_record import GradientState
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,7 +55,7 @@ def test_clip_and_scaler_make_nothing_dense(entry: dict[str, Any] | None, backwa
         scaler.update()
         assert all(param.grad.norm() > 0 for param in params if param.grad is not None)
         training.optimizer.zero_grad(set_to_none=step % 2 == 0)
-    assert training.optimizer.engine.roster.gradients.dense == 0
+    assert training.optimizer.engine.registry.gradients.dense == 0
     training.optimizer.close()
 
 
@@ -64,7 +64,7 @@ def test_cleared_gradients_cost_no_memory() -> None:
     for step in range(4):
         training.backward(step)
         [training.optimizer.zero_grad, training.model.zero_grad][step % 2]()
-    shared = training.optimizer.engine.roster.gradients
+    shared = training.optimizer.engine.registry.gradients
     training.backward(4)
     assert shared.dense == 0
     training.optimizer.close()
@@ -86,7 +86,7 @@ def test_zeroed_gradient_stays_the_same_tensor(entry: dict[str, Any] | None) -> 
             assert grad is not None
             assert grad.norm() > 0
         training.optimizer.step()
-    assert training.optimizer.engine.roster.gradients.dense == 0
+    assert training.optimizer.engine.registry.gradients.dense == 0
     training.optimizer.close()
 
 
@@ -120,7 +120,7 @@ def test_dense_gradients_name_the_users_line(entry: dict[str, Any] | None, capsy
     summary = profile.summary()
     assert len(held) == 6
     assert summary["dense_gradients"] == {clipped: 4, cleared: 3, edited: 2}
-    assert training.optimizer.engine.roster.gradients.dense == 9
+    assert training.optimizer.engine.registry.gradients.dense == 9
     profile.report()
     assert f"4, for {clipped}" in capsys.readouterr().out
     training.optimizer.close()

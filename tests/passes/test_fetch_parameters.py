@@ -46,13 +46,13 @@ def test_what_is_fetched_is_what_is_computed_with(recording: Callable[..., Recor
     """The write is in place: this forward reads the new values, through views as well, and so does the caller."""
     model, x = Small(), inputs()
 
-    class Landing(RecordingEngine):
+    class UploadScheduler(RecordingEngine):
         def copy_to_device_(self, p: int, param: torch.Tensor) -> None:
             super().copy_to_device_(p, param)
             with torch.no_grad():
                 param.mul_(2)
 
-    engine = Landing(model.named_parameters())
+    engine = UploadScheduler(model.named_parameters())
     out = Capture(engine, PASSES).run(model, x)
     torch.testing.assert_close(out, model(x))
     engine.close()

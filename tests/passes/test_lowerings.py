@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 def test_every_mutating_op_gets_a_lowering() -> None:

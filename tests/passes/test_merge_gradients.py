@@ -9,10 +9,10 @@ from torch.fx import Node
 
 from tests.passes.capture import READABLE, Capture, Small, inputs
 from tests.recording import RecordingEngine
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import GraphPass, Phase
 from zenflow_compile.passes.merge_gradients import MERGED, MergeGradients
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 Loss = Callable[..., Tensor]
 Recording = Callable[..., RecordingEngine]

@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.passes.capture import READABLE, Capture, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import Phase
 from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone, written_memory
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 LAYERS, WIDTH, BATCH = 5, 8, 3
 PLENTY = 1 << 20

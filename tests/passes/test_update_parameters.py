@@ -8,13 +8,13 @@ from torch.fx import GraphModule
 
 from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import Phase, written_inputs
 from zenflow_compile.passes.offload_gradients import OffloadGradients
 from zenflow_compile.passes.select_columns import SelectColumns
 from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:

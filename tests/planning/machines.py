@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.dtypes import BFLOAT16
-from zenflow_compile.planning.hardware import Hardware
-from zenflow_compile.planning.models import ModelShape
-from zenflow_compile.planning.policies import ParamSpec
+from zenflow_compile.planning.planners import ParamSpec
 
 ELEMENTS = 1_000_000  # of a layer
 

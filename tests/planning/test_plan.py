@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
-from zenflow_compile.runtime.arena import HostArena
-from zenflow_compile.runtime.columns import DeviceSide
-from zenflow_compile.runtime.compression import Residual
-from zenflow_compile.runtime.device_adam import ResidentState
-from zenflow_compile.runtime.host_adam import make_host_adam
-from zenflow_compile.runtime.window_sum import WindowSum
-from zenflow_compile.runtime.windows import HostSide
+from zenflow_compile.runtime.device.resident_adam import ResidentState
+from zenflow_compile.runtime.gradients.compression import Residual
+from zenflow_compile.runtime.gradients.window_sum import WindowSum
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.host_state import HostState
 
 
 def split(dtype: torch.dtype = torch.bfloat16, **changes: int) -> ParamPlan:
@@ -69,14 +69,14 @@ def test_host_bytes_per_parameter() -> None:
 )
 def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
-    arena = HostArena(HostSide.arena_bytes(plan))
+    arena = HostArena(HostState.arena_bytes(plan))
     kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_slots=plan.slots)
-    host = HostSide.allocate(plan, arena, kernel)
+    host = HostState.allocate(plan, arena, kernel)
     tensors = [*host.state(), *host.gradients, *host.uploads]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes
-    assert plan.host_bytes <= HostSide.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)
-    assert arena.used_bytes == HostSide.arena_bytes(plan)
-    device = DeviceSide.allocate(plan, torch.device("cpu"))
+    assert plan.host_bytes <= HostState.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)
+    assert arena.used_bytes == HostState.arena_bytes(plan)
+    device = DeviceState.allocate(plan, torch.device("cpu"))
     lost = Residual.allocate(plan, torch.device("cpu")).lost.nbytes if plan.compressed else 0
     assert sum(tensor.nbytes for tensor in device.state()) + lost == plan.device_bytes
     summed = split(dtype, **{"interval": 4, **sizes, "summed": True})

@@ -8,10 +8,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from zenflow_compile.measure import bandwidth
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
-from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline, record_new_engine
-from zenflow_compile.runtime import ops, probe
+from zenflow_compile.runtime import ops
+from zenflow_compile.timeline.events import AdaptiveWindows, Timeline, record_new_engine
 
 _ids = count(1_000_000)
 MS = 1_000_000
@@ -73,9 +74,9 @@ def measurements(monkeypatch):
 
     def rates(device, cores):
         asked.append((device, cores))
-        return probe.Rates(host=1e9, to_host=2e6, to_device=4e6)
+        return bandwidth.Rates(host=1e9, to_host=2e6, to_device=4e6)
 
-    monkeypatch.setattr(probe, "rates", rates)
+    monkeypatch.setattr(bandwidth, "rates", rates)
     return asked
 
 
@@ -259,7 +260,7 @@ def test_a_measurement_without_room_leaves_its_rows_out(capsys, monkeypatch):
     def full(device, cores):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(probe, "rates", full)
+    monkeypatch.setattr(bandwidth, "rates", full)
     engine = FakeEngine()
     with profile() as prof:
         engine.train(5)

@@ -8,7 +8,7 @@ import pytest
 from tests.profiling.synthetic import event, known_run, recording
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.profiling.timeline import AdaptiveWindows, NormSums
+from zenflow_compile.timeline.events import AdaptiveWindows, NormSums
 
 
 def test_known_run():
@@ -54,7 +54,7 @@ def test_known_run():
         "d2h_gb_per_s": 16e6 / 10e6,
         "h2d_gb_per_s": 2.5e6 / 3e6,
         "selected_norm_share": 0.61,
-        "windows_closed": 4,
+        "windows_flushed": 4,
         "selections": 1,
         "state_moves": 1,
         "dense_gradients": {},
@@ -86,7 +86,7 @@ def test_nothing_measured_is_none_and_serialisable():
         "d2h_bytes_per_step",
     ):
         assert summary[key] is None, key
-    assert summary["steps"] == summary["windows_closed"] == 0
+    assert summary["steps"] == summary["windows_flushed"] == 0
     json.dumps(summary, allow_nan=False)
 
 
@@ -129,7 +129,7 @@ def test_leading_compilation_is_left_out():
     assert summary["stall_ms_per_step"] == 0.0
     assert summary["d2h_bytes_per_step"] == 2_000_000
     assert summary["step_ms_p95"] == 10.0
-    assert summary["windows_closed"] == 1
+    assert summary["windows_flushed"] == 1
 
 
 def test_a_slow_step_in_the_middle_counts():

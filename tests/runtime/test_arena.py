@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zenflow_compile import torch_private
-from zenflow_compile.runtime import arena as arena_module
-from zenflow_compile.runtime.arena import (
+from zenflow_compile.runtime.host import arena as arena_module
+from zenflow_compile.runtime.host.arena import (
     ALIGNMENT_BYTES,
     HostArena,
     available_host_memory,
@@ -25,6 +24,7 @@ from zenflow_compile.runtime.arena import (
     require_host_memory,
     touch_pages,
 )
+from zenflow_compile.torch_internals import torch_private
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 PIECES = [((5, 7), torch.float32), ((3,), torch.bfloat16), ((), torch.float32), ((129, 2), torch.float16)]

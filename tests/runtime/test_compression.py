@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime import device_ops
-from zenflow_compile.runtime.adam import SlotCoefficients
-from zenflow_compile.runtime.compression import Residual, expanded, scales_and_values
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.gradients.compression import Residual, expanded, scales_and_values
 
 REST, LENGTH = 24, 10
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -24,8 +24,8 @@ def plan_of(dtype: torch.dtype) -> ParamPlan:
     )  # fmt: skip
 
 
-def slot(grad_scale: float = 1.0) -> SlotCoefficients:
-    return SlotCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=grad_scale)
+def slot(grad_scale: float = 1.0) -> StepCoefficients:
+    return StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=grad_scale)
 
 
 def block_of(plan: ParamPlan) -> Tensor:
@@ -120,7 +120,7 @@ def test_pieces_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     whole, cut = (Residual.allocate(plan, torch.device("cpu")) for _ in range(2))
     block, other = block_of(plan), block_of(plan)
     whole.compress(gradient_of(dtype), slot(0.3), block)
-    monkeypatch.setattr(device_ops, "_CHUNK_ELEMENTS", 5 * LENGTH)
+    monkeypatch.setattr(column_ops, "_CHUNK_ELEMENTS", 5 * LENGTH)
     cut.compress(gradient_of(dtype), slot(0.3), other)
     assert torch.equal(block, other)
     assert torch.equal(whole.lost, cut.lost)

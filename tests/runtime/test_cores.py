@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zenflow_compile.runtime import cores as cores_module
-from zenflow_compile.runtime.cores import Core, choose_cores, nodes_of, physical_cores, run_pinned, worker_count
+from zenflow_compile.runtime.host import cores as cores_module
+from zenflow_compile.runtime.host.cores import Core, choose_cores, nodes_of, physical_cores, run_pinned, worker_count
 
 affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
 

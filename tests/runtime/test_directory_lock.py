@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from zenflow_compile.runtime import directory_lock
-from zenflow_compile.runtime.file_store import MAGIC, PAGE_BYTES, ScratchDirectory
+from zenflow_compile.runtime.nvme import directory_lock
+from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -165,7 +165,7 @@ def test_impossible_path_is_refused(path: str, message: str) -> None:
 
 ORPHAN = """
 import os, sys
-from zenflow_compile.runtime.file_store import ScratchDirectory
+from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 directory = ScratchDirectory(sys.argv[1])
 child = os.fork()
 if child:

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gil_gap import measure, spin_beside
-from zenflow_compile import torch_private
-from zenflow_compile.runtime import host_adam
-from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
-from zenflow_compile.runtime.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
+from zenflow_compile.torch_internals import torch_private
 
 MAX_SLOTS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLOTS = tuple(
-    SlotCoefficients(lr=1e-2 / (1 + i), beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
+    StepCoefficients(lr=1e-2 / (1 + i), beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     for i, scale in enumerate((1.0, 0.5, 1.0, 3.0))
 )
 
@@ -57,13 +57,13 @@ def random_gradients(numel: int, count: int, dtype: torch.dtype) -> list[Tensor]
 
 
 def close(
-    adam: HostAdam, state: State, gradients: list[Tensor], slots: tuple[SlotCoefficients, ...], step: int
+    adam: HostAdam, state: State, gradients: list[Tensor], slots: tuple[StepCoefficients, ...], step: int
 ) -> None:
     adam(*state[:3], gradients, slots, step=step, eps=1e-8, out=state.out)
 
 
 def expect(
-    state: State, before: State, gradients: list[Tensor], slots: tuple[SlotCoefficients, ...], step: int
+    state: State, before: State, gradients: list[Tensor], slots: tuple[StepCoefficients, ...], step: int
 ) -> None:
     """``state`` is what the eager rule makes of ``before``, and its out is exactly the cast of its master."""
     oracle = before.copy()

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.test_file_window import plan_of, values
+from tests.runtime.test_nvme_cache import plan_of, values
 from tests.runtime.test_workers import job, pool_of
-from zenflow_compile.runtime.file_home import block_bytes
-from zenflow_compile.runtime.file_window import FileWindow
+from zenflow_compile.runtime.host.workers import _Queued
+from zenflow_compile.runtime.nvme.cache import NvmeCache
+from zenflow_compile.runtime.nvme.cached_state import block_bytes
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.workers import _Queued
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -89,7 +89,7 @@ def test_a_worker_that_begins_after_the_close_serves_nobody(monkeypatch: pytest.
 def test_threads_whose_start_was_interrupted_are_completed_and_end_with_the_window(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = FileWindow(tmp_path, Recorder(torch.device("cpu")))
+    window = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
     seen = interrupted_start(monkeypatch, number, runs=True)
     size = 2 * block_bytes(plan_of(0))
     with pytest.raises(KeyboardInterrupt):
@@ -104,7 +104,7 @@ def test_threads_whose_start_was_interrupted_are_completed_and_end_with_the_wind
 
 
 def test_a_thread_of_the_window_that_begins_late_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    window = FileWindow(tmp_path, Recorder(torch.device("cpu")))
+    window = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
     size = 2 * block_bytes(plan_of(0))
     with monkeypatch.context() as patch:
         late = interrupted_start(patch, 0, runs=False)

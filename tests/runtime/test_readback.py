@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zenflow_compile.runtime.readback import Readback
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transfer.readback import Readback
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.options import AUTO_SELECT_INTERVAL, Options
+from zenflow_compile.options.options import AUTO_SELECT_INTERVAL, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime import device_ops
-from zenflow_compile.runtime.columns import DeviceSide
+from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.schedule import ENTRY_MARGIN, RESELECT_BELOW, STATE_BUDGET, Schedule
+from zenflow_compile.runtime.step.schedule import ENTRY_MARGIN, RESELECT_BELOW, STATE_BUDGET, Schedule
 
 CPU = torch.device("cpu")
 PLAN = ParamPlan(
@@ -42,10 +42,10 @@ class Run:
         self.plan = plan
         self.schedule = Schedule(Options(**options), CPU, Recorder(CPU))
         self.schedule.make_room(3)
-        self.device = DeviceSide.allocate(plan, CPU)
+        self.device = DeviceState.allocate(plan, CPU)
 
     def select(self, lines: Tensor, at: int) -> None:
-        self.device.selection = device_ops.Selection.of(lines, self.plan.lines, CPU)
+        self.device.selection = column_ops.Selection.of(lines, self.plan.lines, CPU)
         self.device.selected_at = at
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:

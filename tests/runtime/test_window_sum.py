@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam import SlotCoefficients, rule_p_
-from zenflow_compile.runtime.window_sum import WindowSum
+from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.gradients.window_sum import WindowSum
 
 SHAPE = (24, 8)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-def slot(grad_scale: float = 1.0, number: int = 0) -> SlotCoefficients:
-    return SlotCoefficients(
+def slot(grad_scale: float = 1.0, number: int = 0) -> StepCoefficients:
+    return StepCoefficients(
         lr=0.01 * (1 + number), beta1=0.9 - 0.1 * number, beta2=0.99, weight_decay=0.1, grad_scale=grad_scale
     )
 

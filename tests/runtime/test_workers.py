@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zenflow_compile.runtime.copies import CopyError
+from zenflow_compile.runtime.host.workers import Job, WorkerPool, preferred_worker
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.workers import Job, WorkerPool, preferred_worker
+from zenflow_compile.runtime.transfer.copy_lanes import CopyError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 class Phase(StrEnum):

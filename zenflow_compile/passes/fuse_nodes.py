@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, insert
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 SMALL_BYTES = 1 << 16
 """Only a parameter that is not larger is fetched in front of computation that comes before its first use, or updated

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, gradient
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 MERGED = "zenflow_merged"
 """Key in the ``meta`` of an inserted addition; the value is ``(engine_id, p)``."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, find, gradient, insert_after, token
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, gradient
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import GraphPass, PassContext, Phase, written_inputs
 from zenflow_compile.passes.fetch_parameters import FetchParameters
 from zenflow_compile.passes.fuse_nodes import FuseNodes
@@ -18,6 +17,7 @@ from zenflow_compile.passes.order_gradients import OrderGradients
 from zenflow_compile.passes.select_columns import SelectColumns
 from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
     Phase.FORWARD: (FetchParameters(), FuseNodes()),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile import torch_private_compiler as private
 from zenflow_compile.passes.context import PassContext, Phase, find, insert, token
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
 def emit_updates(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zenflow_compile.profiling.diagnose import milliseconds
-from zenflow_compile.profiling.intervals import Interval, exclusive, union
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, DISK, H2D, STEP, Event
+from zenflow_compile.timeline.events import COMPUTE, D2H, DISK, H2D, STEP, Event
+from zenflow_compile.timeline.intervals import Interval, exclusive, union
 
 _MIN_CELLS = 16
 

@@ -14,15 +14,16 @@ from typing import Protocol, Self, cast
 import torch
 from rich.console import Console
 
+from zenflow_compile.checks.validate import check_integer
+from zenflow_compile.measure import bandwidth
+from zenflow_compile.performance.roofline import Bandwidths, traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
-from zenflow_compile.profiling.limits import Bandwidths, traffic_of
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.profiling.timeline import STEP, AdaptiveWindows, Timeline, attaching_new_engines
-from zenflow_compile.runtime import ops, probe
-from zenflow_compile.validate import check_integer
+from zenflow_compile.runtime import ops
+from zenflow_compile.timeline.events import STEP, AdaptiveWindows, Timeline, attaching_new_engines
 
 
 class ProfiledEngine(Protocol):
@@ -218,7 +219,7 @@ def _is_engine(candidate: object) -> bool:
 def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
     """None where the measurement finds no room: a full device is what offloading is for, and no reason to fail."""
     try:
-        rates = probe.rates(attachment.device, attachment.worker_cores)
+        rates = bandwidth.rates(attachment.device, attachment.worker_cores)
     except (RuntimeError, MemoryError):
         return None
     return Bandwidths(host=rates.host, to_host=rates.to_host, to_device=rates.to_device)

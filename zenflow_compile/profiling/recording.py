@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zenflow_compile.profiling.limits import Bandwidths, Traffic
-from zenflow_compile.profiling.timeline import AdaptiveWindows, Event, NormSums
+from zenflow_compile.performance.roofline import Bandwidths, Traffic
+from zenflow_compile.timeline.events import AdaptiveWindows, Event, NormSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from zenflow_compile.printable import printable
+from zenflow_compile.checks.printable import printable
+from zenflow_compile.performance.roofline import Bandwidths, Limit, limit_of
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
 from zenflow_compile.profiling.gantt import MARKS, Gantt, Mark, draw, duration_label
-from zenflow_compile.profiling.limits import Bandwidths, Limit, limit_of
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
 
@@ -163,7 +163,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
                 separator=" in ",
             ),
         ),
-        ("windows closed", str(s["windows_closed"])),
+        ("windows closed", str(s["windows_flushed"])),
         *_adaptive_windows(s),
         ("re-selections", str(s["selections"])),
         *_dense_rows(s),

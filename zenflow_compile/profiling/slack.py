@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import TypedDict
 
-from zenflow_compile.profiling.timeline import SLACK, Event
+from zenflow_compile.timeline.events import SLACK, Event
 
 _NS_PER_MS = 1e6
 _BLOCK = re.compile(r".*?(?<![^.])\d+(?=\.|$)")

@@ -9,10 +9,10 @@ from itertools import accumulate
 from statistics import median
 from typing import TypedDict
 
-from zenflow_compile.profiling.intervals import Intervals, exclusive, intersect, length_ns, subtract, union
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.slack import BlockSlack, slack_by_block
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, GRADIENTS, H2D, STEP, WINDOWS, Event
+from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, STEP, WINDOWS, Event
+from zenflow_compile.timeline.intervals import Intervals, exclusive, intersect, length_ns, subtract, union
 
 _NS_PER_MS = 1e6
 _WARM_UP_FACTOR = 5  # a leading step this many times the median is compilation, not training
@@ -41,7 +41,7 @@ class Summary(TypedDict):
             where no parameter closed twice.
         steps: optimizer steps recorded, warm-up included.
         warm_up_steps: leading steps longer than 5 medians (compilation); left out of everything but
-            ``steps``, ``windows_closed``, ``selections`` and the norms.
+            ``steps``, ``windows_flushed``, ``selections`` and the norms.
         step_ms, step_ms_p95: median and 95th percentile (linear interpolation) of a step, end to end.
         stall_ms_per_step: time in which the training thread or the device waited for a copy or a host update.
         stall_share: that time as a share of measured time.
@@ -70,7 +70,7 @@ class Summary(TypedDict):
             least one worker was updating: the bandwidth of all workers together.
         d2h_gb_per_s, h2d_gb_per_s: likewise for copies.
         selected_norm_share: share of the squared gradient norm in the selected lines, summed over steps.
-        windows_closed, selections: counts of closes and of re-selections in force, over all recorded steps.
+        windows_flushed, selections: counts of closes and of re-selections in force, over all recorded steps.
         state_moves: how many copies carried state.
         dense_gradients: how many gradients of offloaded parameters took memory of their own, by the line of the user's
             that asked for it ("file:line"), the most first, over all recorded steps.
@@ -115,7 +115,7 @@ class Summary(TypedDict):
     d2h_gb_per_s: float | None
     h2d_gb_per_s: float | None
     selected_norm_share: float | None
-    windows_closed: int
+    windows_flushed: int
     selections: int
     state_moves: int
     dense_gradients: dict[str, int]
@@ -203,7 +203,7 @@ def summarize(recording: Recording) -> Summary:
         d2h_gb_per_s=_gb_per_s(own_copies[D2H]),
         h2d_gb_per_s=_gb_per_s(own_copies[H2D]),
         selected_norm_share=norms.selected / norms.total if norms is not None and norms.total > 0 else None,
-        windows_closed=windows["close"],
+        windows_flushed=windows["close"],
         selections=windows["select"],
         state_moves=len(state),
         dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),

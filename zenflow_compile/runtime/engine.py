@@ -23,31 +23,31 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zenflow_compile import torch_private
-from zenflow_compile.options import Options
+from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.profiling.timeline import AdaptiveWindows, Timeline
-from zenflow_compile.runtime import entry, ops
-from zenflow_compile.runtime.claim import Claim
-from zenflow_compile.runtime.gradient import GradientRecord, GradientState
-from zenflow_compile.runtime.holders import Holders
-from zenflow_compile.runtime.landing import Landing
-from zenflow_compile.runtime.leftovers import Leftovers
-from zenflow_compile.runtime.norms import clip_gradients, record_norms
-from zenflow_compile.runtime.offloaded import OffloadedParam
-from zenflow_compile.runtime.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.readable import ReadableNodes
+from zenflow_compile.runtime import autograd_hooks, errors, ops
+from zenflow_compile.runtime.gradients.gradient_norm import clip_gradients, record_norms
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.gradients.stale_gradients import StaleGradients
+from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.parameters.host_state import FlushedWindow
+from zenflow_compile.runtime.parameters.module_parameters import Holders
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.registry import ParamRegistry, free_device_bytes
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.roster import Roster, free_device_bytes
-from zenflow_compile.runtime.schedule import Schedule
-from zenflow_compile.runtime.time_bound import TimeBound
-from zenflow_compile.runtime.updates import Coefficients, end_on_host, update_columns
-from zenflow_compile.runtime.windows import Close
+from zenflow_compile.runtime.step.min_window import ShortestWindow
+from zenflow_compile.runtime.step.optimizer_step import Coefficients, end_on_host, update_columns
+from zenflow_compile.runtime.step.schedule import Schedule
+from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
+from zenflow_compile.runtime.unfused_ops import UnfusedOps
+from zenflow_compile.timeline.events import AdaptiveWindows, Timeline
+from zenflow_compile.torch_internals import torch_private
 
 _ids = itertools.count()
 
 
-class Engine(ReadableNodes):
+class Engine(UnfusedOps):
     """Streams, workers, arenas and windows of one optimizer.
 
     Attributes:
@@ -68,17 +68,17 @@ class Engine(ReadableNodes):
         self.implicit = implicit
         self.device = device
         self.recorder = Recorder(device)
-        self.roster = Roster(
+        self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not implicit
         )
-        self.offloaded = self.roster.offloaded
-        self.landing = Landing(self.roster, self.recorder)
-        self.leftovers = Leftovers(self.roster)
-        self.holders = Holders(self.roster.params)
+        self.offloaded = self.registry.offloaded
+        self.landing = UploadScheduler(self.registry, self.recorder)
+        self.leftovers = StaleGradients(self.registry)
+        self.holders = Holders(self.registry.params)
         self.schedule = Schedule(options, device, self.recorder)
         self.step = 0
         self.backwards = 0
-        self.windows_closed = 0
+        self.windows_flushed = 0
         self.graphs: list[Any] = []
         self.closed = False
         self.used = False
@@ -87,7 +87,7 @@ class Engine(ReadableNodes):
         self.failure: BaseException | None = None
         self._closing = False  # close() has begun; if an interrupt ended it, only another close() may follow
         self._finished = False  # in close(): all work has ended
-        self._time_bound = TimeBound(self.roster, self.recorder, whole_step=self.finalizes_in_backward)
+        self._time_bound = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
         self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._graph_task: int | None = None
@@ -113,7 +113,7 @@ class Engine(ReadableNodes):
     @property
     def outdated(self) -> bool:
         """Whether the model was changed and nothing depends on this engine yet, so that another one may replace it."""
-        return not self.used and self.timeline is None and any(map(self.roster.changed, range(len(self.params))))
+        return not self.used and self.timeline is None and any(map(self.registry.changed, range(len(self.params))))
 
     @property
     def optimizer(self) -> Any:
@@ -133,27 +133,27 @@ class Engine(ReadableNodes):
         """
         if self.params:
             self.synchronize()
-        self.roster.add(named, first_group)
+        self.registry.add(named, first_group)
         self.schedule.make_room(len(self.params))
 
     @property
     def plan(self) -> Plan:
         """The plan of all parameters."""
-        return self.roster.plan
+        return self.registry.plan
 
     @property
     def params(self) -> list[Parameter]:
         """All parameters, in the plan's order."""
-        return self.roster.params
+        return self.registry.params
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not this engine's."""
-        return self.roster.index_of(param)
+        return self.registry.index_of(param)
 
     @property
     def model_bytes(self) -> int:
         """Bytes of all parameters of the optimizer, in their own dtype."""
-        return self.roster.model_bytes
+        return self.registry.model_bytes
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
@@ -163,7 +163,7 @@ class Engine(ReadableNodes):
     @property
     def worker_cores(self) -> tuple[int, ...]:
         """The logical core of each worker."""
-        return self.roster.transport.workers.cores
+        return self.registry.transport.workers.cores
 
     @property
     def selections(self) -> int:
@@ -208,19 +208,19 @@ class Engine(ReadableNodes):
                 self._begin_in_backward(arrived)
             self._graph_task = task
             self._contributed = False
-            entry.listen_to_end(weakref.ref(self))
+            autograd_hooks.listen_to_end(weakref.ref(self))
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
             self.recorder.begin_phase("backward")
-            self.roster.interleaved.prefetch()  # behind the forward, whose weights come the same way
+            self.registry.interleaved.prefetch()  # behind the forward, whose weights come the same way
 
     def _begin_in_backward(self, arrived: int | None) -> None:
         """A backward begins that steps at its end: nothing may be left of the one before."""
         if torch_private.inside_compiled_autograd():
-            entry.refuse_compiled_autograd()
+            errors.refuse_compiled_autograd()
         if self._concurrent:
-            entry.refuse_concurrent_backward()
-        self.roster.check_groups()  # updates may run before ``begin_update`` looks at them
+            errors.refuse_concurrent_backward()
+        self.registry.check_groups()  # updates may run before ``begin_update`` looks at them
         if self._graph_task is not None:
             self._drop_failed_backward(arrived)
 
@@ -228,7 +228,7 @@ class Engine(ReadableNodes):
         """Drop what the backward before this one left, beside what ``arrived`` of this one.
 
         Where parameters were updated on its tail the step counts, without a gradient for all the others. Raises: see
-        ``Leftovers``.
+        ``StaleGradients``.
         """
         with self.leftovers.dropped(arrived) as updated:
             self.discard()
@@ -249,7 +249,7 @@ class Engine(ReadableNodes):
         if nested:
             self._graph_task = None
             if self.implicit:
-                entry.refuse_nested_backward()
+                errors.refuse_nested_backward()
             return
         self.recorder.end_phase()
         if self._contributed:
@@ -278,7 +278,7 @@ class Engine(ReadableNodes):
         if accumulates:
             self._contributed = True
             if self.implicit:
-                entry.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
+                errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
         if accumulates and not offloaded.leaves_to_autograd:
             return True
         offloaded.returned = self._graph_task if accumulates else None
@@ -307,22 +307,22 @@ class Engine(ReadableNodes):
         """
         with self._accumulating:
             self.begin_backward(p)
-            self.roster.interleaved.prefetch()
+            self.registry.interleaved.prefetch()
             name, param = self.plan.params[p].name, self.params[p]
             if p not in self.offloaded:
                 self._contributed = True
-                entry.refuse_sparse_grad(param, name)
+                errors.refuse_sparse_grad(param, name)
                 self.leftovers.note(p)
                 return
             offloaded = self.offloaded[p]
             if isinstance(param.grad, OffloadedGradient):
                 return  # a graph's node has taken it, or ``accumulate_grad``
             self._contributed = True
-            entry.refuse_sparse_grad(param, name)
+            errors.refuse_sparse_grad(param, name)
             if self.implicit:
-                entry.refuse_gradient_hooks(param, name)
+                errors.refuse_gradient_hooks(param, name)
             if self._concurrent:
-                entry.refuse_concurrent_backward()  # it may add to what is in ``.grad`` while we take that out
+                errors.refuse_concurrent_backward()  # it may add to what is in ``.grad`` while we take that out
             self._arrived_through_autograd(offloaded)
             # A tensor that others can see stays where it is, and the optimizer step takes it from there.
             if self.implicit or torch_private.only_parameter_holds_grad(param):
@@ -355,7 +355,7 @@ class Engine(ReadableNodes):
         """
         offloaded.eager = True
         if offloaded.returned != self._graph_task and offloaded.due(self.step):
-            entry.refuse_stale_grad(offloaded.plan.name)
+            errors.refuse_stale_grad(offloaded.plan.name)
 
     # The final moment.
 
@@ -372,32 +372,32 @@ class Engine(ReadableNodes):
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
         """
         self._check()
-        return any(param.grad is not None for _, param in self.roster.whole) or any(
+        return any(param.grad is not None for _, param in self.registry.whole) or any(
             offloaded.has_gradient for offloaded in self.offloaded.values()
         )
 
     def begin_update(self) -> None:
         """All gradients are final.
 
-        Raises: see ``Roster.check_groups`` and ``Roster.check_gradients``; nothing has been changed then.
+        Raises: see ``ParamRegistry.check_groups`` and ``ParamRegistry.check_gradients``; nothing has been changed then.
         """
         self._check()
         self.used = True
-        self.roster.check_groups()
-        self.roster.check_gradients()
-        self.roster.interleaved.raise_failures()
+        self.registry.check_groups()
+        self.registry.check_gradients()
+        self.registry.interleaved.raise_failures()
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
             if offloaded.state is not GradientState.CONSUMED or not self.implicit:  # else its step has begun
-                offloaded.notice_foreign_write(self.step)
+                offloaded.notice_external_write(self.step)
                 if offloaded.host.closes:
                     self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
                 offloaded.take_from_grad()
-        self.roster.read_factors()
+        self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:
-            clip_gradients(self.roster, self.device, limit)
-        record_norms(self.roster, self.timeline, self.step)
+            clip_gradients(self.registry, self.device, limit)
+        record_norms(self.registry, self.timeline, self.step)
         self._updating = True  # last, so that an error above leaves nothing set
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
@@ -412,11 +412,11 @@ class Engine(ReadableNodes):
         self._update_on_host(final, now)
 
     def _in_force(self) -> Coefficients:
-        return Coefficients(self.roster)
+        return Coefficients(self.registry)
 
     def _update_columns(self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], now: Coefficients) -> None:
         for offloaded, param in zip(columns, params, strict=True):
-            self.roster.check_storage(offloaded.plan.index, param)
+            self.registry.check_storage(offloaded.plan.index, param)
         try:
             update_columns([each for each in columns if self._may_update(each)], now)
         except BaseException as error:
@@ -424,7 +424,7 @@ class Engine(ReadableNodes):
             raise
 
     def _update_on_host(self, params: Iterable[OffloadedParam], now: Coefficients) -> None:
-        closes: list[Close] = []
+        closes: list[FlushedWindow] = []
         try:
             for offloaded in params:
                 if not (self._may_update(offloaded) or (self._updating and offloaded.record is None)):
@@ -432,11 +432,11 @@ class Engine(ReadableNodes):
                 if (close := end_on_host(offloaded, now, self.schedule, self.step)) is not None:
                     closes.append(close)
                     self.recorder.mark("close", param=offloaded.plan.name)
-            self.roster.transport.workers.submit(*(close.job for close in closes))
-        except BaseException as error:  # what closed and was not queued is withdrawn by ``Landing``, before any wait
+            self.registry.transport.workers.submit(*(close.job for close in closes))
+        except BaseException as error:  # ``UploadScheduler`` withdraws what was not queued, before any wait
             self.failure = error
             raise
-        self.windows_closed += len(closes)
+        self.windows_flushed += len(closes)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         """Whether the parameter has a gradient that is final now."""
@@ -449,14 +449,14 @@ class Engine(ReadableNodes):
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
-        self.roster.update_residents()
+        self.registry.update_residents()
         self.step += 1
         self._begin_anew()
         for offloaded in self.offloaded.values():
             offloaded.finish_step()
         self.landing.end_step(self.step)
         if not self.offloaded:  # nothing comes up in the next forward, and no node will tell of its end
-            self.roster.interleaved.prefetch()
+            self.registry.interleaved.prefetch()
         self.schedule.end_step()
         if self.schedule.shortest_window is None:
             self._time_bound.end_step(len(self.graphs))
@@ -471,9 +471,9 @@ class Engine(ReadableNodes):
         self.landing.abandon()
         self.schedule.forget()
         self._time_bound.forget()
-        self.roster.drop_grads()
+        self.registry.drop_grads()
         self.leftovers.forget()
-        self.roster.abandon()
+        self.registry.abandon()
 
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
@@ -509,7 +509,7 @@ class Engine(ReadableNodes):
         self._check()
         self.recorder.begin_phase("forward")
         for p, param in zip(ps, params, strict=True):
-            self.roster.check_storage(p, param)
+            self.registry.check_storage(p, param)
             self.landing.before_use(self.offloaded[p], self.step)
 
     def remember_models(self, models: Sequence[nn.Module]) -> None:
@@ -557,7 +557,7 @@ class Engine(ReadableNodes):
         for offloaded in self.landing.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
-        self.roster.interleaved.wait()
+        self.registry.interleaved.wait()
 
     def check_unchanged(self) -> None:
         """
@@ -565,8 +565,8 @@ class Engine(ReadableNodes):
             RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
         """
         for index, param in enumerate(self.params):
-            if self.roster.changed(index):
-                entry.refuse_changed(param, self.plan.params[index], self.device)
+            if self.registry.changed(index):
+                errors.refuse_changed(param, self.plan.params[index], self.device)
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
         """Make visible what is due before code that fetches nothing reads weights. Cheap when nothing is due.
@@ -610,12 +610,12 @@ class Engine(ReadableNodes):
         self._check()
         self.check_parameters()
         for index in self.offloaded:
-            self.roster.eps(index)
+            self.registry.eps(index)
         try:
             self.schedule.restart_windows()
             self.landing.finish(self.step, flush=True)
-            self.roster.interleaved.wait()
-        except entry.LostUpdateError:
+            self.registry.interleaved.wait()
+        except errors.LostUpdateError:
             raise
         except BaseException as error:
             self.failure = error
@@ -625,20 +625,20 @@ class Engine(ReadableNodes):
 
     def _check(self) -> None:
         if self.in_child:
-            entry.refuse_in_child()
+            errors.refuse_in_child()
         if self.closed or self._closing:
-            entry.refuse_closed()
+            errors.refuse_closed()
         if self.failure is not None:
-            entry.refuse_failed(self.failure)
+            errors.refuse_failed(self.failure)
 
     def enter_child(self) -> None:
         """This process was forked from the engine's: from here on only weights can be read."""
         self.in_child = True
-        self.roster.enter_child()
+        self.registry.enter_child()
 
     def _check_weights_in_child(self) -> None:
         if any(offloaded.due(self.step) for offloaded in self.offloaded.values()):
-            entry.refuse_in_child("an update of the weights was on its way when the process was forked")
+            errors.refuse_in_child("an update of the weights was on its way when the process was forked")
 
     def close(self, *, flush: bool) -> None:
         """Land everything, stop the threads, free host memory. Safe to call twice.
@@ -661,7 +661,7 @@ class Engine(ReadableNodes):
             hook.remove()
         error: Exception | None = None
         # Each part may be repeated.
-        for part in (partial(self._finish, flush=flush), self._release_gradients, self.roster.close):
+        for part in (partial(self._finish, flush=flush), self._release_gradients, self.registry.close):
             try:
                 part()
             except Exception as raised:
@@ -677,14 +677,14 @@ class Engine(ReadableNodes):
         if not self._finished:
             try:
                 self.landing.finish(self.step, flush=flush and self.failure is None)
-                self.roster.interleaved.wait()
+                self.registry.interleaved.wait()
             except Exception:
                 self._finished = True
                 raise
             self._finished = True
 
     def _release_gradients(self) -> None:
-        self.roster.release_gradients(keep=self.failure is None)
+        self.registry.release_gradients(keep=self.failure is None)
 
 
 def _enter_child() -> None:

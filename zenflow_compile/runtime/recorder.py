@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from zenflow_compile.profiling.timeline import COMPUTE, D2H, GRADIENTS, H2D, SLACK, STEP, WINDOWS, Timeline
+from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, SLACK, STEP, WINDOWS, Timeline
 
 _NOTHING = nullcontext()  # shared: a generator's context costs as much as an operator, and mostly nobody records
 

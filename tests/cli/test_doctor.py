@@ -1,0 +1,136 @@
+"""``zenflow-compile doctor``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from zenflow_compile.cli import doctor, main
+from zenflow_compile.cli.doctor_hardware import hardware_of
+from zenflow_compile.measure import bandwidth
+from zenflow_compile.runtime.host.cores import physical_cores
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+
+QUICK = ["doctor", "--device", "cpu", "--threads", "1", "--megabytes", "2", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing compiles, and the device updates a small matrix."""
+    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=bandwidth.SLOTS)
+    monkeypatch.setattr(bandwidth, "host_kernel", lambda: kernel)
+    device_rate = bandwidth.device_rate
+    monkeypatch.setattr(bandwidth, "_LARGEST_MATRIX", bandwidth._SMALLEST_MATRIX)
+    monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(bandwidth, "device_rate", lambda device, rounds: device_rate(device, rounds, 64, 64))
+
+
+def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main.main(QUICK) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "physical cores",
+        "NUMA node",
+        "lockable memory",
+        "C++ compiler",
+        f"torch {torch.__version__}",
+        "kernel aten",
+        "copy_",
+        "of copy_",
+        "D2H",
+        "memmove",
+        "copy lanes are threads",
+        "whole parameters",
+        "TFLOP/s",
+    ):
+        assert part in text, part
+
+
+def test_doctor_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*QUICK, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"machine", "kernel", "host", "link", "device", "resident", "matmul_flops", "disk"}
+    assert found["disk"] is None
+    assert sum(map(len, found["machine"]["nodes"].values())) == len(physical_cores())
+    (host,) = found["host"]
+    assert host["threads"] == 1
+    assert host["adam"] == pytest.approx(34 * host["parameters"])
+    (link,) = found["link"]
+    assert link["memory"] == "memmove"
+    assert min(link["to_host"], link["to_device"], found["device"]["parameters"], found["matmul_flops"]) > 0
+    assert found["resident"]["bytes"] == pytest.approx(28 * found["resident"]["parameters"])
+
+
+def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*QUICK, "--nvme-path", str(tmp_path), "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert min(findings["disk"].values()) > 0
+    assert hardware_of(findings).disk_read == findings["disk"]["read"]
+    assert not list(tmp_path.iterdir())
+    assert main.main([*QUICK, "--nvme-path", str(tmp_path)]) == 0
+    assert "Disk, GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "0"], r"--threads 0 must be in \[1, \d+\]"),
+        (["--threads", "1", "100000"], r"--threads 100000 must be in \[1, \d+\]: this process may use"),
+        (["--threads", "few"], "invalid int value: 'few'"),
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--megabytes", "0"], r"--megabytes 0 must be in \[1, \d+\]"),
+        (["--megabytes", "1000000000"], "the memory that is available"),
+        (["--nvme-path", "nowhere"], "nvme_path='nowhere'"),
+        (["--device", "meta"], "--device meta must be one of cpu"),
+        (["--device", "graphics"], "--device graphics must be one of cpu"),
+        (["--device", "cuda:99"], "--device cuda:99 must be one of cpu"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "host_rates", None)  # nothing is measured before all arguments are good
+    with pytest.raises(SystemExit) as caught:
+        main.main(["doctor", *arguments])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(message, captured.err)
+
+
+@pytest.mark.parametrize("arguments", [[], ["heal"]])
+def test_a_command_is_needed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main(arguments)
+    assert caught.value.code == 2
+    assert "command" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module_and_as_a_script() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "zenflow_compile", "doctor", "--help"],
+        cwd=root, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "--json" in done.stdout
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"zenflow-compile": "zenflow_compile.cli.main:main"}
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_thread_counts(cores: int, counts: list[int]) -> None:
+    assert doctor._thread_counts(cores) == counts
+
+
+def test_cores_are_written_as_ranges() -> None:
+    assert doctor._ranges([0, 1, 2, 5, 8, 9]) == "0-2, 5, 8-9"

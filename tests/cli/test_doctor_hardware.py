@@ -1,0 +1,30 @@
+"""What ``doctor`` found, as hardware to plan with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.cli.test_plan import FINDINGS
+from tests.planning.machines import llama
+from zenflow_compile.cli.doctor_hardware import hardware_of
+from zenflow_compile.options.options import Options
+from zenflow_compile.prediction import auto_policy
+
+
+def test_each_number_is_what_its_name_says() -> None:
+    one = {"threads": 1, "copy": 9e9, "add": 1e10, "adam": 2.8e9, "parameters": 1e8}
+    all_of_them = {"threads": 4, "copy": 3e10, "add": 2e10, "adam": 2.1e10, "parameters": 8e8}
+    found = hardware_of(FINDINGS | {"host": [all_of_them, one]})
+    assert found.device_bandwidth == 2.8e10  # of whole parameters, not of scattered columns
+    assert found.host_bandwidth == 2.1e10  # in place, as updates are, and with all threads
+    assert found.adam_per_core == 1e8
+    assert (found.device_flops, found.link_to_host, found.link_to_device) == (1e11, 5e9, 4e9)
+    assert hardware_of(FINDINGS, flops=2e9).device_flops == 2e9
+
+
+def test_state_stays_with_a_device_that_updates_whole_parameters_fast() -> None:
+    hardware = hardware_of(FINDINGS)
+    model = llama(width=1024)
+    assert auto_policy.choose(model.params, Options(), hardware, tokens=8, model=model).policy == "resident"
+    as_slow_as_columns = replace(hardware, device_bandwidth=FINDINGS["device"]["bytes"] / 10)
+    assert auto_policy.choose(model.params, Options(), as_slow_as_columns, tokens=8, model=model).policy != "resident"

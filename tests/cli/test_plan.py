@@ -1,0 +1,402 @@
+"""``zenflow-compile plan`` and its public functions: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zenflow_compile as zf
+from tests.planning.machines import SLOW_HOST, llama, machine
+from zenflow_compile.cli import main, plan
+from zenflow_compile.cli.plan import _explained
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance import hardware as machines
+from zenflow_compile.performance import models
+from zenflow_compile.prediction.predict import predict
+from zenflow_compile.prediction.scenario import question
+from zenflow_compile.profiling.summary import summarize
+from zenflow_compile.simulator import simulate as simulation
+
+SMALL = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "1024"]
+POLICIES = {"resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"}
+FINDINGS: dict[str, Any] = {
+    "machine": {"nodes": {"0": [0, 1]}, "workers": 1, "memory_bytes": 10**10, "device": "cpu"},
+    "kernel": "inductor",
+    "host": [{"threads": 1, "copy": 9e9, "add": 1e10, "adam": 2.8e9, "parameters": 1e8}],
+    "link": [{"memory": "memmove", "to_host": 5e9, "to_device": 4e9}],
+    "device": {"parameters": 1e8, "bytes": 2.8e9},
+    "resident": {"parameters": 1e9, "bytes": 2.8e10},
+    "matmul_flops": 1e11,
+    "disk": None,
+}
+
+
+def answer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main.main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.main([*SMALL, "--epoch-tokens", "1e9"]) == 0
+    text = capsys.readouterr().out
+    parts = ("zenflow, streamed", "hours", "Memory, GB", "activations", "Fastest that fits", '"policy": ')
+    for part in (*POLICIES, *parts):
+        assert part in text, part
+    assert "…" not in text  # nothing is cut off at 80 columns
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_has_the_same_numbers_as_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(SMALL, capsys)
+    assert {each["policy"] for each in found["policies"]} == POLICIES
+    for each in found["policies"]:
+        assert each["fits"] == (not each["shortages"])
+        assert 0 <= each["stall_s"] < each["step_s"]
+        assert each["tokens_per_s"] == pytest.approx(1024 / each["step_s"])
+        assert sum(each["needs"]["device"].values()) > 0
+    model = models.of_size(300_000_000)
+    assert json.loads(json.dumps(zf.plan(model, "rtx-4090", tokens=1024))) == found
+    assert json.loads(json.dumps(zf.plan(3e8, "rtx-4090", tokens=1024))) == found
+
+
+def test_the_form_without_an_optimizer_object_hides_more(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "llama2-7b", "--hardware", "h200", "--recompute", "--policy", "zenflow"]
+    (explicit,), (implicit,), (clipped,) = (
+        answer([*arguments, *more], capsys)["policies"]
+        for more in ([], ["--implicit"], ["--implicit", "--max-grad-norm", "1"])
+    )
+    assert implicit["step_s"] < explicit["step_s"] == clipped["step_s"]
+    names = {False: "with an optimizer object", True: "without an optimizer object"}
+    for flag, name in names.items():
+        assert main.main([*SMALL, "--policy", "zenflow", *(["--implicit"] if flag else [])]) == 0
+        assert name in " ".join(capsys.readouterr().out.split())
+    hidden, waited = (
+        summarize(zf.simulate(llama(), SLOW_HOST, tokens=1, implicit=flag))["step_ms"] for flag in (True, False)
+    )
+    assert hidden is not None
+    assert waited is not None
+    assert hidden < waited
+
+
+def test_attention_runs_over_the_sequences_that_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seconds of FLOPs at the device's speed, and of AdamW's bytes at its memory's; the published 28 layers of 1536."""
+    arguments = ["plan", "--model", "qwen2.5-1.5b", "--hardware", "h200", "--tokens", "2048", "--policy", "resident"]
+    whole, short = answer(arguments, capsys), answer([*arguments, "--sequence", "512"], capsys)
+    assert (whole["sequence"], short["sequence"]) == (2048, 512)
+    for found in (whole, short):
+        flops = 2048 * (6 * found["parameters"] + 12 * 28 * 1536 * found["sequence"])
+        seconds = flops / (0.4 * 989e12) + 28 * found["parameters"] / 4800e9
+        assert found["policies"][0]["step_s"] == pytest.approx(seconds, rel=0.01)
+    assert answer([*SMALL, "--policy", "resident"], capsys)["sequence"] == 1024
+    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident")["sequence"] == 4096  # its context
+    assert main.main([*arguments, "--sequence", "512"]) == 0
+    assert "in sequences of 512" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
+        found = answer([*SMALL, "--policy", "resident", "--dtype", dtype], capsys)
+        assert found["dtype"] == dtype
+        assert found["policies"][0]["needs"]["device"]["weights"] == size * found["parameters"]
+        assert zf.plan(llama(), machine(), tokens=1, dtype=dtype)["dtype"] == dtype
+    assert zf.plan(llama(), machine(), tokens=1)["dtype"] == "bf16"
+    assert main.main([*SMALL, "--policy", "resident", "--dtype", "fp32"]) == 0
+    assert "parameters in fp32" in capsys.readouterr().out
+
+
+def test_several_devices_are_a_prediction_only(capsys: pytest.CaptureFixture[str]) -> None:
+    node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
+    (note,) = answer(node, capsys)["notes"]
+    assert note.startswith("This version trains on one device; for 4 ")
+    assert main.main(node) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert answer([*node, "--devices", "1"], capsys)["notes"] == []
+
+
+def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    knobs = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
+    assert main.main([*SMALL, *knobs, "--device-bytes", "1e12"]) == 0
+    text = capsys.readouterr().out
+    assert "twinflow 0.35" in text
+    assert re.search(r"deep_optimizer_states\s+0\.35, none", text)
+    assert re.search(r"zenflow, device filled\s+[\d.]+ GB", text)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer([*SMALL, "--policy", "zero_infinity"], capsys)
+    assert found["recommended"] == found["policies"][0]["options"] == {"policy": "zero_infinity"}
+    assert any("nvme_path has to be added" in note for note in found["notes"])
+    assert main.main([*SMALL, "--policy", "zero_infinity"]) == 0
+    assert "nvme_path stands for a directory on a local disk." in capsys.readouterr().out
+    given = zf.plan(3e8, "rtx-4090", tokens=1024, policy="zero_infinity", nvme_path="some/disk")
+    assert given["recommended"] == {"policy": "zero_infinity", "nvme_path": "some/disk"}
+    assert given["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "once per window of 4 steps. Exact with update_interval=1."),
+        ({"update_interval": "auto"}, "once per window of up to 4 steps. Exact with update_interval=1."),
+        (
+            {"staleness": 1, "gradient_compression": "int8", "update_interval": 1},
+            "a step late, by rounded gradients. Exact with staleness=0 and gradient_compression=None.",
+        ),
+        ({"update_interval": 1}, None),
+        ({"spare_device_bytes": 10**12}, None),  # nothing is deferred
+        ({"policy": "zero_offload", "update_interval": 4}, None),
+    ],
+)
+def test_a_recommendation_says_whether_it_is_adamw(options: dict[str, Any], said: str | None) -> None:
+    notes = zf.plan(llama(), machine(), tokens=1, **{"policy": "zenflow"} | options)["notes"]
+    assert notes == ([] if said is None else [f"Not exactly AdamW: what is not selected is updated {said}"])
+
+
+def test_the_note_on_exactness_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*SMALL, "--policy", "zenflow"]) == 0
+    assert "Not exactly AdamW: " in capsys.readouterr().out
+
+
+def test_the_recommended_block_is_made_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(SMALL, capsys)
+    recommended = Options.from_keywords(**found["recommended"])
+    row = next(each for each in found["policies"] if each["options"] == found["recommended"])
+    assert (row["fits"], row["policy"]) == (True, recommended.policy)
+
+
+def test_one_policy_with_its_knobs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "--policy", "zenflow", "--topk-ratio", "0.2", "--update-interval", "2", "--max-grad-norm", "1"]
+    (each,) = answer(arguments, capsys)["policies"]
+    assert each["options"] == {"policy": "zenflow", "topk_ratio": 0.2, "update_interval": 2, "max_grad_norm": 1.0}
+
+
+def test_hours_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    for each in answer([*SMALL, "--epoch-tokens", "7.2e9"], capsys)["policies"]:
+        assert each["hours"] == pytest.approx(2e6 / each["tokens_per_s"])
+
+
+def test_memory_that_is_given_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer([*SMALL, "--device-bytes", "1e6"], capsys)
+    assert found["recommended"] is None
+    assert not any(each["fits"] for each in found["policies"])
+    assert main.main([*SMALL, "--device-bytes", "1e6"]) == 0
+    assert "Nothing fits." in capsys.readouterr().out
+
+
+def test_devices_share_the_state(capsys: pytest.CaptureFixture[str]) -> None:
+    node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
+    one, four = (answer([*node, "--devices", count], capsys)["policies"][0] for count in ("1", "4"))
+    state = [each["needs"]["device"]["optimizer state"] for each in (one, four)]
+    assert state[1] == state[0] // 4
+
+
+def test_the_trace_is_the_recommended_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    assert main.main([*SMALL, "--policy", "zero_offload", "--trace", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {"forward", "backward", "host_update", "copy", "step"} <= {event["name"] for event in events}
+
+
+def test_explain_prints_equations_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*SMALL, "--policy", "zenflow", "--explain"]) == 0
+    assert "traffic" in capsys.readouterr().out
+    assert answer([*SMALL, "--explain"], capsys)["explained"]
+
+
+@pytest.mark.parametrize("link", [25e9, 25.0])
+def test_explain_has_the_smallest_interval_without_a_stall(
+    link: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None over a link so slow that a step's gradients take longer than any step."""
+    hardware = replace(machines.hardware("rtx-4090"), link_to_host=link, link_to_device=link)
+    monkeypatch.setattr(machines, "hardware", lambda name: hardware)
+    arguments = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "8192", "--explain", "--policy"]
+    smallest = answer([*arguments, "zenflow"], capsys)["smallest_interval"]
+    assert smallest is None if link < 1e9 else smallest >= 1
+    assert main.main([*arguments, "zenflow"]) == 0
+    assert f"smallest stall-free update_interval: {smallest or 'none'}" in capsys.readouterr().out
+    assert "smallest_interval" not in answer([*arguments, "zero_offload"], capsys)
+
+
+def test_explain_has_no_interval_for_windows_that_block() -> None:
+    asked = question(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
+    explained = _explained(argparse.Namespace(explain=True), predict(asked))
+    assert set(explained) == {"explained"}
+
+
+def test_what_comes_nearest_is_broken_down_explained_and_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has its state on the host, and is not the first in the table."""
+    path = tmp_path / "trace.json"
+    tight = [*SMALL, "--device-bytes", "1e6", "--explain"]
+    found = answer([*tight, "--trace", str(path)], capsys)
+    assert found["recommended"] is None
+    assert found["explained"] == answer([*tight, "--policy", "zero_offload"], capsys)["explained"]
+    assert "host_update" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert main.main(tight) == 0
+    text = capsys.readouterr().out
+    assert "Memory of zero_offload, GB" in text
+    assert "Nothing fits. zero_offload comes nearest" in text
+
+
+def test_a_name_is_a_name_whatever_the_directory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama2-7b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert zf.plan("llama2-7b", "h200", policy="resident")["parameters"] == 6_738_415_616
+
+
+def test_a_configuration_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    keys = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 128} | keys))
+    by_option = answer(["plan", "--config", str(path), "--hardware", "h200"], capsys)
+    assert answer(["plan", "--model", str(path), "--hardware", "h200"], capsys) == by_option
+    assert by_option["parameters"] > 1000 * 256
+    assert answer(["plan", "--config", str(path), "--hardware", "h200", "--dtype", "fp32"], capsys)["dtype"] == "fp32"
+    assert json.loads(json.dumps(zf.plan(path, "h200"))) == by_option
+
+
+def test_a_saved_measurement_is_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(FINDINGS))
+    arguments = ["plan", "--params", "1e8", "--doctor-json", str(path)]
+    found = answer(arguments, capsys)
+    assert found["hardware"] == "measured"
+    assert "zero_infinity" not in {each["policy"] for each in found["policies"]}  # no disk was measured
+    assert answer([*arguments, "--flops", "1e11"], capsys) == found
+    assert answer([*arguments, "--flops", "1e10"], capsys)["policies"][0]["step_s"] > found["policies"][0]["step_s"]
+
+
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = {"read": 1e9, "write": 5e8, "free_bytes": 10**12}
+    monkeypatch.setattr(plan, "_measure", lambda nvme_path: FINDINGS | {"disk": nvme_path and disk})
+    arguments = ["plan", "--params", "1e8", "--hardware", "measured"]
+    assert answer(arguments, capsys)["devices"] == 1
+    found = answer([*arguments, "--policy", "zero_infinity", "--nvme-path", "some/disk"], capsys)
+    assert found["recommended"]["nvme_path"] == "some/disk"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama2-7", "--hardware", "h200"], 'did you mean "llama2-7b"'),
+        (["--model", "llama2-7b", "--hardware", "h20"], 'did you mean "h200"'),
+        (["--model", "missing/config.json", "--hardware", "h200"], "missing/config.json"),
+        (["--config", "nowhere.json", "--hardware", "h200"], "nowhere.json"),
+        (["--hardware", "h200"], "one of the arguments --model --params --config is required"),
+        (["--params", "1e8"], "one of the arguments --hardware --doctor-json is required"),
+        (["--params", "-1", "--hardware", "h200"], "--params=-1.0 must be a finite number > 0"),
+        (["--params", "1e8", "--hardware", "measured", "--flops", "0"], r"--flops=0\.0 must be a finite"),
+        (["--params", "1e8", "--doctor-json", "nowhere.json", "--flops", "1e12"], "nowhere.json"),
+        (["--params", "1e8", "--hardware", "h200", "--flops", "1e12"], "goes with --hardware measured or --doctor"),
+        (["--model", "7e9", "--hardware", "h200"], r"number of parameters \(--params on the command line\)"),
+        (["--params", "1e8", "--hardware", "h200", "--sequence", "9000"], r"sequence=9000 must be .* in \[1, 8192\]"),
+        (["--params", "1e8", "--hardware", "h200", "--dtype", "int8"], 'dtype=\'int8\' is not one of "bf16"'),
+        (["--params", "1e8", "--hardware", "h200", "--update-stride", "x"], "update_stride='x' must be an integer"),
+        (["--params", "1e8", "--hardware", "h200", "--tokens", "0"], "tokens=0 must be an integer >= 1"),
+        (["--params", "1e8", "--hardware", "h200", "--devices", "2"], r"devices=2 must be an integer in \[1, 1\]"),
+        (["--params", "1e8", "--hardware", "h200", "--ratio", "1.5"], r"ratio=1\.5 must be a number in \[0, 1\]"),
+        (["--params", "1e8", "--hardware", "h200", "--topk-ratio", "-1"], r"topk_ratio=-1\.0 must be a number in"),
+        (["--params", "1e8", "--hardware", "h200", "--update-stride", "0"], "update_stride=0 must be an integer >= 1"),
+        (["--params", "1e8", "--hardware", "h200", "--staleness", "2"], r"staleness=2 must be an integer in \[0, 1\]"),
+        (["--params", "1e8", "--hardware", "h200", "--policy", "zenflo"], 'did you mean "zenflow"'),
+        (["--params", "1e8", "--hardware", "h200", "--epoch-tokens", "0"], r"epoch_tokens=0\.0 must be a finite"),
+        (["--params", "1e8", "--hardware", "h200", "--device-bytes", "0"], r"device_bytes=0\.0 must be a finite"),
+    ],
+)
+def test_bad_arguments_exit_with_2_before_any_work(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation, "SteadyRun", None)
+    monkeypatch.setattr(plan, "_measure", None)
+    with pytest.raises(SystemExit) as caught:
+        main.main(["plan", *arguments])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(message, captured.err), captured.err
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", "{}", json.dumps(FINDINGS | {"link": []})])
+def test_a_file_that_doctor_did_not_write(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "doctor.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        main.main(["plan", "--params", "1e8", "--doctor-json", str(path), "--flops", "1e11"])
+    assert caught.value.code == 2
+    assert "doctor --json" in capsys.readouterr().err
+
+
+def test_a_trace_without_a_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([*SMALL, "--policy", "resident", "--trace", str(tmp_path / "missing" / "trace.json")])
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_hardware_without_a_needed_number() -> None:
+    model = llama()
+    with pytest.raises(ValueError, match="peer_bandwidth=None of hardware 'round' must be bytes per second"):
+        zf.plan(model, machine(devices=2), tokens=1)
+    with pytest.raises(ValueError, match="hardware='round' has no disk_read and disk_write"):
+        zf.plan(model, machine(disk_read=None), tokens=1, policy="zero_infinity")
+    with pytest.raises(TypeError, match='unknown option \'topk\'; did you mean "topk_ratio"'):
+        zf.plan(model, machine(), tokens=1, topk=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "options", "message"),
+    [
+        (None, "h200", {}, "model=None must be a name, the path of a config.json, a number of parameters, or"),
+        (True, "h200", {}, "model=True must be a finite number > 0; it is of type bool"),
+        ("llama2-7b", 4, {}, "hardware=4 must be a name or a Hardware; it is of type int"),
+        ("llama2-7b", "h200", {"lr": 0.1}, "lr=0.1 is the optimizer's and changes no prediction; leave it out"),
+        ("llama2-7b", "h200", {"implicit": 1}, "implicit=1 must be True or False"),
+        ("llama2-7b", "h200", {"sequence": 1.5}, r"sequence=1\.5 must be an integer in \[1, 8192\]"),
+    ],
+)
+def test_values_of_the_wrong_type(model: Any, hardware: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        zf.plan(model, hardware, **options)
+
+
+def test_only_the_command_line_measures() -> None:
+    with pytest.raises(ValueError, match=r"pass zenflow_compile\.cli\.doctor_hardware\.hardware_of\(findings\) with what"):
+        zf.plan("llama2-7b", "measured")
+    with pytest.raises(ValueError, match=r"model=-1\.0 must be a finite number > 0"):
+        zf.plan(-1.0, "h200")
+
+
+def test_the_timeline_of_named_things() -> None:
+    recording = zf.simulate(llama(), machine(), tokens=1, policy="zero_offload", steps=3)
+    assert summarize(recording)["steps"] == 3
+    assert recording.blocking
+    with pytest.raises(ValueError, match='policy="auto" is not one policy to simulate'):
+        zf.simulate(llama(), machine(), tokens=1, policy="auto")
+
+
+def test_planning_imports_no_torch() -> None:
+    """It is what makes the command answer at once: importing torch alone takes seconds."""
+    script = "import sys, zenflow_compile as zf; zf.plan('llama2-7b', 'h200'); sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=120, check=False).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    for name in zf.__all__:
+        assert callable(getattr(zf, name)), name
+    with pytest.raises(AttributeError, match="has no attribute 'plans'"):
+        zf.plans  # noqa: B018

@@ -1,0 +1,151 @@
+"""What is measured, and how bytes are counted; no test looks at how fast this machine is."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zenflow_compile.measure import bandwidth
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+
+pytestmark = [pytest.mark.timeout(120)]
+
+CPU = torch.device("cpu")
+SMALL = 22 << 16
+CORE = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
+@pytest.fixture(autouse=True)
+def aten_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing compiles here."""
+    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=bandwidth.SLOTS)
+    monkeypatch.setattr(bandwidth, "host_kernel", lambda: kernel)
+
+
+def ticks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let everything that is measured take ``seconds``."""
+
+    def interleaved(works: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+        for work in works.values():
+            work()
+        return {name: [seconds] * rounds for name in works}
+
+    monkeypatch.setattr(bandwidth, "_interleaved", interleaved)
+
+
+def test_host_rates_count_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks(monkeypatch, 2.0)
+    rates = bandwidth.host_rates(1, SMALL, 3)
+    assert rates.threads == 1
+    assert rates.parameters == (1 << 16) / 2
+    assert (rates.copy, rates.add) == (8 * rates.parameters, 12 * rates.parameters)
+    assert rates.adam == (24 + 2 * 4 + 2) * rates.parameters
+    assert rates.adam_to_copy == 34 / 8
+
+
+def test_every_thread_works_on_its_own_part() -> None:
+    host = bandwidth._Host(SMALL, 3, bandwidth.host_kernel())
+    assert host.elements % 192 == 0
+    assert 0 < host.elements * 22 <= SMALL
+    for index in range(3):
+        host.fill(index)
+    assert all((tensor == 1).all() for tensor in (*host._state, *host._narrow))
+    host._state[1].fill_(3.0)
+    host.copy(1)
+    third = host.elements // 3
+    assert (host._state[2] == 3).nonzero().flatten().tolist() == list(range(third, 2 * third))
+    host.add(0)
+    assert (host._state[0] != 1).nonzero().flatten().tolist() == list(range(third))
+    before = host._state[2].clone()
+    for gradient in host._narrow[1:]:
+        gradient.fill_(2.0)
+    host.adam(2)
+    assert torch.equal(before[: 2 * third], host._state[2][: 2 * third])
+    assert not torch.equal(before, host._state[2])
+
+
+def test_rounds_take_turns_and_the_first_does_not_count() -> None:
+    order: list[str] = []
+
+    def work(name: str) -> Callable[[], float]:
+        def run() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return run
+
+    seconds = bandwidth._interleaved({"a": work("a"), "b": work("b")}, 2)
+    assert order == ["a", "b"] * 3
+    assert seconds == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+
+
+def test_long_measurements_end_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_BUDGET_S", 0.0)
+    assert bandwidth._interleaved({"a": lambda: 1.0}, 50) == {"a": [1.0]}
+
+
+def test_where_the_device_is_the_cpu_one_thread_stands_for_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks(monkeypatch, 0.5)
+    assert bandwidth.link_rates(CPU, 1 << 16, 1) == [bandwidth.LinkRates("memmove", 2 << 16, 2 << 16)]
+
+
+def test_device_rate_counts_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks(monkeypatch, 0.5)
+    rate = bandwidth.device_rate(CPU, 1, lines=40, length=16)
+    assert rate == bandwidth.DeviceRate(parameters=2 * 4 * 16, bytes=28 * 2 * 4 * 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resident_is_updated_whole_and_takes_half_of_what_is_free(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks(monkeypatch, 0.5)
+    monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 10)
+    assert bandwidth.resident_rate(CPU, dtype, 1 << 30) == bandwidth.DeviceRate(2 * 1024, 28 * 2 * 1024)
+    assert bandwidth.resident_rate(CPU, dtype, 3200).parameters == 2 * 100
+
+
+def test_quick_rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_QUICK_BYTES", SMALL)
+    monkeypatch.setattr(bandwidth, "_QUICK_LINK_BYTES", 1 << 16)
+    bandwidth.rates.cache_clear()
+    try:
+        first = bandwidth.rates(CPU, (CORE,))
+        assert all(0 < rate < math.inf for rate in first)
+        monkeypatch.setattr(bandwidth, "_interleaved", None)  # a second measurement would fail
+        assert bandwidth.rates(CPU, (CORE,)) is first
+    finally:
+        bandwidth.rates.cache_clear()
+
+
+def test_sizes_follow_the_cache_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, size in enumerate(("48K", "2048K", "266240K")):
+        folder = tmp_path / f"cpu/cpu{CORE}/cache/index{index}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size + "\n")
+    assert bandwidth.last_level_cache_bytes(tmp_path) == 260 << 20
+    assert bandwidth.last_level_cache_bytes(tmp_path / "none") == 32 << 20
+    monkeypatch.setattr(bandwidth, "last_level_cache_bytes", lambda: 260 << 20)
+    monkeypatch.setattr(bandwidth, "available_host_memory", lambda: (1 << 40, ""))
+    assert bandwidth.default_bytes() == 2 << 30
+    monkeypatch.setattr(bandwidth, "last_level_cache_bytes", lambda: 64 << 20)
+    assert bandwidth.default_bytes() * 8 // 22 >= 3 * (64 << 20)
+    monkeypatch.setattr(bandwidth, "available_host_memory", lambda: (1 << 20, ""))
+    assert bandwidth.default_bytes() == bandwidth.default_link_bytes() == 1 << 18
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_pinned_and_unpinned_memory_are_measured() -> None:
+    device = torch.device("cuda")
+    found = bandwidth.link_rates(device, 1 << 24, 2)
+    assert [rates.memory for rates in found] == ["pinned", "unpinned"]
+    assert all(rates.to_host > 0 and rates.to_device > 0 for rates in found)
+    assert bandwidth.device_rate(device, 2, lines=512, length=512).parameters > 0
+    assert bandwidth.resident_rate(device, torch.bfloat16, 1 << 28).parameters > 0
+    assert all(rate > 0 for rate in bandwidth.rates(device, (CORE,)))

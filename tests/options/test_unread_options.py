@@ -1,0 +1,115 @@
+"""Options that have no effect under the policy in use are named, once, when the optimizer is made."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.training import mlp
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.options.options import POLICIES, Options
+from zenflow_compile.performance.hardware import hardware
+from zenflow_compile.performance.models import of_size
+from zenflow_compile.prediction.auto_policy import compare
+
+ATEN: dict[str, Any] = {"host_kernel": "aten"}
+
+
+def warned(**options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ZenFlowAdamW(mlp().parameters(), **ATEN, **options).close()
+    assert all(each.category is UserWarning and each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"policy": "zenflow", "ratio": 0.5}, ["ratio (read by twinflow, deep_optimizer_states)"]),
+        ({"policy": "twinflow", "update_stride": 2}, ["update_stride (read by deep_optimizer_states, zenflow)"]),
+        (
+            {"policy": "zero_offload", "host_window_bytes": 1 << 30, "nvme_path": "/none"},
+            [f'{name} (read by zero_infinity, zenflow with offload_device="nvme")'
+             for name in ("nvme_path", "host_window_bytes")],
+        ),
+        ({"policy": "zenflow", "nvme_path": "/none"}, ["nvme_path (read by zero_infinity, zenflow with"]),
+        ({"policy": "resident", "topk_ratio": 0.2, "staging_bytes": 1 << 30},
+         ["topk_ratio (read by zenflow)", "staging_bytes (read by zero_offload, twinflow, "]),
+        ({"tokens_per_step": 8}, ["tokens_per_step (read by auto)"]),
+    ],
+)  # fmt: skip
+def test_one_warning_names_the_options_and_who_reads_them(options: dict[str, Any], named: list[str]) -> None:
+    (message,) = warned(**options)
+    assert message.startswith(f"policy={options.get('policy', 'zenflow')!r} does not read ")
+    assert all(each in message for each in named)
+    assert message.count("(read by ") == len(named)
+
+
+def test_warning_in_compilation_names_the_users_line() -> None:
+    """Dynamo's frames lie between the call of the model and the optimizer that is made."""
+    options = {"inner": "eager", "policy": "resident", "topk_ratio": 0.2}
+    with pytest.warns(UserWarning, match="does not read topk_ratio") as caught:
+        torch.compile(mlp(), backend="zenflow", options=options)(torch.ones(1, 16))
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_what_is_read_or_left_at_its_default_is_not_named(tmp_path: Path) -> None:
+    defaults = {each.name: each.default for each in fields(Options)}
+    for options in (
+        {"policy": "zero_offload", "ratio": defaults["ratio"], "topk_ratio": defaults["topk_ratio"]},
+        {"policy": "twinflow", "ratio": 0.5, "workers": 1, "max_grad_norm": 1.0},
+        {"policy": "zero_infinity", "nvme_path": str(tmp_path), "host_window_bytes": 1 << 20},
+        {"offload_device": "nvme", "nvme_path": str(tmp_path), "topk_ratio": 0.2, "update_stride": 2},
+        {"policy": "auto", "tokens_per_step": 8, "ratio": 0.5, "topk_ratio": 0.2},
+    ):
+        assert warned(**options) == []
+
+
+COMPRESSED: dict[str, Any] = {"gradient_compression": "int8"}
+KNOBS: dict[str, Any] = {
+    "tokens_per_step": 8, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 8, "update_interval": 2,
+    "max_update_interval": 8, "min_update_interval": 2, "full_warm_up_rounds": 1, "overlap_step": False, "staleness": 1,
+    "auto_ratio": 0.5, "steps_per_epoch": 8, "device_share": 0.0, "spare_device_bytes": 8, "min_offload_size": 1,
+    "ratio": 0.5, "sub_group_size": 1, "update_stride": 2, "host_window_bytes": 1 << 20, "staging_bytes": 1 << 20,
+    "weight_grad_order": "forward", "weight_grad_bytes": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
+def test_the_blocks_that_a_plan_recommends_warn_of_nothing(gradients: dict[str, Any], tmp_path: Path) -> None:
+    given = KNOBS | gradients | {"nvme_path": str(tmp_path)}
+    found = compare(Options(**given), hardware("h200"), of_size(10**7), tokens=64)
+    assert {each.policy for each in found} == {*POLICIES} - {"auto"}
+    for each in found:
+        assert warned(**each.options) == [], each.label
+    blocks = {each.label: each.options for each in found}
+    assert blocks["resident"] == {"policy": "resident", "overlap_step": False}
+    assert set(blocks["twinflow"]) == {"policy", "ratio", "overlap_step", "min_offload_size", "staging_bytes",
+                                       "weight_grad_order", "weight_grad_bytes"}  # fmt: skip
+    read = {*given} - {"tokens_per_step", "ratio", "spare_device_bytes"}
+    assert set(blocks["zenflow, files"]) - {"policy"} == read - {"update_stride"} | {"offload_device"}
+    assert set(blocks["zenflow, streamed"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}
+
+
+def test_options_alone_warn_of_nothing() -> None:
+    """Plans and predictions share them between policies."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Options(policy="zero_offload", ratio=0.5)
+
+
+def test_an_option_of_a_param_group_is_refused() -> None:
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "topk_ratio": 0.9}, {"params": model[2].parameters()}]
+    with pytest.raises(ValueError, match=r"param group has topk_ratio=0\.9.*pass it to ZenFlowAdamW itself"):
+        ZenFlowAdamW(groups, **ATEN)
+    optimizer = ZenFlowAdamW(model[0].parameters(), **ATEN)
+    with pytest.raises(ValueError, match=r"param group has policy='resident'"):
+        optimizer.add_param_group({"params": model[2].parameters(), "policy": "resident"})
+    assert len(optimizer.param_groups) == 1

@@ -1,0 +1,52 @@
+"""The named machines: complete, sourced, and physically possible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from zenflow_compile.performance.hardware import HARDWARE, Hardware, hardware
+
+NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "devices", "sources")]
+
+
+@pytest.mark.parametrize("machine", HARDWARE.values(), ids=list(HARDWARE))
+def test_every_number_has_a_source_and_no_source_is_without_a_number(machine: Hardware) -> None:
+    given = {name for name in NUMBERS if getattr(machine, name) is not None}
+    assert given == set(machine.sources)
+    assert all(machine.sources.values())
+
+
+@pytest.mark.parametrize("machine", HARDWARE.values(), ids=list(HARDWARE))
+def test_numbers_are_possible(machine: Hardware) -> None:
+    assert all(getattr(machine, name) > 0 for name in machine.sources)
+    assert 0 < machine.utilization < 1
+    assert machine.link_to_host < machine.device_bandwidth
+    assert machine.host_bandwidth < machine.device_bandwidth
+    assert (machine.peer_bandwidth is None) == (machine.devices == 1)
+    assert machine.name == machine.name.lower()
+
+
+def test_what_is_assumed_is_called_an_assumption() -> None:
+    for machine in HARDWARE.values():
+        assert machine.sources["utilization"].startswith("assumption")
+        assert machine.sources["adam_per_core"].startswith("assumption")
+
+
+def test_machines_are_found_by_name() -> None:
+    for name, machine in HARDWARE.items():
+        assert hardware(name) is machine
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("4xA100-PCIe4", "4xa100-40g-pcie4"), ("gh-200", "gh200"), ("4090", "rtx-4090")]
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"hardware='{name}' is not known; did you mean \"{near}\""):
+        hardware(name)
+
+
+def test_a_name_like_no_other_is_refused_with_all() -> None:
+    with pytest.raises(ValueError, match=r"is not known\. There are 4xa100-40g-pcie4, "):
+        hardware("abacus")

@@ -1,0 +1,111 @@
+"""What a plan is said to need of the device, against what a real optimizer has there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance.memory import needs_of
+from zenflow_compile.planning.planners import make_plan
+from zenflow_compile.prediction import auto_policy
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.parameters.registry import specs_of
+
+ALIGNMENT = 64  # bytes, of every tensor
+WIDTH, LAYERS, ROWS = 128, 6, 4
+SHARED: dict[str, Any] = {"host_kernel": "aten", "min_offload_size": 100, "workers": 1}
+OPTIONS: list[dict[str, Any]] = [
+    {"policy": "resident"},
+    {"policy": "zero_offload"},
+    {"policy": "twinflow", "ratio": 0.45},
+    {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": WIDTH * WIDTH},
+    {"topk_ratio": 0.1, "device_share": 0.0},
+    {"topk_ratio": 0.5, "device_share": 0.0},
+    {"topk_ratio": 0.5, "staleness": 1},
+    {"topk_ratio": 0.1, "gradient_compression": "int8"},
+    {"topk_ratio": 0.1, "accumulate_on_device": True},
+    {"topk_ratio": 0.1, "staging_bytes": 5 * WIDTH * WIDTH * 4},
+    {"topk_ratio": 0.1, "update_stride": 2, "sub_group_size": WIDTH * WIDTH},
+    {"topk_ratio": 0.1, "spare_device_bytes": 30 * WIDTH * WIDTH},
+]
+
+
+def device_tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that are reachable from ``part`` of the runtime, but for what works on the host only."""
+    if id(part) in seen or isinstance(part, (HostArena, WorkerPool)):
+        return
+    seen.add(id(part))
+    if isinstance(part, Tensor):
+        yield part
+        return
+    if isinstance(part, dict):
+        members = [*part, *part.values()]
+    elif isinstance(part, (str, bytes)):
+        members = []
+    elif hasattr(part, "__iter__"):
+        members = list(part)
+    elif type(part).__module__.startswith("zenflow_compile.runtime"):
+        names = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+        members = [getattr(part, name, None) for name in names] + list(getattr(part, "__dict__", {}).values())
+    else:
+        members = []
+    for member in members:
+        yield from device_tensors(member, seen)
+
+
+def memory_of(tensors: Iterator[Tensor]) -> dict[int, int]:
+    """Bytes of the storages by address."""
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+
+
+def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
+    """Of everything but weights: what the optimizer holds and is the device's, and gradients."""
+    registry = optimizer.engine.registry
+    held = memory_of(device_tensors(registry, {id(kernel) for kernel in registry._kernels.values()}))
+    hosts = [each.host for each in registry.offloaded.values()]
+    not_the_devices = memory_of(device_tensors(hosts, set())) | memory_of(iter(model.parameters()))
+    streamed = [(each.host, [param.state for param in each.params]) for each in registry.interleaved._subgroups]
+    not_the_devices |= memory_of(each for each in device_tensors(streamed, set()) if each.dim())
+    grads = [param.grad for param in model.parameters()]
+    # To ask an offloaded gradient for its storage would give it one.
+    gradients = memory_of(grad for grad in grads if grad is not None and not isinstance(grad, OffloadedGradient))
+    return sum(size for address, size in (held | gradients).items() if address not in not_the_devices)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+def test_the_device_holds_what_the_plan_needs(given: dict[str, Any], dtype: torch.dtype) -> None:
+    """Between backward and step, when every gradient waits that waits at all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
+    optimizer = ZenFlowAdamW(model.parameters(), **{**SHARED, **given})
+    inputs = torch.randn(ROWS, WIDTH, dtype=dtype)
+    for step in range(3):
+        model(inputs).float().square().mean().backward()
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    held = bytes_on_device(model, optimizer)
+    assert optimizer.engine.registry.gradients.dense == 0
+    shape = auto_policy.shape_of(specs_of(list(model.named_parameters())))
+    options = Options(**{**SHARED, **given})
+    needs = needs_of(
+        make_plan(shape.params, options),
+        shape,
+        devices=1,
+        tokens=ROWS,
+        recompute=False,
+        staging_bytes=options.staging_bytes,
+    ).device
+    at_its_moment = WIDTH * WIDTH * dtype.itemsize
+    needed = sum(needs.values()) - needs["weights"] - needs["activations"] - at_its_moment
+    assert needed <= held <= needed + ALIGNMENT * sum(1 for _ in device_tensors(optimizer.engine.registry, set()))
+    optimizer.close()

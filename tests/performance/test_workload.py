@@ -1,0 +1,135 @@
+"""What a step asks of a machine: all of a model's work, once, and what a coarse workload leaves of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.planning.machines import llama, machine
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance import models, workload
+from zenflow_compile.performance.hardware import hardware
+from zenflow_compile.performance.models import ModelShape, flops_per_token
+from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.prediction.auto_policy import shape_of
+from zenflow_compile.simulator.simulate import SteadyStep, simulate, steady_step
+
+Shapes = list[tuple[int, ...]]
+
+
+def shaped(*shapes: tuple[int, ...]) -> ModelShape:
+    return shape_of([ParamSpec(f"p{index}", shape, BFLOAT16) for index, shape in enumerate(shapes)])
+
+
+def resident(model: ModelShape) -> Plan:
+    return make_plan(model.params, Options(policy="resident"))
+
+
+def computed(model: ModelShape, flops: float, tokens: int, *, recompute: bool = False) -> float:
+    """Seconds of forward and backward of a resident step, whose device reaches half of ``flops``."""
+    recording = simulate(
+        resident(model), machine(device_flops=flops), model, tokens=tokens, steps=1, recompute=recompute
+    )
+    return sum(event.duration_ns for event in recording.events if event.kind in ("forward", "backward")) / 1e9
+
+
+ENCODER: Shapes = [(768, 256), (256, 256), (256,), (1024, 256), (256, 1024), (256,)]
+SHAPES: dict[str, ModelShape] = {
+    "mlp": shaped(*[(1024, 1024), (1024,)] * 8),
+    "mlp without biases": shaped(*[(1024, 1024)] * 8),
+    "no repetition": shaped((512, 64), (512,), (64, 512), (10, 64)),
+    "encoder": shaped(*ENCODER * 6),
+    "stem and encoder": shaped((256, 3, 16, 16), (256,), *ENCODER * 6),
+    "stem, encoder and classifier": shaped((256, 3, 16, 16), (256,), *ENCODER * 6, (1000, 256), (1000,)),
+    "nothing looked up": llama(),
+    **{name: models.model(name) for name in models.MODELS},
+    "of a size": models.of_size(10**9),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_computes_what_its_tokens_need(name: str) -> None:
+    model = SHAPES[name]
+    expected = flops_per_token(model) * 10_000 / 5e12
+    assert computed(model, 1e13, 10_000) == pytest.approx(expected, rel=1e-5)
+    assert computed(model, 1e13, 10_000, recompute=True) == pytest.approx(expected * 4 / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gpt2_computes_its_head_and_no_lookup(tied: bool, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 5000}
+    path.write_text(json.dumps({"model_type": "gpt2", "tie_word_embeddings": tied, **sizes}))
+    work = 6 * (4 * 12 * 256 * 256 + 5000 * 256) + 12 * 4 * 256 * 128
+    assert computed(models.from_config(path), 1e13, 100) == pytest.approx(work * 100 / 5e12, rel=1e-5)
+
+
+def test_an_mlp_has_six_flops_per_weight_and_no_head() -> None:
+    model = SHAPES["mlp"]
+    assert computed(model, 2e12, 1000) == pytest.approx(6 * 8 * 1024 * 1024 * 1000 / 1e12, rel=1e-5)
+    recording = simulate(resident(model), machine(device_flops=2e12), model, tokens=1000, steps=1)
+    assert "" not in {event.param for event in recording.events if event.kind == "forward"}
+
+
+# Coarse workloads.
+
+
+def both(
+    plan: Plan, model: ModelShape, name: str, monkeypatch: pytest.MonkeyPatch, **limits: int
+) -> tuple[SteadyStep, SteadyStep]:
+    """A step of the workload that ``limits`` make coarse, and of the whole."""
+    node = hardware(name)
+    for limit, value in limits.items():
+        monkeypatch.setattr(workload, limit, value)
+    coarse = steady_step(plan, node, model, tokens=2048)
+    for limit in limits:
+        monkeypatch.setattr(workload, limit, 10**9)
+    return coarse, steady_step(plan, node, model, tokens=2048)
+
+
+@pytest.mark.parametrize("name", ["h200", "4xa100-40g-pcie4"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"device_share": 0.0, "max_grad_norm": 1.0}, {"offload_device": "nvme", "nvme_path": "scratch"}],
+    ids=["memory", "nothing kept", "files"],
+)
+def test_some_steps_stand_for_a_long_cycle(
+    name: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.model("llama2-7b")
+    plan = make_plan(model.params, Options.from_keywords(update_interval=60, **options))
+    coarse, whole = both(plan, model, name, monkeypatch, COARSE_CYCLE=25 * 34)
+    assert coarse.seconds == pytest.approx(whole.seconds, rel=0.02)
+    largest = max(param.rest * param.length for param in plan.params)
+    share = largest / sum(param.rest * param.length for param in plan.params)
+    assert coarse.host_update == pytest.approx(whole.host_update, rel=2 * share)
+    assert coarse.to_host + coarse.to_device == pytest.approx(whole.to_host + whole.to_device, rel=0.01)
+    assert coarse.disk == pytest.approx(whole.disk, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "zero_offload"}, {"policy": "zenflow"}, {"policy": "zero_infinity", "nvme_path": "scratch"}],
+    ids=lambda options: options["policy"],
+)
+def test_layers_of_a_deep_model_are_taken_together(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    block: Shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (1024,)]
+    model = shaped((32000, 1024), *block * 300, (32000, 1024))
+    plan = make_plan(model.params, Options.from_keywords(**options))
+    coarse, whole = both(plan, model, "h200", monkeypatch, COARSE_LAYERS=128)
+    assert coarse.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert coarse.to_host == pytest.approx(whole.to_host, rel=1e-6)
+    assert coarse.to_device == pytest.approx(whole.to_device, rel=1e-6)
+    assert coarse.disk == pytest.approx(whole.disk, rel=0.01)
+
+
+def test_short_cycles_of_flat_models_are_simulated_whole() -> None:
+    model = llama()
+    plan = make_plan(model.params, Options(update_interval=16, device_share=0.0))
+    recording = simulate(plan, machine(), model, tokens=1, steps=16)
+    steps = [event.duration_ns for event in recording.events if event.lane == "step"]
+    assert steady_step(plan, machine(), model, tokens=1).seconds == pytest.approx(sum(steps) / 16 / 1e9, rel=1e-6)

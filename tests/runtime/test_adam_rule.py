@@ -1,0 +1,138 @@
+"""The update rule against torch.optim.AdamW and against a literal reading of rule P."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_, window_coefficients
+
+Make = Callable[..., Tensor]
+
+
+@pytest.fixture
+def make() -> Make:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return randn
+
+
+def literal_rule_p(
+    w: float, m: float, v: float, grads: list[float], slots: list[StepCoefficients], step: int, eps: float
+) -> tuple[float, float, float]:
+    """Rule P for one weight, in Python floats: sums, products and powers written out."""
+    decay, rate = 1.0, 0.0
+    for gradient, slot in zip(grads, slots, strict=True):
+        g = gradient * slot.grad_scale
+        m = slot.beta1 * m + (1 - slot.beta1) * g
+        v = slot.beta2 * v + (1 - slot.beta2) * g * g
+        decay *= 1 - slot.lr * slot.weight_decay
+        rate += slot.lr
+    m_hat = m / (1 - slots[-1].beta1 ** step)
+    v_hat = v / (1 - slots[-1].beta2 ** step)
+    return w * decay - rate * m_hat / (math.sqrt(v_hat) + eps), m, v
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_one_slot_is_adamw(make: Make, dtype: torch.dtype, tolerance: float) -> None:
+    weight = make(33, 17, dtype=dtype)
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False
+    )
+    exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(1, 41):
+        lr = 1e-2 / step
+        gradient = make(33, 17, dtype=dtype)
+        parameter.grad = gradient.clone()
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        slot = StepCoefficients(lr, 0.8, 0.95, 0.1, 1.0)
+        rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [slot], step=step, eps=1e-6)
+    torch.testing.assert_close(weight, parameter.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(exp_avg, optimizer.state[parameter]["exp_avg"], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("slots_per_window", [1, 2, 3, 4, 8])
+def test_windows_equal_the_literal_rule(make: Make, slots_per_window: int) -> None:
+    size, eps = 5, 1e-8
+    weight, (exp_avg, exp_avg_sq) = make(size, dtype=torch.float64), torch.zeros(2, size, dtype=torch.float64)
+    literal = [(float(w), 0.0, 0.0) for w in weight]
+    step = 0
+    for window in range(3):
+        slots = [
+            StepCoefficients(
+                lr=1e-2 / (1 + i), beta1=0.9 - 0.02 * i, beta2=0.99, weight_decay=0.1 * i, grad_scale=0.5
+            )
+            for i in range(slots_per_window - window % 2 if slots_per_window > 1 else 1)
+        ]
+        gradients = [make(size, dtype=torch.float64) for _ in slots]
+        step += len(slots)
+        rule_p_(weight, exp_avg, exp_avg_sq, gradients, slots, step=step, eps=eps)
+        literal = [
+            literal_rule_p(w, m, v, [float(g[i]) for g in gradients], slots, step, eps)
+            for i, (w, m, v) in enumerate(literal)
+        ]
+    for tensor, column in zip((weight, exp_avg, exp_avg_sq), zip(*literal, strict=True), strict=True):
+        torch.testing.assert_close(tensor, torch.tensor(column, dtype=torch.float64), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_are_widened_before_scaling_and_out_takes_the_cast(
+    make: Make, dtype: torch.dtype
+) -> None:
+    weight, exp_avg, exp_avg_sq = make(64), torch.zeros(64), torch.zeros(64)
+    gradient = make(64, dtype=dtype)
+    untouched = gradient.clone()
+    out = torch.empty(64, dtype=dtype)
+    slot = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1 / 3)
+    rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [slot], step=1, eps=1e-8, out=out)
+    torch.testing.assert_close(exp_avg, (gradient.float() * (1 / 3)) * 0.1, rtol=1e-6, atol=0)
+    assert torch.equal(out, weight.to(dtype))
+    assert torch.equal(gradient, untouched)
+
+
+def test_scaling_does_not_write_the_gradient(make: Make) -> None:
+    gradient = make(8)
+    untouched = gradient.clone()
+    slot = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 0.25)
+    rule_p_(make(8), torch.zeros(8), torch.zeros(8), [gradient], [slot], step=1, eps=1e-8)
+    assert torch.equal(gradient, untouched)
+
+
+def test_a_window_of_void_slots_only_publishes(make: Make) -> None:
+    state = make(8), make(8), make(8).abs()
+    before = [tensor.clone() for tensor in state]
+    out = torch.full((8,), torch.nan, dtype=torch.bfloat16)
+    rule_p_(*state, [], [], step=0, eps=1e-8, out=out)
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+    assert torch.equal(out, before[0].bfloat16())
+
+
+def test_a_rate_of_zero_moves_moments_only(make: Make) -> None:
+    weight, exp_avg, exp_avg_sq = make(8), torch.zeros(8), torch.zeros(8)
+    before = weight.clone()
+    slots = [StepCoefficients(0.0, 0.9, 0.999, 0.1, 1.0)] * 2
+    rule_p_(weight, exp_avg, exp_avg_sq, [make(8), make(8)], slots, step=2, eps=1e-8)
+    assert torch.equal(weight, before)
+    assert exp_avg.abs().min() > 0
+
+
+def test_bad_windows_raise_before_anything_is_written(make: Make) -> None:
+    slot = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1.0)
+    state = make(8), make(8), make(8).abs()
+    before = [tensor.clone() for tensor in state]
+    with pytest.raises(ValueError, match="1 gradients for 2 slots"):
+        rule_p_(*state, [make(8)], [slot, slot], step=2, eps=1e-8)
+    with pytest.raises(ValueError, match="step=1 must be at least 2"):
+        rule_p_(*state, [make(8), make(8)], [slot, slot], step=1, eps=1e-8)
+    with pytest.raises(ValueError, match="no coefficients"):
+        window_coefficients([], 3)
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))

@@ -1,0 +1,198 @@
+"""The PyTorch references of the device operations against plain indexing, and the checks before dispatch."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device.column_ops import Selection, SliceState
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (7, 130), (200, 65), (3, 1500)]
+FRACTIONS = [0.0, 0.1, 0.7, 1.0]
+SLOT = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
+
+
+def selection_of(lines: int, fraction: float) -> Selection:
+    """Selected lines in no particular order."""
+    return Selection.of(torch.randperm(lines)[: round(fraction * lines)], lines, CPU)
+
+
+def norms_of(matrix: Tensor, dim: int) -> Tensor:
+    selection = selection_of(matrix.shape[dim], 0.5)
+    return column_ops.norms_and_split(matrix, dim, selection, *blocks_like(matrix, dim, selection))
+
+
+def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor, Tensor]:
+    length = matrix.shape[1 - dim]
+    return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.rest), length), 9)
+
+
+@pytest.fixture(
+    autouse=True, params=[(1 << 20, 1 << 20), (1 << 20, 0), (400, 0)], ids=["small", "one chunk", "several chunks"]
+)
+def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, small = request.param
+    monkeypatch.setattr(column_ops, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(column_ops, "_SQUARES_ELEMENTS", chunk)
+    monkeypatch.setattr(column_ops, "_SMALL_ELEMENTS", small)
+
+
+@pytest.mark.parametrize("layout", ["row_major", "column_major", "strided"])
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_norms_and_unsplit(
+    dtype: torch.dtype, shape: tuple[int, int], dim: int, fraction: float, layout: str
+) -> None:
+    matrix = torch.randn(shape).to(dtype)
+    if layout == "column_major":
+        matrix = matrix.t().contiguous().t()
+    elif layout == "strided":
+        matrix = torch.stack([matrix, matrix], dim=-1)[..., 0]
+    selection = selection_of(shape[dim], fraction)
+    selected, rest = blocks_like(matrix, dim, selection)
+    norms = column_ops.norms_and_split(matrix, dim, selection, selected, rest)
+    lines = matrix if dim == 0 else matrix.t()
+    assert torch.equal(selected, lines[selection.selected.long()])
+    assert torch.equal(rest, lines[selection.rest.long()])
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms, matrix.double().square().sum(1 - dim).float())
+    assert torch.equal(norms, norms_of(matrix, dim))
+    rebuilt = torch.empty_like(matrix)
+    column_ops.unsplit_columns(rebuilt, dim, selection, selected, rest)
+    assert torch.equal(rebuilt, matrix)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_writes_its_lines_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float) -> None:
+    surrounding = torch.randn(41, 3, 60).to(dtype)
+    matrix = surrounding[:, 1]  # a view whose rows lie apart
+    matrix[:, 5] = float("nan")
+    matrix[7] = float("nan")
+    expected = surrounding.clone()
+    lines = selection_of(matrix.shape[dim], fraction).selected
+    values = torch.randn(len(lines), matrix.shape[1 - dim]).to(dtype)
+    if dim == 0:
+        expected[lines.long(), 1] = values
+    else:
+        expected[:, 1, lines.long()] = values.t()
+    column_ops.merge_columns(matrix, dim, lines, values)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(surrounding.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adam_updates_state_and_casts_it_into_the_selected_lines(dtype: torch.dtype, dim: int, fraction: float) -> None:
+    matrix = torch.randn(31, 45).to(dtype)
+    before = matrix.clone()
+    selection = selection_of(matrix.shape[dim], fraction)
+    gradient, _ = blocks_like(matrix, dim, selection)
+    gradient.normal_()
+    master = (matrix if dim == 0 else matrix.t())[selection.selected.long()].float()
+    state = [master, torch.randn_like(master), torch.rand_like(master)]
+    expected = [tensor.clone() for tensor in state]
+    rule_p_(*expected, [gradient], [SLOT], step=5, eps=1e-8)
+    column_ops.adam_columns_([SliceState(matrix, dim, selection, gradient, *state, 5)], SLOT, eps=1e-8)
+    for mine, theirs in zip(state, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-6)
+    lines, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
+    assert torch.equal(lines[selection.selected.long()], state[0].to(dtype))
+    assert torch.equal(lines[selection.rest.long()], old[selection.rest.long()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_parameters_at_once_are_updated_as_one_by_one(dtype: torch.dtype) -> None:
+    """Whatever their shapes and numbers of steps, and wherever a batch ends: bit for bit."""
+
+    def made() -> list[SliceState]:
+        torch.manual_seed(0)
+        states = []
+        for step, (rows, columns, dim, fraction) in enumerate(
+            [(31, 45, 0, 0.2), (7, 60, 1, 0.5), (64, 3, 0, 0.0), (16, 16, 1, 1.0), (33, 20, 1, 0.3)], start=1
+        ):
+            matrix = torch.randn(rows, columns).to(dtype)
+            selection = selection_of(matrix.shape[dim], fraction)
+            gradient = blocks_like(matrix, dim, selection)[0].normal_()
+            master, exp_avg = torch.randn_like(gradient, dtype=torch.float32), torch.randn_like(gradient).float()
+            states.append(SliceState(matrix, dim, selection, gradient, master, exp_avg, exp_avg.square(), step))
+        return states
+
+    together, apart = made(), made()
+    column_ops.adam_columns_(together, SLOT, eps=1e-8)
+    for each in apart:
+        column_ops.adam_columns_([each], SLOT, eps=1e-8)
+    for mine, theirs, before in zip(together, apart, made(), strict=True):
+        assert torch.equal(mine.matrix, theirs.matrix)
+        assert torch.equal(mine.master, theirs.master)
+        assert torch.equal(mine.exp_avg_sq, theirs.exp_avg_sq)
+        assert mine.gradient.numel() == 0 or not torch.equal(mine.master, before.master)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_norms_are_the_same_bits_every_time(dim: int) -> None:
+    matrix = torch.randn(700, 900).bfloat16()
+    first = norms_of(matrix, dim)
+    assert all(torch.equal(first, norms_of(matrix.clone(), dim)) for _ in range(5))
+
+
+def test_low_precision_gradients_are_summed_in_fp32() -> None:
+    matrix = torch.full((4096, 8), 1e-3, dtype=torch.float16)
+    exact = matrix.double().square().sum(0).float()
+    torch.testing.assert_close(norms_of(matrix, 1), exact)
+    torch.testing.assert_close(
+        norms_of(torch.full((4, 8), 3e4, dtype=torch.float16), 1)[0].item(), 3.6e9
+    )
+
+
+def test_a_selection_knows_where_every_line_is() -> None:
+    selection = Selection.of(torch.tensor([4, 1], dtype=torch.int32), 6, CPU)
+    assert selection.rest.tolist() == [0, 2, 3, 5]
+    assert selection.position.tolist() == [2, 1, 3, 4, 0, 5]
+    assert selection.lines == 6
+    assert selection.nbytes == 4 * 12
+    kept_order = Selection.of(torch.tensor([4, 1]), 6, CPU, rest=torch.tensor([5, 0, 3, 2]))
+    assert kept_order.rest.tolist() == [5, 0, 3, 2]
+    assert kept_order.position.tolist() == [3, 1, 5, 4, 0, 2]
+    assert {kept_order.selected.dtype, kept_order.rest.dtype, kept_order.position.dtype} == {torch.int32}
+
+
+@pytest.mark.parametrize(
+    ("selected", "rest"), [([0, 0], None), ([6], None), ([-1], None), ([0], [1, 2, 3]), ([0], [0, 1, 2, 3, 4])]
+)
+def test_a_selection_holds_each_line_once(selected: list[int], rest: list[int] | None) -> None:
+    with pytest.raises(ValueError, match="line"):
+        Selection.of(torch.tensor(selected), 6, CPU, rest=None if rest is None else torch.tensor(rest))
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    matrix = torch.randn(6, 4)
+    selection = selection_of(4, 0.5)
+    good = torch.zeros(2, 6)
+    for bad in (torch.zeros(2, 5), torch.zeros(3, 6), good.bfloat16(), torch.zeros(6, 2).t()):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            column_ops.norms_and_split(matrix, 1, selection, bad, good)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            column_ops.unsplit_columns(matrix, 1, selection, good, bad)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            column_ops.merge_columns(matrix, 1, selection.rest, bad)
+    with pytest.raises(ValueError, match="4 lines"):
+        column_ops.norms_and_split(matrix, 0, selection, good, good)
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    column_ops._kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it now raises ImportError
+    assert column_ops._kernels() is None
+    column_ops._kernels.cache_clear()

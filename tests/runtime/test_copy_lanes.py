@@ -1,0 +1,200 @@
+"""Lanes copy in order without the GIL."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer.copy_lanes import CopyError, ThreadLane, ThreadTicket, copy_without_gil, make_lane
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def lane() -> Iterator[ThreadLane]:
+    made = make_lane("D2H", CPU, Recorder(CPU))
+    assert isinstance(made, ThreadLane)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1), (0, 4)])
+def test_copies_are_exact(lane: ThreadLane, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    source = torch.randn(shape).mul(100).to(dtype)
+    target = torch.zeros(shape, dtype=dtype)
+    ticket = lane.submit(target, source, step=0, param="w")
+    ticket.wait()
+    assert ticket.done()
+    assert ticket.error is None
+    assert torch.equal(target, source)
+
+
+def test_nan_bits_survive() -> None:
+    source = torch.tensor([0x7FC01234, -0x3FEDCC], dtype=torch.int32).view(torch.float32)
+    target = torch.zeros(2)
+    copy_without_gil(target, source)
+    assert torch.equal(target.view(torch.int32), source.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(2, 2)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)),
+        (torch.zeros(4, 4).t()[:2], torch.zeros(2, 4)),
+        (torch.zeros(2, 4), torch.zeros(4, 4).t()[:2]),
+        (torch.zeros(4, device="meta"), torch.zeros(4)),
+    ],
+)
+def test_what_cannot_be_copied_raises(target: torch.Tensor, source: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="cannot copy"):
+        copy_without_gil(target, source)
+
+
+def test_copying_lets_other_threads_run() -> None:
+    """While 256 MB are copied, a spinning thread goes on: the longest gap is far below the copy's time."""
+    source, target = torch.ones(64 << 20), torch.zeros(64 << 20)
+    copy_without_gil(target, source)  # pages are there from here on
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        done = threading.Event()
+        begin = time.perf_counter()
+        thread = threading.Thread(target=lambda: (copy_without_gil(target, source), done.set()))
+        thread.start()
+        spins = 0
+        while not done.is_set():
+            spins += 1
+        elapsed = time.perf_counter() - begin
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert spins > 1000 * elapsed
+
+
+def test_the_order_is_that_of_submission(lane: ThreadLane) -> None:
+    target = torch.zeros(1)
+    tickets = [lane.submit(target, torch.full((1,), float(i)), step=i, param="w") for i in range(50)]
+    tickets[-1].wait()
+    assert all(ticket.done() for ticket in tickets)
+    assert target.item() == 49.0
+
+
+def test_closing_finishes_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = ThreadLane("H2D", Recorder(CPU))
+    original = copy_lanes.copy_without_gil
+    # Slow, so that most are still queued at the close.
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
+    targets = [torch.zeros(2) for _ in range(5)]
+    for target in targets:
+        lane.submit(target, torch.ones(2), step=0, param="w")
+    lane.close()
+    assert all(torch.equal(target, torch.ones(2)) for target in targets)
+    assert not [thread for thread in threading.enumerate() if lane.runs(thread)]
+    lane.close()
+
+
+def test_a_failure_is_the_tickets_and_the_lane_goes_on(lane: ThreadLane) -> None:
+    bad = lane.submit(torch.zeros(3), torch.zeros(4), step=0, param="w")
+    good = lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
+    good.wait()
+    bad.settle()
+    assert not bad.done()
+    assert isinstance(bad.error, ValueError)
+    for wait in (bad.wait, bad.wait_on_device):
+        with pytest.raises(CopyError) as caught:
+            wait()
+        assert caught.value.__cause__ is bad.error
+    assert bad.error.__traceback__ is not None
+
+
+def test_a_lane_knows_its_thread(lane: ThreadLane) -> None:
+    assert not lane.runs(threading.current_thread())
+    lane.submit(torch.zeros(1), torch.zeros(1), step=0, param="w").wait()
+    assert [thread.name for thread in threading.enumerate() if lane.runs(thread)] == ["zenflow-D2H"]
+
+
+def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is started for them; what fails is kept for who waits, as for copies of the thread."""
+    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 16)
+    lane = ThreadLane("D2H", Recorder(torch.device("cpu")))
+    target = torch.zeros(4)
+    ticket = lane.submit(target, torch.arange(4.0), step=0, param="w")
+    assert ticket.done()
+    assert torch.equal(target, torch.arange(4.0))
+    failed = lane.submit(torch.zeros(3), torch.zeros(4), step=0, param="w")
+    assert not failed.done()
+    assert isinstance(failed.error, ValueError)
+    with pytest.raises(CopyError):
+        failed.wait_on_device()
+    failed.settle()
+    assert lane._thread is None
+    lane.submit(torch.zeros(5), torch.ones(5), step=0, param="w").wait()
+    assert lane._thread is not None
+    lane.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_copy_made_at_once_is_the_callers(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a failed copy, which ``except RuntimeError`` would take; one that comes in the thread is."""
+
+    def interrupted(*ends: torch.Tensor) -> None:
+        raise error
+
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", interrupted)
+    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 16)
+    lane = ThreadLane("D2H", Recorder(CPU))
+    with pytest.raises(error):
+        lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
+    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 0)
+    ticket = lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
+    with pytest.raises(CopyError):
+        ticket.wait()
+    lane.close()
+
+
+def test_a_settled_lane_has_nothing_in_flight(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it stopped by a copy that failed."""
+    lane.settle()
+    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 0)
+    gate = ThreadTicket()
+    lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w", behind=gate)
+    target = torch.zeros(4)
+    late = lane.submit(target, torch.ones(4), step=0, param="w")
+    assert not late.done()
+    threading.Timer(0.02, gate.finish, [ValueError("on purpose")]).start()
+    lane.settle()
+    assert late.done()
+    assert target.all()
+
+
+def test_a_thread_whose_start_was_interrupted_serves_beside_no_other(
+    lane: ThreadLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 0)
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
+    started[0].join(20)
+    assert not started[0].is_alive()
+    lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()

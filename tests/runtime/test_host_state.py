@@ -1,0 +1,283 @@
+"""A parameter's host side: slots, closes and the window that is open, with copies and jobs done by hand."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.gradients.compression import scales_and_values
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.parameters import host_state
+from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
+from zenflow_compile.runtime.transfer.copy_lanes import ThreadTicket
+
+pytestmark = pytest.mark.timeout(60)
+
+PLAN = ParamPlan(
+    index=0,
+    name="w",
+    shape=(8, 32),
+    dtype=torch.float32,
+    placement=Placement.SPLIT_COLUMNS,
+    dim=1,
+    lines=32,
+    length=8,
+    k=8,
+    interval=3,
+)
+STALE = replace(PLAN, interval=1, staleness=1)
+COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
+
+
+def host_of(plan: ParamPlan = PLAN) -> HostState:
+    kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots)
+    return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel)
+
+
+def copied(error: BaseException | None = None) -> ThreadTicket:
+    ticket = ThreadTicket()
+    ticket.finish(error)
+    return ticket
+
+
+def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
+    """One step's gradient, as ``copy_to_host`` and ``update_on_host`` put it."""
+    index, slot = host.free_slot()
+    slot.copy_(torch.as_tensor(value))
+    host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
+    return index
+
+
+def run(close: FlushedWindow) -> None:
+    """What a worker does with the job."""
+    for task in close.job.tasks:
+        try:
+            close.job.ready()
+            task()
+        except BaseException as error:
+            close.job.finish_task(error)
+        else:
+            close.job.finish_task()
+
+
+def test_a_window_closes_as_rule_p() -> None:
+    host = host_of()
+    torch.manual_seed(0)
+    host.state().master.normal_()
+    master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
+    gradients = [torch.randn(24, 8) for _ in range(6)]
+    taken = 0
+    for window in (gradients[:3], gradients[3:5], gradients[5:]):
+        for number, gradient in enumerate(window):
+            put(host, gradient, lr=0.01 * (1 + number))
+        close = host.flush_window(at=taken, eps=1e-8, deadline=0)
+        run(close)
+        taken += len(window)
+        slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(len(window))]
+        rule_p_(master, exp_avg, exp_avg_sq, window, slots, step=taken, eps=1e-8)
+        for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(close.upload, host.state().master, atol=0, rtol=0)
+        assert host.taken == taken
+        assert host.open == []
+        host.closes.pop(0)
+
+
+def test_a_slot_that_was_not_committed_is_used_again() -> None:
+    """A void step, or a gradient that was discarded."""
+    host = host_of()
+    first, _ = host.free_slot()
+    again, _ = host.free_slot()
+    assert first == again == 0
+    assert [put(host, 0.0) for _ in range(3)] == [0, 1, 2]
+
+
+def test_slots_go_round_and_wait_for_the_job_that_reads_them() -> None:
+    host = host_of()
+    for _ in range(3):
+        put(host, 1.0)
+    close = host.flush_window(at=0, eps=1e-8, deadline=0)
+    threading.Timer(0.05, lambda: run(close)).start()
+    assert put(host, 2.0) == 0
+    assert close.job.done()
+    assert host.state().exp_avg.abs().max() < 0.5  # of the ones, not of the twos
+
+
+def test_staleness_has_a_slot_and_an_upload_more() -> None:
+    host = host_of(STALE)
+    put(host, 1.0)
+    first = host.flush_window(at=0, eps=1e-8, deadline=0)
+    assert put(host, 1.0) == 1  # without waiting for the first
+    second = host.flush_window(at=1, eps=1e-8, deadline=0)
+    assert (first.visible_at, second.visible_at) == (2, 3)
+    assert first.upload.data_ptr() != second.upload.data_ptr()
+    run(first)
+    run(second)
+    put(host, 1.0)
+    assert host.flush_window(at=2, eps=1e-8, deadline=0).upload.data_ptr() == first.upload.data_ptr()
+
+
+def test_a_close_is_visible_in_the_next_forward() -> None:
+    host = host_of()
+    put(host, 1.0)
+    assert host.flush_window(at=5, eps=1e-8, deadline=0).visible_at == 6
+
+
+def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = host_of(), host_of()
+    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
+    for host in (whole, cut):
+        host.state().master.fill_(1.0)
+        for step in range(3):
+            put(host, torch.full((24, 8), 0.5 + step))
+    close = cut.flush_window(at=0, eps=1e-8, deadline=0)
+    assert len(close.job.tasks) == 3
+    assert sum(task() for task in close.job.tasks) == 24 * 8 * (6 * 4 + 4 * 4)
+    monkeypatch.undo()
+    reference = whole.flush_window(at=0, eps=1e-8, deadline=0)
+    assert len(reference.job.tasks) == 1
+    run(reference)
+    for actual, expected in zip(cut.state(), whole.state(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_compressed_gradients_are_expanded_by_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close on int8 blocks is rule P on what they stand for, however it is cut into tasks and pieces."""
+    plan = replace(PLAN, compressed=True)
+    monkeypatch.setattr(host_state, "EXPANDED_ELEMENTS", 20)  # two lines of eight
+    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)  # four of these pieces
+    host = HostState.allocate(
+        plan,
+        HostArena(HostState.arena_bytes(plan)),
+        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.slots),
+    )
+    torch.manual_seed(0)
+    host.state().master.normal_()
+    master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
+    gradients = []
+    for number in range(3):
+        block = torch.empty(plan.slot_shape, dtype=plan.slot_dtype)
+        scales, values = scales_and_values(block)
+        scales.uniform_()
+        values.random_(-127, 128)
+        put(host, block, lr=0.01 * (1 + number))
+        gradients.append(values * scales.unsqueeze(1))
+    slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
+    close = host.flush_window(at=0, eps=1e-8, deadline=0)
+    assert len(close.job.tasks) == 3
+    run(close)
+    close.job.wait()
+    rule_p_(master, exp_avg, exp_avg_sq, gradients, slots, step=3, eps=1e-8)
+    for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 14])
+@pytest.mark.parametrize("elements", [0, 1, 63, 64, 65, 1 << 16, (1 << 20) - 1, (1 << 20) + 1, 8_493_466, 33 << 20])
+def test_a_block_is_cut_evenly_for_the_workers(elements: int, workers: int) -> None:
+    ranges = host_state.task_ranges(elements, workers)
+    assert [part.start for part in ranges] == [0, *(part.stop for part in ranges)][: len(ranges)]
+    assert (ranges[-1].stop if ranges else 0) == elements
+    sizes = [part.stop - part.start for part in ranges]
+    assert all(size % 64 == 0 for size in sizes[:-1])
+    assert max(sizes, default=0) <= host_state.TASK_ELEMENTS
+    if elements >= workers << 18:  # large enough for all: the last task is hardly smaller, and nobody gets one more
+        assert len(ranges) % workers == 0
+        assert max(sizes) - min(sizes) <= 64 * len(ranges)
+
+
+def test_small_blocks_stay_whole_and_others_use_every_worker() -> None:
+    assert len(host_state.task_ranges(100_000, 14)) == 1
+    assert len(host_state.task_ranges((1 << 20) + 1, 14)) == 14
+    assert len(host_state.task_ranges((1 << 20) + 1, 1)) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_touch_what_they_will_serve_and_nothing_twice(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
+    host = host_of()
+    host.workers = workers
+    touched: list[tuple[int, int]] = []
+
+    def touch(tensor: Tensor) -> None:
+        touched.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+
+    monkeypatch.setattr(host_state, "touch_pages", touch)
+    by_worker = []
+    for worker in range(workers):
+        begin = len(touched)
+        host.touch(worker)
+        by_worker.append(sum(end - start for start, end in touched[begin:]))
+    assert sum(by_worker) == PLAN.host_bytes
+    assert max(by_worker) == min(by_worker) == PLAN.host_bytes // workers
+    ordered = sorted(touched)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
+
+
+def test_a_job_waits_for_its_copies() -> None:
+    host = host_of()
+    ticket = ThreadTicket()
+    put(host, 1.0, ticket)
+    close = host.flush_window(at=0, eps=1e-8, deadline=0)
+    worker = threading.Thread(target=run, args=(close,))
+    worker.start()
+    worker.join(0.05)
+    assert worker.is_alive()
+    assert not host.state().exp_avg.any()
+    ticket.finish()
+    worker.join(20)
+    assert host.state().exp_avg.all()
+
+
+def test_waiting_for_copies_of_the_open_window() -> None:
+    host = host_of()
+    ticket = ThreadTicket()
+    put(host, 1.0, ticket)
+    threading.Timer(0.05, ticket.finish).start()
+    host.wait_for_copies()
+    assert ticket.done()
+
+
+def test_failures_are_raised_without_waiting() -> None:
+    host = host_of()
+    put(host, 1.0, ThreadTicket())
+    host.raise_failures()  # nothing has failed so far, and nothing is waited for
+    put(host, 1.0, copied(ValueError("on purpose")))
+    with pytest.raises(RuntimeError, match="copy"):
+        host.raise_failures()
+    other = host_of()
+    put(other, 1.0, copied(ValueError("on purpose")))
+    close = other.flush_window(at=0, eps=1e-8, deadline=0)
+    other.raise_failures()
+    run(close)
+    for raises in (other.raise_failures, other.wait):
+        with pytest.raises(RuntimeError, match="host update of w") as caught:
+            raises()
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_clearing_waits_for_those_who_use_the_memory() -> None:
+    """A failed job is done before it has settled; what runs on must not write into what is loaded next."""
+    host = host_of()
+    put(host, 1.0)
+    close = host.flush_window(at=0, eps=1e-8, deadline=0)
+    put(host, 1.0, copied(ValueError("on purpose")))
+    late = ThreadTicket()
+    put(host, 1.0, late)
+    threading.Timer(0.02, lambda: run(close)).start()
+    threading.Timer(0.06, late.finish).start()
+    host.clear_windows()
+    assert close.job.done()
+    assert late.done()
+    assert (host.open, host.closes) == ([], [])
+    assert host.free_slot()[0] == 0
+    host.wait()
+    host.raise_failures()

@@ -1,0 +1,177 @@
+"""The shortest window that the host keeps up with: its arithmetic, and when a step may be measured."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.step import min_window
+from zenflow_compile.runtime.step.min_window import ShortestWindow, host_rate, shortest_window
+
+CPU = torch.device("cpu")
+# 80 remaining lines of 100: 8000 elements, at S = 1, 2, 3, 4 closes of 28, 30, 32, 34 bytes each in bf16.
+PLAN = ParamPlan(
+    index=0,
+    name="w",
+    shape=(100, 100),
+    dtype=torch.bfloat16,
+    placement=Placement.SPLIT_COLUMNS,
+    dim=1,
+    lines=100,
+    length=100,
+    k=20,
+    interval=4,
+)
+PER_STEP = {steps: 8000 * (26 + 2 * steps) / steps for steps in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_the_closes_of_a_step_fit_into_what_hides_them(steps: int) -> None:
+    assert shortest_window([PLAN], rate=PER_STEP[steps] * 1.001, hidden=1.0) == steps
+    assert shortest_window([PLAN], rate=1.0, hidden=PER_STEP[steps] * 1.001) == steps
+    assert shortest_window([PLAN] * 3, rate=3.003 * PER_STEP[steps], hidden=1.0) == steps
+
+
+def test_the_longest_window_where_none_is_long_enough() -> None:
+    assert shortest_window([PLAN], rate=1.0, hidden=1.0) == 4
+    assert shortest_window([replace(PLAN, interval=1)], rate=1.0, hidden=1.0) == 1
+
+
+class Clock(Recorder):
+    """A recorder whose time is set by hand, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.seconds = 0.0
+
+    def now(self) -> int:
+        return round(self.seconds * 1e9)
+
+
+class Measuring:
+    """A time bound over one parameter, on a machine that closes windows of one step in exactly a second."""
+
+    def __init__(self, *, whole_step: bool = False, plan: ParamPlan = PLAN) -> None:
+        self.clock = Clock()
+        self.closes: list[Any] = []
+        offloaded = SimpleNamespace(plan=plan, host=SimpleNamespace(kernel=None, closes=self.closes))
+        registry: Any = SimpleNamespace(offloaded={0: offloaded}, transport=SimpleNamespace(workers=None))
+        self.bound = ShortestWindow(registry, self.clock, whole_step=whole_step)
+
+    def step(self, forward: float, backward: float, *, graphs: tuple[int, int] = (0, 0)) -> int | None:
+        """``graphs``: compiled until the end of the forward, and of the step."""
+        self.clock.seconds += forward
+        found = self.bound.begin_backward(graphs[0])
+        self.clock.seconds += backward
+        self.bound.end_step(graphs[1])
+        return found
+
+
+@pytest.fixture(autouse=True)
+def rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What the host's measurement gives, and how often it was made."""
+    made: list[float] = []
+
+    def measured(*_: Any) -> float:
+        made.append(PER_STEP[1])
+        return PER_STEP[1]
+
+    monkeypatch.setattr(min_window, "host_rate", measured)
+    return made
+
+
+def fits(steps: int) -> float:
+    """Seconds into which the closes of a step fit at windows of so many steps, and not at shorter ones."""
+    return PER_STEP[steps] / PER_STEP[1] * 1.001
+
+
+def test_the_second_step_decides_and_the_third_obeys(rate: list[float]) -> None:
+    run = Measuring()
+    assert run.step(100.0, 100.0) is None  # compiles
+    assert rate == [PER_STEP[1]]
+    assert run.step(fits(3), 50.0) is None
+    assert run.step(100.0, 100.0) == 3
+    assert len(rate) == 1
+
+
+def test_the_whole_step_hides_updates_on_the_tail_of_the_backward() -> None:
+    run = Measuring(whole_step=True)
+    run.step(100.0, 100.0)
+    run.step(fits(3) - 0.3, 0.3)
+    assert run.step(1.0, 1.0) == 3
+
+
+def test_staleness_adds_a_step() -> None:
+    run = Measuring(plan=replace(PLAN, staleness=1))
+    run.step(100.0, 100.0)
+    run.step(0.1, fits(2) - 0.2)
+    assert run.step(1.0, 1.0) == 2
+
+
+@pytest.mark.parametrize("graphs", [(3, 3), (2, 3)], ids=["forward", "backward"])
+def test_a_step_that_compiles_is_not_measured(graphs: tuple[int, int], rate: list[float]) -> None:
+    run = Measuring()
+    run.step(100.0, 100.0, graphs=(1, 2))
+    assert run.step(100.0, 100.0, graphs=graphs) is None
+    assert run.step(fits(4), 1.0, graphs=(3, 3)) is None
+    assert run.step(100.0, 100.0, graphs=(3, 3)) == 4
+    assert len(rate) == 1
+
+
+def test_a_step_that_begins_with_an_update_in_flight_is_not_measured(rate: list[float]) -> None:
+    run = Measuring()
+    run.closes.append(object())
+    run.step(100.0, 100.0)
+    assert rate == []  # nor is the host, whose workers are busy
+    run.step(100.0, 100.0)
+    run.closes.clear()
+    run.step(100.0, 100.0)
+    run.step(fits(2), 1.0)
+    assert run.step(100.0, 100.0) == 2
+
+
+def test_a_step_without_a_backward_is_not_measured() -> None:
+    """Gradients that somebody wrote by hand, or a loaded state in between."""
+    run = Measuring()
+    run.step(100.0, 100.0)
+    run.bound.end_step(0)
+    run.step(fits(2), 1.0)
+    run.bound.forget()
+    assert run.step(100.0, 100.0) is None
+    run.step(fits(3), 1.0)
+    assert run.step(100.0, 100.0) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("cache_bytes", "rounds"), [(0, 1), (5000 * 34 * 3, 6)])
+def test_the_host_is_measured_with_its_kernel_on_all_workers(
+    workers: int, cache_bytes: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(min_window, "TASK_ELEMENTS", 5000)
+    monkeypatch.setattr(min_window, "last_level_cache_bytes", lambda: cache_bytes * workers)
+    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=4)
+    calls: list[tuple[str, int, int]] = []
+    together = threading.Barrier(workers, timeout=30)
+
+    def watched(*arguments: Any, **keywords: Any) -> None:
+        together.wait()
+        calls.append((threading.current_thread().name, len(arguments[3]), arguments[0].numel()))
+        kernel(*arguments, **keywords)
+
+    pool = WorkerPool(workers, Recorder(CPU))
+    try:
+        assert host_rate(watched, PLAN, pool) > 0  # type: ignore[arg-type]
+    finally:
+        pool.close()
+    assert len({name for name, _, _ in calls}) == workers
+    assert [call[1:] for call in calls] == [(4, 5000)] * (2 * rounds * workers)

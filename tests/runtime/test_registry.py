@@ -1,0 +1,145 @@
+"""What an engine gets of the machine: cores for its workers, pages near them, a warning where memory is not pinned."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.training import OFFLOAD_ALL, Training, mlp
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.host import cores
+from zenflow_compile.runtime.parameters import registry
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transfer.copy_lanes import ThreadLane
+from zenflow_compile.runtime.transfer.staging_ring import StagingRing
+from zenflow_compile.torch_internals import torch_private
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads"),
+]
+
+FOUR_CORES = tuple(cores.Core(logical) for logical in range(4))
+
+
+def optimizer_on(model: nn.Module, **options: Any) -> ZenFlowAdamW:
+    return ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **options)
+
+
+def test_workers_of_several_engines_share_cores_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # engines that tests before this one left in a cycle have cores, too
+    monkeypatch.setattr(registry, "physical_cores", lambda: FOUR_CORES)
+    first, second = optimizer_on(mlp(), workers=2), optimizer_on(mlp(), workers=1)
+    in_use = first.engine.worker_cores + second.engine.worker_cores
+    assert len(set(in_use)) == 3
+    second.close()
+    third = optimizer_on(mlp(), workers=2)  # closing freed a core
+    assert set(third.engine.worker_cores) == set(range(4)) - set(first.engine.worker_cores)
+    fourth = optimizer_on(mlp())
+    assert len(fourth.engine.worker_cores) == 2
+    for optimizer in (first, third, fourth):
+        optimizer.close()
+
+
+def test_a_list_of_cores_is_taken_as_it_is() -> None:
+    core = min(os.sched_getaffinity(0))
+    training = Training(None, {"worker_cores": [core]}).run(0, 2)
+    assert training.optimizer.engine.worker_cores == (core,)
+    pool = training.optimizer.engine.registry.transport.workers
+    assert [os.sched_getaffinity(thread.native_id or 0) for thread in pool._threads] == [{core}]
+    training.optimizer.close()
+
+
+def test_pages_are_touched_first_on_the_workers_cores_where_there_are_several_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = max(os.sched_getaffinity(0))
+    seen: list[tuple[int, set[int]]] = []
+
+    def touch(host: HostState, worker: int) -> None:
+        assert not host.state().master.any()  # the weights are not in it yet
+        seen.append((worker, os.sched_getaffinity(0)))
+
+    monkeypatch.setattr(HostState, "touch", touch)
+    optimizer_on(mlp(), worker_cores=[core]).close()
+    assert seen == []
+    monkeypatch.setattr(registry, "nodes_of", lambda cores: {0, 1})
+    optimizer = optimizer_on(mlp(), worker_cores=[core])
+    assert seen == [(0, {core})] * len(optimizer.engine.offloaded)
+    optimizer.close()
+
+
+def test_weights_are_the_same_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training(None).run(0, 6).weights()
+    monkeypatch.setattr(registry, "nodes_of", lambda cores: {0, 1})
+    for actual, weight in zip(Training(None).run(0, 6).weights(), expected, strict=True):
+        assert torch.equal(actual, weight)
+
+
+class Listener:
+    def accept_grad(self, p: int) -> None:
+        raise AssertionError("no backward runs here")
+
+
+def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of parameters, so two arenas, on a device that takes both for CUDA's and refuses."""
+    cpu = torch.device("cpu")
+    calls: list[int] = []
+
+    def refuse(address: int, size_bytes: int) -> None:
+        calls.append(size_bytes)
+        raise RuntimeError("cudaHostRegister: out of memory")
+
+    allocate = DeviceState.allocate
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch_private, "register_host_memory", refuse)
+    monkeypatch.setattr(registry, "make_flags", lambda count, device: None)  # a CUDA build without a driver makes none
+    monkeypatch.setattr(registry, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
+    monkeypatch.setattr(registry, "StagingRing", lambda slots, size, device: StagingRing(slots, size, cpu))
+    monkeypatch.setattr(DeviceState, "allocate", lambda plan, device: allocate(plan, cpu))
+    listener = Listener()
+    device = torch.device("cuda")
+    engine = weakref.ref(listener)
+    options = Options(**OFFLOAD_ALL)
+    found = registry.ParamRegistry([{}, {}], options, device, Recorder(cpu), engine, visible_gradients=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for group in (0, 1):
+            named = [(f"{group}.{name}", param) for name, param in mlp().named_parameters()]
+            found.add([named], group)
+    assert len(calls) == 2
+    assert [each.category for each in caught] == [RuntimeWarning]
+    message = str(caught[0].message)
+    assert "slower, and the training thread waits" in message
+    assert "ulimit -l" in message
+    assert len(found.offloaded) == 6  # everything works on unpinned memory
+    found.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_every_arena_is_touched_by_the_workers_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    touch = HostState.touch
+    seen: list[set[int]] = []
+
+    def watched(host: HostState, worker: int) -> None:
+        assert not host.state().master.is_pinned()
+        seen.append(os.sched_getaffinity(0))
+        touch(host, worker)
+
+    monkeypatch.setattr(HostState, "touch", watched)
+    optimizer = optimizer_on(mlp().cuda())
+    engine = optimizer.engine
+    assert {core for mask in seen for core in mask} == set(engine.worker_cores)
+    assert all(offloaded.host.state().master.is_pinned() for offloaded in engine.offloaded.values())
+    optimizer.close()

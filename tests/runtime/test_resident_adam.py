@@ -1,0 +1,190 @@
+"""ResidentAdam against torch.optim.AdamW: bit for bit in fp32, and over fp32 masters for low-precision weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device import resident_adam
+from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+SHAPES = [(33, 17), (64,), (3, 2, 5, 5), ()]
+SLOT = StepCoefficients(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, grad_scale=1.0)
+EPS = 1e-6
+
+
+def parameters(dtype: torch.dtype, device: str = "cpu") -> list[Parameter]:
+    return [Parameter(torch.randn(shape, device=device).to(dtype)) for shape in SHAPES]
+
+
+def peer(params: list[Parameter]) -> torch.optim.AdamW:
+    copies = [Parameter(param.detach().float()) for param in params]
+    return torch.optim.AdamW(copies, lr=1e-2, betas=(0.8, 0.95), eps=EPS, weight_decay=0.1, fused=True)
+
+
+def peer_params(optimizer: torch.optim.AdamW) -> list[Parameter]:
+    params: list[Parameter] = optimizer.param_groups[0]["params"]
+    return params
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp32_is_adamw_bit_for_bit_and_skipped_parameters_keep_their_count(device: str) -> None:
+    params = parameters(torch.float32, device)
+    theirs = peer(params)
+    ours = ResidentAdam()
+    for step in range(10):
+        # The second parameter gets a gradient in every third step only.
+        present = [i for i in range(len(params)) if i != 1 or step % 3 == 2]
+        grads = [torch.randn_like(params[i]) for i in present]
+        theirs.param_groups[0]["lr"] = lr = 1e-2 / (step + 1)
+        theirs.zero_grad()
+        for i, grad in zip(present, grads, strict=True):
+            peer_params(theirs)[i].grad = grad.clone()
+        theirs.step()
+        ours.update([params[i] for i in present], grads, SLOT._replace(lr=lr), eps=EPS)
+    assert [int(ours.states[param].step) for param in params] == [10, 3, 10, 10]
+    for mine, other in zip(params, peer_params(theirs), strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(ours.states[mine].exp_avg, theirs.state[other]["exp_avg"])
+        assert torch.equal(ours.states[mine].exp_avg_sq, theirs.state[other]["exp_avg_sq"])
+        assert ours.states[mine].master is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_the_cast_of_fp32_adamw(dtype: torch.dtype, device: str) -> None:
+    params = parameters(dtype, device)
+    theirs = peer(params)
+    ours = ResidentAdam()
+    for _ in range(10):
+        grads = [torch.randn_like(param) for param in params]
+        for other, grad in zip(peer_params(theirs), grads, strict=True):
+            other.grad = grad.float()
+        theirs.step()
+        ours.update(params, grads, SLOT, eps=EPS)
+    for mine, other in zip(params, peer_params(theirs), strict=True):
+        master = ours.states[mine].master
+        assert master is not None
+        assert torch.equal(master, other)
+        assert torch.equal(mine, other.to(dtype))
+
+
+def test_scaled_gradients_are_not_written_and_count_as_if_scaled_before() -> None:
+    params = parameters(torch.float32)
+    twins = [Parameter(param.detach().clone()) for param in params]
+    grads = [torch.randn_like(param) for param in params]
+    before = [grad.clone() for grad in grads]
+    ResidentAdam().update(params, grads, SLOT._replace(grad_scale=0.3), eps=EPS)
+    ResidentAdam().update(twins, [grad * 0.3 for grad in grads], SLOT, eps=EPS)
+    assert all(torch.equal(grad, kept) for grad, kept in zip(grads, before, strict=True))
+    assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
+
+
+def test_dtypes_mix_and_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(torch.float32) + parameters(torch.bfloat16) + parameters(torch.float64)
+    twins = [Parameter(param.detach().clone()) for param in params]
+    grads = [torch.randn_like(param) for param in params]
+    slot = SLOT._replace(grad_scale=0.5)
+    ResidentAdam().update(params, grads, slot, eps=EPS)
+    monkeypatch.setattr(resident_adam, "_SCRATCH_ELEMENTS", 100)
+    ResidentAdam().update(twins, grads, slot, eps=EPS)
+    assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "with_holes", "expanded_gradient"])
+def test_memory_layout_does_not_matter(layout: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(6, 4, 3, 3).to(dtype)
+    gradient = torch.randn(6, 4, 3, 3).to(dtype)
+    plain = Parameter(weight.clone())
+    pair = torch.stack([weight, weight], dim=-1)
+    match layout:
+        case "channels_last":
+            mine = Parameter(weight.to(memory_format=torch.channels_last))
+        case "transposed":
+            mine = Parameter(weight.transpose(0, 1).contiguous().transpose(0, 1))
+        case "with_holes":
+            mine = Parameter(pair[..., 0])
+        case _:
+            mine, gradient = Parameter(weight.clone()), gradient[:1].expand_as(weight)
+    optimizers = ResidentAdam(), ResidentAdam()
+    for _ in range(3):
+        for optimizer, param, grad in zip(optimizers, (mine, plain), (gradient, gradient.contiguous()), strict=True):
+            optimizer.update([param], [grad], SLOT, eps=EPS)
+    torch.testing.assert_close(mine, plain, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-6)
+    assert torch.equal(pair[..., 1], weight)
+
+
+def test_a_write_by_somebody_else_reseeds_the_master_where_it_differs() -> None:
+    param = Parameter(torch.randn(64).bfloat16())
+    optimizer = ResidentAdam()
+    optimizer.update([param], [torch.randn(64).bfloat16()], SLOT, eps=EPS)
+    master = optimizer.states[param].master
+    assert master is not None
+    before = master.clone()
+    with torch.no_grad():
+        param[:10] = 3.0
+    optimizer.update([param], [torch.zeros(64, dtype=torch.bfloat16)], SLOT._replace(lr=0.0), eps=EPS)
+    assert torch.equal(master[:10], torch.full((10,), 3.0))
+    assert torch.equal(master[10:], before[10:])
+    assert not torch.equal(master[10:], param[10:].float())
+
+
+def test_every_update_shows_in_the_version_counter() -> None:
+    param = Parameter(torch.ones(3))
+    loss = (param * param).sum()
+    ResidentAdam().update([param], [torch.ones(3)], SLOT, eps=EPS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    def gradients() -> list[list[Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        return [[torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES] for _ in range(6)]
+
+    params = parameters(dtype)
+    whole = ResidentAdam()
+    for grads in gradients()[:3]:
+        whole.update(params, grads, SLOT, eps=EPS)
+    copies = [Parameter(param.detach().clone()) for param in params]
+    resumed = ResidentAdam()
+    for param, copy in zip(params, copies, strict=True):
+        state = whole.states[param]
+        saved = [None if tensor is None else tensor.clone() for tensor in (state.exp_avg, state.exp_avg_sq)]
+        assert saved[0] is not None
+        assert saved[1] is not None
+        master = None if state.master is None else state.master.clone()
+        resumed.load(copy, ResidentState(saved[0], saved[1], state.step.clone(), master))
+    for grads in gradients()[3:]:
+        whole.update(params, grads, SLOT, eps=EPS)
+        resumed.update(copies, grads, SLOT, eps=EPS)
+    assert all(torch.equal(param, copy) for param, copy in zip(params, copies, strict=True))
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    param = Parameter(torch.zeros(3))
+    optimizer = ResidentAdam()
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.load(param, ResidentState.zeros_like(Parameter(torch.zeros(4))))
+    with pytest.raises(ValueError, match="must not have a master"):
+        optimizer.load(param, ResidentState.zeros_like(Parameter(torch.zeros(3).bfloat16())))
+    assert not optimizer.states
+
+
+def test_state_bytes_are_counted() -> None:
+    params = [Parameter(torch.zeros(10)), Parameter(torch.zeros(10).bfloat16())]
+    optimizer = ResidentAdam()
+    optimizer.update(params, [torch.zeros_like(param) for param in params], SLOT, eps=EPS)
+    assert optimizer.nbytes == (2 * 40 + 4) + (3 * 40 + 4)

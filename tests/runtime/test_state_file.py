@@ -1,0 +1,162 @@
+"""Files of state: whole blocks come back, one run per directory, and what a dead run left goes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.nvme import directory_lock, state_file
+from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory, memory_of, whole_pages
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import os, sys, time
+from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
+directory = ScratchDirectory(sys.argv[1])
+directory.create(8192, {})
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def pages(count: int) -> tuple[HostArena, torch.Tensor]:
+    arena = HostArena(count * PAGE_BYTES)
+    return arena, arena.take((count * PAGE_BYTES,), torch.uint8)
+
+
+def refused(call: str, code: int) -> Any:
+    def raise_it(*args: Any, **keywords: Any) -> Any:
+        raise OSError(code, f"{os.strerror(code)} in {call}")
+
+    return raise_it
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_come_back_as_they_were(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through calls that move less than they were asked to, too."""
+    if not direct:
+        monkeypatch.setattr(state_file, "_open_direct", lambda path, header: None)
+    monkeypatch.setattr(state_file, "PIECE_BYTES", 2 * PAGE_BYTES)
+    directory = ScratchDirectory(tmp_path)
+    file = directory.create(8 * PAGE_BYTES, {})
+    if direct and not file.direct:
+        pytest.skip("no direct I/O on the file system of temporary files")
+    _arena, memory = pages(5)
+    memory.copy_(torch.randint(0, 256, (5 * PAGE_BYTES,), dtype=torch.uint8))
+    expected = memory.clone()
+    for name in ("preadv", "pwritev"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda fd, views, at, whole=whole: whole(fd, [views[0][:PAGE_BYTES]], at))
+    written = file.write(3 * PAGE_BYTES, memory_of(memory))
+    memory.zero_()
+    assert file.read(3 * PAGE_BYTES, memory_of(memory)) == written
+    assert torch.equal(memory, expected)
+    assert file.path.stat().st_size == 9 * PAGE_BYTES
+    file.read(0, memory_of(memory))
+    assert not memory[: 3 * PAGE_BYTES].any()
+    assert torch.equal(memory[3 * PAGE_BYTES :], expected[: 2 * PAGE_BYTES])
+    directory.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
+    directory = ScratchDirectory(tmp_path)
+    file = directory.create(4 * PAGE_BYTES, {})
+    os.truncate(file.path, 3 * PAGE_BYTES)
+    _arena, memory = pages(4)
+    with pytest.raises(OSError, match="ends before"):
+        file.read(0, memory_of(memory))
+    directory.close()
+
+
+@pytest.mark.parametrize(("size", "rounded"), [(0, 0), (1, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES), (4097, 8192)])
+def test_sizes_are_whole_pages(size: int, rounded: int) -> None:
+    assert whole_pages(size) == rounded
+
+
+def test_a_second_optimizer_of_this_process_is_refused(tmp_path: Path) -> None:
+    first = ScratchDirectory(tmp_path)
+    with pytest.raises(ValueError, match=rf"nvme_path.*in use.*{os.getpid()} \(this one\)"):
+        ScratchDirectory(tmp_path)
+    first.close()
+    ScratchDirectory(tmp_path).close()
+
+
+def test_another_run_is_refused_while_it_lives_and_its_files_go_when_it_is_dead(tmp_path: Path) -> None:
+    theirs = tmp_path / "zenflow-notes.state"
+    theirs.write_text("not ours")
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        with pytest.raises(ValueError, match=f"nvme_path.*process {pid};"):
+            ScratchDirectory(tmp_path)
+        left = tmp_path / f"zenflow-{pid}-0.state"
+        assert left.read_bytes()[: len(MAGIC)] == MAGIC
+        process.send_signal(signal.SIGKILL)
+    directory = ScratchDirectory(tmp_path)
+    assert not left.exists()
+    directory.close()
+    assert list(tmp_path.iterdir()) == [theirs]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_cannot_be_written_to_is_refused(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", refused("open", code))
+    with pytest.raises(ValueError, match=r"nvme_path=.*cannot be used.*; name a directory"):
+        ScratchDirectory(tmp_path)
+
+
+def test_a_disk_without_space_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = ScratchDirectory(tmp_path)
+    stats = os.statvfs(tmp_path)
+    with pytest.raises(ValueError, match=r"nvme_path=.*too little space.*; free some"):
+        directory.create(stats.f_blocks * stats.f_frsize, {})
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        monkeypatch.setattr(os, "posix_fallocate", refused("posix_fallocate", code))
+        with pytest.raises(ValueError, match=r"nvme_path=.*too little space"):
+            directory.create(PAGE_BYTES, {})
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    directory.close()
+
+
+def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removes it when it closes, perhaps between another's opening and locking it."""
+    lock, calls = directory_lock._try_lock, [0]
+
+    def removed_meanwhile(file: int) -> bool:
+        calls[0] += 1
+        if calls[0] == 1:
+            (tmp_path / "zenflow.lock").unlink()
+        return lock(file)
+
+    monkeypatch.setattr(directory_lock, "_try_lock", removed_meanwhile)
+    first = ScratchDirectory(tmp_path)
+    assert calls[0] == 2
+    with pytest.raises(ValueError, match="in use"):
+        ScratchDirectory(tmp_path)
+    first.close()
+
+
+def test_a_relative_path_outlives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swap").mkdir()
+    monkeypatch.chdir(tmp_path)
+    directory = ScratchDirectory("swap")
+    directory.create(PAGE_BYTES, {})
+    monkeypatch.chdir("/")
+    directory.create(PAGE_BYTES, {})
+    assert len(list((tmp_path / "swap").iterdir())) == 3
+    directory.close()
+    assert not list((tmp_path / "swap").iterdir())

@@ -1,0 +1,410 @@
+"""State streamed through the device: equal to residents bit for bit, in full duplex, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.planning.plan import STREAM_BUFFERS
+from zenflow_compile.runtime.device import streamed_adam
+from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.device.streamed_adam import StreamedAdam
+from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.timeline.events import D2H, H2D, Event, Timeline
+
+pytestmark = pytest.mark.timeout(120)
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+RESIDENT = {"policy": "resident"}
+ALL = {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1}
+SECOND = {**ALL, "update_stride": 2}
+
+
+def chain(dtype: torch.dtype, layers: int = 8) -> nn.Module:
+    """The same weights at every call: the first layer reads the data, all others are equal."""
+    torch.manual_seed(1)
+    hidden = [nn.Linear(32, 32, bias=False) for _ in range(layers - 1)]
+    return nn.Sequential(nn.Linear(16, 32, bias=False), *hidden, nn.Linear(32, 10, bias=False)).to(dtype)
+
+
+def recorded(training: Training, begin: int, end: int) -> list[Event]:
+    """What crossed as state in these steps, flushes of the last one included."""
+    training.optimizer.synchronize()  # or the last flush of the step before is recorded, too
+    training.optimizer.engine.timeline = timeline = Timeline()
+    training.run(begin, end)
+    training.optimizer.synchronize()
+    training.optimizer.engine.timeline = None
+    return sorted((event for event in timeline.events() if event.kind == "state"), key=lambda event: event.start_ns)
+
+
+def on(lane: str, events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.lane == lane]
+
+
+# Numbers.
+
+
+@DTYPES
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("sub_group_size", [1, 1500, 10**8])
+def test_streamed_state_is_resident_state_bit_for_bit(
+    dtype: torch.dtype, entry: dict[str, Any] | None, sub_group_size: int
+) -> None:
+    expected = Training(entry, RESIDENT, dtype).run(0, 8)
+    streamed = Training(entry, {**ALL, "sub_group_size": sub_group_size}, dtype).run(0, 8)
+    assert len(streamed.optimizer.engine.registry.interleaved.params) == 3
+    assert_same(streamed.weights(), expected.weights())
+    states = streamed.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"]
+    assert states[0].keys() == states[1].keys()
+    for index, entry_state in states[0].items():
+        assert entry_state.keys() == states[1][index].keys()
+        for name, value in entry_state.items():
+            assert torch.equal(value, states[1][index][name]) or name in ("plan", "chosen")
+
+
+def test_a_parameter_without_a_gradient_keeps_its_count_and_its_moments() -> None:
+    runs = []
+    for options in (RESIDENT, {**ALL, "sub_group_size": 1500}):  # two parameters in the first subgroup
+        training = Training(None, options)
+        for step in range(9):
+            training.backward(step)
+            if step % 3:
+                training.model[0].weight.grad = None
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        runs.append(training)
+    assert_same(runs[1].weights(), runs[0].weights())
+    assert [runs[1].optimizer.state_dict()["state"][index]["step"] for index in (0, 2)] == [3.0, 9.0]
+
+
+def test_subgroups_that_come_back_take_the_place_of_what_was_prefetched() -> None:
+    runs = []
+    for options in (RESIDENT, ALL):  # more subgroups than buffers
+        training = Training(None, options, build=chain)
+        for step in range(6):
+            training.backward(step)
+            if step % 2:
+                training.model[0].weight.grad = training.model[1].weight.grad = None
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        runs.append(training)
+    assert_same(runs[1].weights(), runs[0].weights())
+
+
+def test_groups_with_their_own_rates_share_a_subgroup() -> None:
+    weights = []
+    for options in (RESIDENT, {**ALL, "sub_group_size": 10**8}):
+        params = [nn.Parameter(torch.full((16, 16), value)) for value in (1.0, 2.0, 3.0)]
+        groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:]}]
+        optimizer = ZenFlowAdamW(groups, **{**ADAM, **OFFLOAD_ALL, **options})
+        assert {param.subgroup for param in optimizer.engine.plan.params} == {None if options is RESIDENT else 0}
+        for step in range(5):
+            optimizer.param_groups[1]["lr"] = 1e-2 / (1 + step)
+            for param in params:
+                param.grad = param.detach().cos() + step
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([param.detach().clone() for param in params])
+        optimizer.close()
+    assert_same(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_clipping_and_skipped_steps_equal_residents(entry: dict[str, Any] | None) -> None:
+    weights = []
+    for options in (RESIDENT, ALL, {**ALL, "max_grad_norm": 0.05}, {**RESIDENT, "max_grad_norm": 0.05}):
+        training = Training(entry, options)
+        optimizer = training.optimizer
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+        for step in range(8):
+            scaler.scale(training.loss(step) * (torch.inf if step in (2, 3) else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            if "max_grad_norm" not in options:
+                assert not float(torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)) <= 0.05
+            before = training.weights_as_they_are()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(map(torch.equal, training.weights(), before)) == (step in (2, 3))
+            optimizer.zero_grad()
+        assert optimizer.state_dict()["state"][0]["step"] == 6.0
+        weights.append(training.weights())
+    assert_same(weights[1], weights[0])
+    assert_same(weights[2], weights[3])
+    assert not torch.equal(weights[0][0], weights[2][0])
+
+
+@DTYPES
+def test_weights_that_somebody_wrote_count(dtype: torch.dtype) -> None:
+    weights = []
+    for options in (RESIDENT, ALL):
+        training = Training(EAGER_BACKEND, options, dtype).run(0, 3)
+        with torch.no_grad():
+            training.model[2].weight.fill_(0.5)
+        weights.append(training.run(3, 6).weights())
+    assert_same(weights[1], weights[0])
+
+
+def test_parameters_that_come_later_get_subgroups_of_their_own() -> None:
+    weights = []
+    for options in (RESIDENT, ALL):
+        training = Training(None, options).run(0, 3)
+        training.backward(3)  # what is prefetched by now is of the old buffers
+        late = nn.Parameter(torch.linspace(-1, 1, 64 * 64).view(64, 64))  # larger than all before it
+        training.optimizer.add_param_group({"params": [("late", late)]})
+        for step in range(4, 8):
+            late.grad = late.detach().cos()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.backward(step)
+        weights.append([*training.weights(), late.detach().clone()])
+        subgroups = [param.subgroup for param in training.optimizer.engine.plan.params if param.interleaved]
+        assert len(set(subgroups)) == len(subgroups)
+        training.optimizer.close()
+    assert subgroups == [0, 1, 2, 3]
+    assert_same(weights[1], weights[0])
+
+
+# Traffic, memory and order.
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize(("stride", "streamed"), [(1, 9), (2, 4), (3, 3)])
+def test_all_state_of_every_kth_subgroup_crosses_once_each_way(
+    entry: dict[str, Any] | None, stride: int, streamed: int
+) -> None:
+    training = Training(entry, {**ALL, "update_stride": stride}, torch.bfloat16, chain).run(0, 2)
+    state = sum(param.whole_state_bytes for param in training.optimizer.engine.plan.params if param.interleaved)
+    ahead = len(training.optimizer.engine.registry.interleaved._loaded)
+    events = recorded(training, 2, 6)
+    ahead_after = len(training.optimizer.engine.registry.interleaved._loaded)
+    assert ahead == ahead_after  # what was there before the first of these steps is there again after the last
+    for lane in (D2H, H2D):
+        assert len(on(lane, events)) == 4 * streamed
+        assert sum(event.bytes for event in on(lane, events)) == 4 * state
+    names = [event.param for event in on(D2H, events)]
+    assert names == sorted(names)[::4] * 4  # subgroup by subgroup, in their order
+    assert set(names) == {f"subgroup {number}" for number in range(stride - 1, 9, stride)}
+    training.optimizer.close()
+
+
+def test_device_memory_is_three_buffers_whatever_the_number_of_subgroups() -> None:
+    sizes = set()
+    for layers in (4, 12):
+        training = Training(None, ALL, build=lambda dtype, layers=layers: chain(dtype, layers)).run(0, 2)
+        largest = max(param.whole_state_bytes for param in training.optimizer.engine.plan.params)
+        steps = 4 * (layers + 1)
+        sizes.add(training.optimizer.device_bytes - steps)
+        assert training.optimizer.device_bytes == STREAM_BUFFERS * largest + steps
+        assert training.optimizer.host_bytes == training.optimizer.engine.plan.host_bytes
+    assert len(sizes) == 1
+    one = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 1)
+    assert len(one.optimizer.engine.registry.interleaved._buffers) == 1
+
+
+def test_a_buffer_takes_part_in_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And state is not read from the host before its flush is over."""
+    busy: list[tuple[int, int]] = []
+    lock = threading.Lock()
+    copy = copy_lanes.copy_without_gil
+    together = 0
+
+    def watched(target: Tensor, source: Tensor) -> None:
+        nonlocal together
+        spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (target, source)]
+        with lock:
+            assert not any(a < d and c < b for a, b in spans for c, d in busy), "two copies of one memory at once"
+            busy.extend(spans)
+            together = max(together, len(busy) // 2)
+        threading.Event().wait(0.002)
+        copy(target, source)
+        with lock:
+            for span in spans:
+                busy.remove(span)
+
+    expected = Training(None, RESIDENT, build=chain).run(0, 5).weights()
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", watched)
+    assert_same(Training(None, ALL, build=chain).run(0, 5).weights(), expected)
+    assert together == 2
+
+
+def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ends before the other has begun, so a runtime that serialised them would wait for ever."""
+    training = Training(None, ALL, build=chain).run(0, 2)
+    training.optimizer.synchronize()
+    copy = copy_lanes.copy_without_gil
+    began = {"zenflow-D2H": 0, "zenflow-H2D": 0}
+    changed = threading.Condition()
+
+    def meeting(target: Tensor, source: Tensor) -> None:
+        lane = threading.current_thread().name
+        with changed:
+            began[lane] += 1
+            changed.notify_all()
+            # The second flush meets the copy behind the first one: into the first buffer that came free.
+            if lane == "zenflow-D2H" and began[lane] == 2:
+                assert changed.wait_for(lambda: began["zenflow-H2D"] >= 1, timeout=30), "not in full duplex"
+            if lane == "zenflow-H2D" and began[lane] == 1:
+                assert changed.wait_for(lambda: began["zenflow-D2H"] >= 2, timeout=30), "not in full duplex"
+        copy(target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_lanes, "copy_without_gil", meeting)
+        assert len(training.optimizer.engine.registry.interleaved._loaded) == STREAM_BUFFERS  # prefetched before that
+        training.step(2)
+        training.optimizer.synchronize()
+    assert began["zenflow-D2H"] == 9
+    training.optimizer.close()
+
+
+def test_a_step_does_not_wait_for_its_last_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next forward: they are held until its loss is there."""
+    training = Training(None, ALL, build=chain).run(0, 2)
+    training.optimizer.synchronize()
+    copy, flushed, passed = copy_lanes.copy_without_gil, [0], threading.Event()
+
+    def held(target: Tensor, source: Tensor) -> None:
+        if threading.current_thread().name == "zenflow-D2H":
+            flushed[0] += 1
+            if flushed[0] > 9 - STREAM_BUFFERS:
+                assert passed.wait(30), "somebody waits for a flush"
+        copy(target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_lanes, "copy_without_gil", held)
+        training.step(2)
+        training.loss(3)
+        passed.set()
+        training.optimizer.synchronize()
+    assert_same(training.weights(), Training(None, RESIDENT, build=chain).run(0, 3).weights())
+    training.optimizer.close()
+
+
+def test_masters_are_compared_with_weights_only_where_somebody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    reseed, calls = ResidentState.reseed_master, []
+    monkeypatch.setattr(ResidentState, "reseed_master", lambda *args: (calls.append(1), reseed(*args)))
+    training = Training(None, ALL, torch.bfloat16).run(0, 4)
+    assert len(calls) == 3  # once each, for the masters' first values
+    with torch.no_grad():
+        training.model[2].weight.fill_(0.5)
+    training.run(4, 6)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(("options", "entry"), [(ALL, None), (ALL, EAGER_BACKEND), (SECOND, EAGER_BACKEND)])
+def test_the_first_subgroups_come_in_before_their_gradients(
+    options: dict[str, Any], entry: dict[str, Any] | None
+) -> None:
+    training = Training(entry, options, build=chain).run(0, 2)
+    streamed = training.optimizer.engine.registry.interleaved
+    seen: list[int] = []
+    loss = training.loss(2)
+    for each in streamed.params.values():
+        each.param.register_hook(lambda grad: seen.append(len(streamed._loaded)))
+    loss.backward()
+    assert seen
+    assert set(seen) == {STREAM_BUFFERS}
+    training.optimizer.close()
+
+
+def test_the_host_starts_first_and_residents_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            calls.append(name)
+            return function(*args, **keywords)
+
+        return call
+
+    training = Training(EAGER_BACKEND, {**SECOND, "ratio": 0.8}, build=chain).run(0, 2)
+    monkeypatch.setattr(WorkerPool, "submit", noted("host", WorkerPool.submit))
+    monkeypatch.setattr(StreamedAdam, "_update", noted("streamed", StreamedAdam._update))
+    monkeypatch.setattr(ResidentAdam, "update", noted("resident", ResidentAdam.update))
+    training.step(2)
+    assert list(dict.fromkeys(calls)) == ["host", "streamed", "resident"]
+    assert calls == sorted(calls, key=["host", "streamed", "resident"].index)
+    training.optimizer.close()
+
+
+def test_a_subgroup_that_never_gets_a_gradient_does_not_cross() -> None:
+    training = Training(None, ALL, build=chain)
+    unused = nn.Parameter(torch.ones(64, 64))
+    training.optimizer.add_param_group({"params": [("unused", unused)]})
+    training.run(0, 2)
+    events = recorded(training, 2, 5)
+    assert {event.param for event in events} == {f"subgroup {number}" for number in range(9)}
+    assert training.optimizer.state_dict()["state"][9]["step"] == 0.0
+    assert torch.equal(unused, torch.ones(64, 64))
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("calls", range(0, 14, 2))
+def test_a_failed_copy_surfaces_and_the_saved_state_continues(
+    entry: dict[str, Any] | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(entry, ALL, torch.bfloat16, chain).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 6).weights()
+    training.load(saved)
+    copy, left = copy_lanes.copy_without_gil, [calls]
+
+    def broken(target: Tensor, source: Tensor) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError("on purpose")
+        copy(target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_lanes, "copy_without_gil", broken)
+        with pytest.raises(RuntimeError) as caught:  # noqa: PT012
+            training.run(3, 6)
+            training.optimizer.synchronize()
+    error: BaseException = caught.value
+    while error.__cause__ is not None:
+        error = error.__cause__
+    assert isinstance(error, OSError)
+    with pytest.raises(RuntimeError):
+        training.step(6)
+    training.optimizer.zero_grad()
+    assert_same(training.load(saved).run(3, 6).weights(), expected)
+    training.optimizer.close()
+
+
+def test_a_failed_flush_is_raised_by_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 2)
+    training.optimizer.synchronize()
+
+    def broken(target: Tensor, source: Tensor) -> None:
+        if threading.current_thread().name == "zenflow-D2H":
+            raise OSError("on purpose")
+
+    monkeypatch.setattr(copy_lanes, "copy_without_gil", broken)
+    training.step(2)
+    with pytest.raises(copy_lanes.CopyError):
+        training.optimizer.close()
+    training.optimizer.close()
+
+
+def test_buffers_that_the_device_has_no_room_for_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(None, ALL).run(0, 2)
+    twin = Training(None, ALL).run(0, 2)
+
+    def no_room(*args: Any, **keywords: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed_adam, "Buffer", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(64, 64)))]})
+    assert_same(training.run(2, 5).weights(), twin.run(2, 5).weights())

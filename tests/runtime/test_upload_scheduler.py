@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
+
+
+def landing_of(params: int) -> tuple[UploadScheduler, dict[int, Any]]:
+    offloaded = {p: SimpleNamespace(deadline=p) for p in range(params)}
+    return UploadScheduler(SimpleNamespace(offloaded=offloaded), Recorder(torch.device("cpu"))), offloaded  # type: ignore[arg-type]
+
+
+def order(offloaded: dict[int, Any]) -> list[int]:
+    return sorted(offloaded, key=lambda p: offloaded[p].deadline)
+
+
+def test_graphs_of_a_broken_model_keep_the_order_in_which_they_come() -> None:
+    landing, offloaded = landing_of(6)
+    landing.declare_order([1, 0, 2])
+    landing.declare_order([4, 3, 5])
+    assert order(offloaded) == [1, 0, 2, 4, 3, 5]
+
+
+def test_a_graph_that_was_compiled_again_keeps_its_place() -> None:
+    landing, offloaded = landing_of(6)
+    landing.declare_order([0, 1, 2])
+    landing.declare_order([3, 4, 5])
+    landing.declare_order([2, 0, 1])
+    assert order(offloaded) == [2, 0, 1, 3, 4, 5]
+    landing.declare_order([5, 4, 3])
+    assert order(offloaded) == [2, 0, 1, 5, 4, 3]

@@ -1,0 +1,281 @@
+"""``zenflow-compile doctor``: what this machine has and what it reaches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from zenflow_compile.measure import bandwidth
+from zenflow_compile.measure.disk import DiskRates, disk_rates
+from zenflow_compile.runtime.host.arena import available_host_memory
+from zenflow_compile.runtime.host.cores import physical_cores, worker_count
+from zenflow_compile.runtime.parameters.registry import free_device_bytes
+from zenflow_compile.torch_internals import torch_private
+
+_QUICK_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine has.
+
+    Attributes:
+        nodes: physical cores that this process may use, one logical core each, by NUMA node.
+        workers: how many an optimizer would run unless options say otherwise.
+        cache_bytes: of the last level.
+        memory_bytes: that this process can still use; ``memory_limit`` says what limits it.
+        lockable_bytes: RLIMIT_MEMLOCK; None without a limit.
+        compiler: C++ compiler of the fused host kernel; None where there is none.
+        versions: of what the measurements depend on.
+    """
+
+    nodes: dict[int, list[int]]
+    workers: int
+    cache_bytes: int
+    memory_bytes: int
+    memory_limit: str
+    lockable_bytes: int | None
+    compiler: str | None
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What ``doctor`` measured; all rates per second.
+
+    Attributes:
+        kernel: the host kernel behind ``HostRates.adam``.
+        device: AdamW on a tenth of a matrix's columns; resident: on a whole parameter.
+        matmul_flops: of a large product of bf16 matrices on the device.
+        disk: None without a directory to measure.
+    """
+
+    machine: Machine
+    kernel: str
+    host: list[bandwidth.HostRates]
+    link: list[bandwidth.LinkRates]
+    device: bandwidth.DeviceRate
+    resident: bandwidth.DeviceRate
+    matmul_flops: float
+    disk: DiskRates | None
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measure and print.
+
+    Args:
+        options: what ``cli`` parsed.
+        parser: reports errors, with exit code 2.
+    """
+    cores = len(physical_cores())
+    threads = options.threads or _thread_counts(cores)
+    for count in threads:
+        if not 1 <= count <= cores:
+            parser.error(f"--threads {count} must be in [1, {cores}]: this process may use {cores} physical core(s)")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} must be at least 1")
+    available = available_host_memory()[0] // 2**20
+    if options.megabytes is not None and not 1 <= options.megabytes <= available:
+        parser.error(f"--megabytes {options.megabytes} must be in [1, {available}], the memory that is available")
+    try:
+        device = _device(options.device)
+        disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
+    except ValueError as error:
+        parser.error(str(error))
+    total_bytes = bandwidth.default_bytes() if options.megabytes is None else options.megabytes << 20
+    console = Console(stderr=options.json)  # standard output is for JSON alone
+    with console.status("Measuring; the fused host kernel may have to be compiled first"):
+        findings = measure(device, threads, total_bytes, options.rounds, disk)
+    if options.json:
+        json.dump(asdict(findings), sys.stdout, indent=2)
+        print()
+    else:
+        for table in tables(findings):
+            console.print(table)
+    return 0
+
+
+def measure(
+    device: torch.device,
+    threads: Sequence[int],
+    total_bytes: int,
+    rounds: int,
+    disk: DiskRates | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Findings:
+    """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``.
+
+    Args:
+        dtype: of the weights that the device updates whole.
+    """
+    return Findings(
+        machine=machine(device),
+        kernel=bandwidth.host_kernel().name,
+        host=[bandwidth.host_rates(count, total_bytes, rounds) for count in threads],
+        link=bandwidth.link_rates(device, min(bandwidth.default_link_bytes(), total_bytes), rounds),
+        device=bandwidth.device_rate(device, rounds),
+        resident=bandwidth.resident_rate(device, dtype, free_device_bytes(device)),
+        matmul_flops=bandwidth.matmul_flops(device, torch.bfloat16),
+        disk=disk,
+    )
+
+
+def quick_findings(nvme_path: str | None) -> dict[str, Any]:
+    """This machine with one worker and with all, as ``doctor --json`` prints it, in fewer rounds.
+
+    Raises:
+        ValueError: ``nvme_path`` cannot be used.
+    """
+    disk = None if nvme_path is None else disk_rates(nvme_path)
+    cores = len(physical_cores())
+    found = measure(_device(None), sorted({1, cores}), bandwidth.default_bytes(), _QUICK_ROUNDS, disk)
+    return asdict(found)
+
+
+def machine(device: torch.device) -> Machine:
+    """What this process sees of its machine."""
+    nodes: dict[int, list[int]] = {}
+    cores = physical_cores()
+    for core in cores:
+        nodes.setdefault(core.node, []).append(core.logical)
+    memory_bytes, memory_limit = available_host_memory()
+    return Machine(
+        nodes=nodes,
+        workers=worker_count(len(cores), workers=None, reserved_share=None),
+        cache_bytes=bandwidth.last_level_cache_bytes(),
+        memory_bytes=memory_bytes,
+        memory_limit=memory_limit,
+        lockable_bytes=_lockable_bytes(),
+        compiler=torch_private.cpp_compiler(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        versions={
+            "zenflow-compile": _version("zenflow-compile"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none",
+            "triton": _version("triton"),
+        },
+    )
+
+
+def tables(findings: Findings) -> list[Table]:
+    """The findings for a terminal."""
+    has = findings.machine
+    about = Table(title="This machine", show_header=False, box=None, title_justify="left")
+    for name, value in (
+        ("physical cores", "; ".join(f"NUMA node {node}: {_ranges(cores)}" for node, cores in has.nodes.items())),
+        ("workers", f"{has.workers} unless options say otherwise"),
+        ("last-level cache", _gib(has.cache_bytes)),
+        ("usable memory", f"{_gib(has.memory_bytes)} ({has.memory_limit})"),
+        ("lockable memory", "no limit" if has.lockable_bytes is None else f"{_gib(has.lockable_bytes)} (ulimit -l)"),
+        ("C++ compiler", has.compiler or 'none: host updates fall back to the slower "aten" kernel'),
+        ("device", has.device),
+        ("versions", ", ".join(f"{name} {number}" for name, number in has.versions.items())),
+    ):
+        about.add_row(name, value)
+    memory = _table(f"Host memory, GB/s; kernel {findings.kernel}", "bytes read and written; no write-allocate")
+    for column in ("threads", "copy_", "add_ in place", "Adam, 4 x bf16", "of copy_", "M parameters/s"):
+        memory.add_column(column, justify="right")
+    for rate in findings.host:
+        memory.add_row(
+            str(rate.threads),
+            *(_gb(value) for value in (rate.copy, rate.add, rate.adam)),
+            f"{rate.adam_to_copy:.2f}",
+            f"{rate.parameters / 1e6:.0f}",
+        )
+    on_cpu = any(rates.memory == "memmove" for rates in findings.link)
+    note = "the device is the CPU, so its copy lanes are threads" if on_cpu else ""
+    link = _table("Between device and host, GB/s", note)
+    for column in ("host memory", "D2H", "H2D"):
+        link.add_column(column, justify="left" if column == "host memory" else "right")
+    for rates in findings.link:
+        link.add_row(rates.memory, _gb(rates.to_host), _gb(rates.to_device))
+    product = f"a product of bf16 matrices reaches {findings.matmul_flops / 1e12:.3g} TFLOP/s"
+    device = _table("AdamW on the device, bf16", product)
+    for column in ("of", "M parameters/s", "GB/s"):
+        device.add_column(column, justify="left" if column == "of" else "right")
+    for name, reached in (("whole parameters", findings.resident), ("a tenth of a matrix's columns", findings.device)):
+        device.add_row(name, f"{reached.parameters / 1e6:.0f}", _gb(reached.bytes))
+    found = [about, memory, link, device]
+    if findings.disk is not None:
+        disk = _table("Disk, GB/s", "two threads, in one direction at a time, with checksums")
+        for column in ("read", "written", "GB free"):
+            disk.add_column(column, justify="right")
+        disk.add_row(*(_gb(value) for value in (findings.disk.read, findings.disk.write, findings.disk.free_bytes)))
+        found.append(disk)
+    return found
+
+
+def _table(title: str, note: str) -> Table:
+    """An empty table with a line about it under its title."""
+    return Table(title=f"{title}\n{note}" if note else title, title_justify="left", min_width=56)
+
+
+def _device(name: str | None) -> torch.device:
+    """
+    Raises:
+        ValueError: no such device here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
+        return device
+    valid = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    raise ValueError(f"--device {name} must be one of {valid}")
+
+
+def _thread_counts(cores: int) -> list[int]:
+    powers = [1 << exponent for exponent in range(cores.bit_length())]
+    return sorted({cores, *(count for count in powers if count <= cores)})
+
+
+def _lockable_bytes() -> int | None:
+    try:
+        import resource  # not on every platform
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 8`` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.1f}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

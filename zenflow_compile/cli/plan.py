@@ -1,0 +1,157 @@
+"""``zenflow-compile plan``: from arguments to a prediction, and out as tables, JSON or a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import check_positive
+from zenflow_compile.cli.doctor_hardware import hardware_of
+from zenflow_compile.cli.plan_report import print_prediction
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance import hardware as machines
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.models import flops_per_token
+from zenflow_compile.prediction.forecast import final_at_step, node_plan
+from zenflow_compile.prediction.predict import Prediction, predict, timeline
+from zenflow_compile.prediction.scenario import question
+from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+
+_KNOBS = (
+    "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm",
+    "nvme_path",
+)  # fmt: skip
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Predict and print.
+
+    Args:
+        options: what ``cli`` parsed.
+        parser: reports errors, with exit code 2, before anything is computed.
+    """
+    try:
+        prediction = _predict(options)
+    except (TypeError, ValueError, OSError) as error:
+        parser.error(str(error))
+    if options.trace is not None:
+        _write_trace(prediction, options.trace, parser)
+    if options.json:
+        json.dump(prediction.as_dict() | _explained(options, prediction), sys.stdout, indent=2)
+        print()
+        return 0
+    console = Console()
+    print_prediction(prediction, console)
+    _print_explained(_explained(options, prediction), console)
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> Prediction:
+    """
+    Raises:
+        TypeError, ValueError, OSError: an argument, or a file that it names, is not right.
+    """
+    given = {name: getattr(options, name) for name in _KNOBS if getattr(options, name) is not None}
+    Options.from_keywords(**given)  # before a machine is measured
+    asked = question(
+        _model(options),
+        _hardware(options),
+        tokens=options.tokens,
+        sequence=options.sequence,
+        dtype=options.dtype,
+        devices=options.devices,
+        policy=options.policy,
+        implicit=options.implicit,
+        recompute=options.recompute,
+        epoch_tokens=options.epoch_tokens,
+        device_bytes=options.device_bytes,
+        host_bytes=options.host_bytes,
+        **given,
+    )
+    return predict(asked)
+
+
+def _model(options: argparse.Namespace) -> str | Path | float:
+    if options.params is not None:
+        return check_positive("--params", options.params)
+    return str(options.model) if options.config is None else Path(options.config)
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    if options.doctor_json is None and options.hardware != "measured":
+        if options.flops is not None:
+            raise ValueError(
+                f"--flops={options.flops} goes with --hardware measured or --doctor-json; "
+                f"--hardware {options.hardware} has a speed of its own: leave --flops out"
+            )
+        return machines.hardware(options.hardware)
+    flops = None if options.flops is None else check_positive("--flops", options.flops)
+    findings = _measure(options.nvme_path) if options.doctor_json is None else _findings(options.doctor_json)
+    return hardware_of(findings, flops=flops, device_bytes=options.device_bytes)
+
+
+def _measure(nvme_path: str | None) -> Mapping[str, Any]:
+    from zenflow_compile.cli import doctor  # imports torch
+
+    return doctor.quick_findings(nvme_path)
+
+
+def _findings(path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--doctor-json {printable(path)} is no JSON ({error}); save the output of doctor --json"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--doctor-json {printable(path)} is no output of doctor --json; save that")
+    return found
+
+
+def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentParser) -> None:
+    chosen = Options.from_keywords(**prediction.shown.options)
+    try:
+        write_chrome_trace([timeline(prediction.question, chosen)], path)
+    except OSError as error:
+        parser.error(f"--trace {printable(path)} cannot be written: {error.strerror}; choose another place")
+
+
+def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
+    """What ``--explain`` adds: the equations, and for overlapped windows the interval from which on nothing waits."""
+    if not options.explain:
+        return {}
+    from zenflow_compile.performance import performance_model  # imports sympy
+    from zenflow_compile.performance.shares import Knobs  # likewise
+
+    asked = prediction.question
+    chosen = Options.from_keywords(**prediction.shown.options)
+    knobs = Knobs.of(
+        chosen,
+        node_plan(chosen, asked.hardware, asked.model),
+        final_at_step=final_at_step(chosen, implicit=asked.implicit),
+        recompute=asked.recompute,
+        workers=chosen.workers,
+    )
+    flops = flops_per_token(asked.model) * asked.tokens
+    explanation = performance_model.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    explained = {"explained": explanation}
+    if not knobs.windowed:
+        return explained
+    smallest = performance_model.smallest_interval(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    return explained | {"smallest_interval": smallest}
+
+
+def _print_explained(explained: Mapping[str, Any], console: Console) -> None:
+    for line in explained.get("explained", ()):
+        console.print(Text(line))
+    if "smallest_interval" in explained:
+        none = "none, since no window is long enough; raise topk_ratio, or the tokens of a step"
+        console.print(Text(f"smallest stall-free update_interval: {explained['smallest_interval'] or none}"))

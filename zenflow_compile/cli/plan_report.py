@@ -1,0 +1,122 @@
+"""A prediction for a terminal: a row per policy, what the best one needs, and the options to paste."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zenflow_compile.checks.printable import printable
+from zenflow_compile.prediction.forecast import Forecast
+from zenflow_compile.prediction.predict import Prediction
+from zenflow_compile.prediction.scenario import SOME_DISK, Scenario
+
+_NOTHING = "-"
+_WIDTH = 60  # of tables at least, so that their captions fit
+
+
+def print_prediction(prediction: Prediction, console: Console) -> None:
+    """Print all of it; widths follow ``console``."""
+    asked = prediction.question
+    console.print(printable(heading(asked)), style="bold", highlight=False)
+    if asked.note is not None:
+        console.print(Text(asked.note))
+    console.print(times(prediction.forecasts, hours=asked.epoch_tokens is not None))
+    console.print(memory(prediction.forecasts))
+    shown = prediction.shown
+    console.print(breakdown(shown, prediction))
+    if prediction.recommended is None:
+        console.print(Text(f"Nothing fits. {shown.title} comes nearest, GB it lacks: {_missing(shown)}."))
+        return
+    where = "torch.compile" if asked.implicit else "ZenFlowAdamW"
+    console.print(Text(f"Fastest that fits: {shown.title}. Options to pass to {where}:"))
+    console.print(Text(json.dumps(shown.options, indent=4)))
+    if shown.options.get("nvme_path") == SOME_DISK:
+        console.print(Text("nvme_path stands for a directory on a local disk."))
+    if prediction.exactness is not None:
+        console.print(Text(prediction.exactness))
+
+
+def heading(asked: Scenario) -> str:
+    """What is predicted, in a sentence."""
+    devices = "1 device" if asked.hardware.devices == 1 else f"{asked.hardware.devices} devices"
+    sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
+    form = "without" if asked.implicit else "with"
+    return (
+        f"{asked.model.name}, {asked.model.numel / 1e9:.2f}e9 parameters in {asked.dtype}, on {asked.hardware.name}, "
+        f"{devices}, {asked.tokens} tokens per device and step{sequences}, {form} an optimizer object"
+    )
+
+
+def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
+    """Time and traffic, a row per policy."""
+    table = Table(title="Predicted time", title_justify="left", min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy")
+    for column in ("step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in forecasts:
+        cells = [_seconds(value) for value in (each.step_s, each.stall_s, each.host_update_s)]
+        cells += [f"{each.traffic + each.state:.2f}", f"{each.tokens_per_s:.0f}"]
+        if each.hours is not None:
+            cells.append(f"{each.hours:.3g}")
+        table.add_row(each.title, *cells, style=_style(each))
+    table.caption = (
+        "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
+        "which its workers update, together, not added up. Moves: traffic in model sizes per step, streamed state "
+        "included."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def memory(forecasts: Sequence[Forecast]) -> Table:
+    """What each policy needs, and whether it is there."""
+    table = Table(title="Memory, GB", title_justify="left", min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for column in ("device", "host", "disk"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fits")
+    for each in forecasts:
+        needs = (each.needs.device, each.needs.host, each.needs.disk)
+        fits = "yes" if each.fits else f"no: {_missing(each)} missing"
+        table.add_row(each.title, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
+    table.caption = "Of one device, and of the node. Activations are an estimate."
+    table.caption_justify = "left"
+    return table
+
+
+def breakdown(each: Forecast, prediction: Prediction) -> Table:
+    """What one policy needs, item by item, beside what there is."""
+    hardware = prediction.question.hardware
+    table = Table(title=f"Memory of {each.title}, GB", title_justify="left", show_header=False, box=None)
+    places = (
+        ("device", each.needs.device, hardware.device_bytes),
+        ("host", each.needs.host, hardware.host_bytes),
+        ("disk", each.needs.disk, hardware.disk_bytes),
+    )
+    for place, items, has in places:
+        parts = ", ".join(f"{name} {_gb(size)}" for name, size in items.items() if size)
+        there = "none" if has is None else _gb(has)
+        if parts:
+            table.add_row(place, f"{_gb(sum(items.values()))} of {there}", parts)
+    return table
+
+
+def _missing(each: Forecast) -> str:
+    return ", ".join(f"{_gb(size)} on {place}" for place, size in each.shortages.items())
+
+
+def _style(each: Forecast) -> str | None:
+    return None if each.fits else "dim"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.0f} ms"
+
+
+def _gb(size: float) -> str:
+    return _NOTHING if not size else f"{size / 1e9:.1f}"

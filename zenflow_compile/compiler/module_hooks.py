@@ -1,0 +1,144 @@
+"""Hooks on modules: code that reads or loads weights outside of our graphs meets current weights.
+
+A compiled graph of ours fetches each weight before its first use. Anything else that goes through a module is served
+here: a forward that runs uncompiled, a graph of another backend, a copy, a pickle, a state dict.
+
+Hooks name their engine by number, so that modules keep no engine alive, and ``close()`` removes them. Those of copies
+stay, and do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
+from zenflow_compile.torch_internals.torch_private import skipped_by_dynamo
+
+BACKEND = "zenflow"
+
+
+class Engine(ops.EngineOps, Protocol):
+    """What hooks use of an engine."""
+
+    def apply_due(self, params: Iterable[Tensor] | None = None) -> None: ...
+    def apply_in_step(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def before_load(self) -> None: ...
+    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SynchronizeBeforeStateDict:
+    """A module's state_dict pre-hook: due updates are applied first."""
+
+    engine_id: int
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (engine := _engine(self.engine_id)) is not None:
+            engine.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyBeforeLoad:
+    """A module's load_state_dict pre-hook: due updates are applied before the weights that replace them."""
+
+    engine_id: int
+
+    def __call__(self, module: nn.Module, *loading: Any) -> None:
+        if (engine := _engine(self.engine_id)) is not None:
+            engine.before_load()
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyBeforeForward:
+    """A module's forward pre-hook: due updates are applied before uncompiled code reads the module's weights.
+
+    Copying and pickling a module copies and pickles its hooks, too: that is where copies get current weights.
+
+    Attributes:
+        engine_id: None in copies, whose parameters no engine owns.
+    """
+
+    engine_id: int | None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # Nothing of this gets into the graph. A graph of ours fetches. Dynamo runs ``_traced`` while it traces.
+            private.while_tracing(_traced)
+            return
+        _apply_before_forward(self.engine_id, module, private.get_eval_frame_callback())
+
+    def __reduce__(self) -> tuple[type[ApplyBeforeForward], tuple[None]]:
+        """What ``copy.deepcopy``, ``pickle`` and ``torch.save`` call. See [Note: hooks before weights]."""
+        if (engine := _engine(self.engine_id)) is not None:
+            engine.apply_due()
+        return ApplyBeforeForward, (None,)
+
+
+# Where eager code calls it, Dynamo would compile it on its own, with guards and a limit of recompilations.
+private.skip_frame(ApplyBeforeForward.__call__)
+
+
+@skipped_by_dynamo
+def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: Any) -> None:
+    """A forward of ``module`` begins outside of graphs, while Dynamo has ``callback`` for Python frames."""
+    if (engine := _engine(engine_id)) is None:
+        return
+    if private.backend_of(callback) == BACKEND:
+        # The forward runs, or is part of, a graph of ours that fetches the rest later; or Dynamo has given it up.
+        engine.apply_due(module.parameters(recurse=False))
+    else:
+        engine.apply_due()
+
+
+def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
+    """Hook every module of ``roots`` that has a parameter of the engine, and the roots, which may read others'.
+
+    [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. Its
+    parameters go to the end there, so that they are copied after the hook was, which brings them up to date.
+    """
+    if (engine := _engine(engine_id)) is None:
+        return
+    reads = ApplyBeforeForward(engine_id)
+    handles: list[RemovableHandle] = []
+    for root in roots:
+        for module in root.modules():
+            if module is not root and not _holds(module, engine_id):
+                continue
+            if reads in module._forward_pre_hooks.values():
+                continue
+            handles += [
+                module.register_forward_pre_hook(reads),
+                module.register_state_dict_pre_hook(SynchronizeBeforeStateDict(engine_id)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(ApplyBeforeLoad(engine_id)),  # type: ignore[no-untyped-call]
+            ]
+            # Hazard: between the two halves the module has no parameters for a forward in another thread.
+            module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
+    if handles:
+        engine.keep_hooks(handles)
+        private.forget_graphs_of_others(BACKEND)
+
+
+def _holds(module: nn.Module, engine_id: int) -> bool:
+    owners = (ops.owner_of(param) for param in module.parameters(recurse=False))
+    return any(owner is not None and owner[0].id == engine_id for owner in owners)
+
+
+def _engine(engine_id: int | None) -> Engine | None:
+    return None if engine_id is None else cast("Engine | None", ops.find_engine(engine_id))
+
+
+def _traced(context: Any) -> None:
+    """A graph that reads the module's weights is being traced. Graphs of other backends do not fetch weights."""
+    hook, callback = private.traced_call(context)
+    if private.backend_of(callback) == BACKEND or not isinstance(hook, ApplyBeforeForward):
+        return
+    if (engine := _engine(hook.engine_id)) is not None:
+        engine.apply_in_step()

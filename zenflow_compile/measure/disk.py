@@ -1,0 +1,79 @@
+"""What the disk below a directory reaches, measured as the window of files uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+from torch import uint8
+
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.nvme.cache import THREADS_PER_DIRECTION
+from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, memory_of
+
+_PIECES = 64  # at most; and at most half of what is free, but one
+_BUDGET_S = 0.5  # each way: no further piece begins after it
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """Bytes per second read, and written: one direction at a time, checksums taken, as many threads as the window has.
+
+    Attributes:
+        free_bytes: on the file system.
+    """
+
+    read: float
+    write: float
+    free_bytes: int
+
+
+def disk_rates(directory: str) -> DiskRates:
+    """Measure, past the page cache where the file system allows it, in a second or so; nothing is left behind.
+
+    Args:
+        directory: as the option ``nvme_path`` takes it.
+
+    Raises:
+        ValueError: it cannot be used, see ``ScratchDirectory``; or a read or write failed.
+    """
+    arena = HostArena(THREADS_PER_DIRECTION * PIECE_BYTES)
+    memory = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(THREADS_PER_DIRECTION)]  # outlives the views
+    buffers = [memory_of(piece) for piece in memory]
+    scratch = ScratchDirectory(directory)
+    try:
+        free = scratch.free_bytes()
+        pieces = max(1, min(_PIECES, free // 2 // PIECE_BYTES))
+        file = scratch.create(
+            pieces * PIECE_BYTES,
+            {"holds": "nothing: a measurement"},
+            purpose="to measure its rates",
+            otherwise="leave nvme_path out, so that no state goes to files",
+        )
+        written, write_s = _move(file.write, buffers, pieces)
+        read, read_s = _move(file.read, buffers, written)
+    except OSError as error:
+        raise scratch.unusable(error) from error
+    finally:
+        scratch.close()
+    return DiskRates(read=read * PIECE_BYTES / read_s, write=written * PIECE_BYTES / write_s, free_bytes=free)
+
+
+def _move(transfer: Callable[[int, memoryview], int], buffers: list[memoryview], pieces: int) -> tuple[int, float]:
+    """Move the first ``pieces`` pieces, or as many as there is time for; returns how many, and the seconds."""
+    numbers = count()
+    begin = time.perf_counter()
+
+    def run(buffer: memoryview) -> int:
+        moved = 0
+        while (number := next(numbers)) < pieces and time.perf_counter() - begin < _BUDGET_S:
+            transfer(number * PIECE_BYTES, buffer)
+            moved += 1
+        return moved
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        moved = sum(pool.map(run, buffers))
+    return moved, time.perf_counter() - begin

@@ -1,0 +1,92 @@
+"""This machine in the numbers that the performance model needs, measured when an optimizer leaves choices to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.measure.bandwidth import matmul_flops, rates, resident_rate
+from zenflow_compile.measure.disk import disk_rates
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance.hardware import LEFT_FREE, Hardware
+from zenflow_compile.performance.workload import HOST_PASS_BYTES
+from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.planning.planners import OFFLOADABLE_DTYPES
+from zenflow_compile.runtime.host.arena import available_host_memory
+from zenflow_compile.runtime.host.cores import physical_cores
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.parameters.registry import free_device_bytes, worker_cores
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.step.min_window import host_rate
+
+
+def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
+    """This machine with one device, in about a second, with the kernels and threads that the optimizer will have.
+
+    Its numbers mean what those of ``measured.hardware_of`` mean, which has longer to measure them.
+    ``utilization`` is 1: forward and backward are taken to be as fast as a large product of matrices in the weights'
+    dtype. They are slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is what the
+    device has free, and what ``params`` take there. Where the CPU plays the device, both memories are the same one.
+
+    Args:
+        options: for workers, host kernel, window and ``nvme_path``; without a path no disk is measured.
+        params: of the optimizer, all on one device.
+
+    Raises:
+        ValueError: ``nvme_path`` cannot be used.
+    """
+    largest = max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel()))
+    dtype = largest.dtype if largest.dtype in OFFLOADABLE_DTYPES else torch.float32
+    device = largest.device
+    cores = worker_cores(options)
+    free = _unused_device_bytes(device)
+    memory = rates(device, tuple(core.logical for core in physical_cores()))
+    per_worker = _host_rate(options, dtype, device, cores) / len(cores)
+    path = options.nvme_path if options.policy == "auto" or options.in_files else None
+    disk = None if path is None else disk_rates(path)
+    return Hardware(
+        name="this machine",
+        device_flops=matmul_flops(device, dtype),
+        utilization=1.0,
+        device_bytes=free + sum(param.numel() * param.dtype.itemsize for param in params),
+        device_bandwidth=resident_rate(device, dtype, free).bytes,
+        link_to_host=memory.to_host,
+        link_to_device=memory.to_device,
+        host_bytes=available_host_memory()[0],
+        host_bandwidth=max(memory.host, per_worker * len(cores)),  # an update mostly reads, and may be ahead
+        cores=len(cores) + LEFT_FREE,
+        device_cores=torch.get_num_threads() if device.type == "cpu" else None,
+        adam_per_core=per_worker / HOST_PASS_BYTES,
+        disk_read=None if disk is None else disk.read,
+        disk_write=None if disk is None else disk.write,
+        disk_bytes=None if disk is None else disk.free_bytes,
+        sources={},
+    )
+
+
+def _unused_device_bytes(device: torch.device) -> int:
+    """What is free, and what PyTorch's allocator holds without a tensor in it."""
+    held = 0
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_device_bytes(device) + held
+
+
+def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores: Sequence[int]) -> float:
+    """Bytes of host memory per second that all workers read and write, in windows as long as the optimizer's."""
+    if options.policy == "auto":
+        options = replace(options, policy="zenflow")  # whose windows the others do not have: a pass hardly differs
+    steps = options.longest_window
+    plan = ParamPlan(
+        index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, lines=1, length=1, interval=steps
+    )
+    kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_slots=steps)
+    pool = WorkerPool(len(cores), Recorder(device), cores)
+    try:
+        return host_rate(kernel, plan, pool)
+    finally:
+        pool.close()

@@ -1,0 +1,219 @@
+"""DeepSpeed's JSON, read as keywords for ``ZenFlowAdamW``; docs/options.md says what each means here."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import unknown_option, user_stacklevel
+
+ZENFLOW_KNOBS = (
+    "topk_ratio",
+    "select_strategy",
+    "select_interval",
+    "update_interval",
+    "full_warm_up_rounds",
+    "overlap_step",
+    "offload",
+    "auto_ratio",
+    "pt_reserved_cores_perc",
+    "steps_per_epoch",
+)
+"""Names of DeepSpeed's ``zenflow`` block; here they are options of the same names."""
+
+_TAKES_AUTO = ("select_strategy", "select_interval", "update_interval")
+_ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
+_ADAM_SWITCHES = ("adam_w_mode", "bias_correction", "amsgrad", "torch_adam")
+_READ_FROM_CONFIG = ("zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps")
+_READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload", "sub_group_size")
+_READ_FROM_OFFLOAD = ("device", "pin_memory")
+_BLANK = ("auto", None)
+_PRECISIONS = {
+    "fp16": "use torch.autocast(dtype=torch.float16) with torch.amp.GradScaler, or model.half()",
+    "bf16": "use torch.autocast(dtype=torch.bfloat16), or model.bfloat16()",
+}
+_SAYS_NOTHING = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
+
+
+def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
+    """Reads a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
+
+    Read are ``zero_optimization.zenflow`` (without it, ``offload_optimizer`` on ``"cpu"`` means policy
+    zero_offload, or twinflow where its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and neither means resident;
+    with it, ``"nvme"`` means files), ``sub_group_size``, ``optimizer``, ``gradient_clipping`` and
+    ``gradient_accumulation_steps``. One warning names everything else. ``"auto"`` is a blank that another program
+    fills in, except in the three options that have an automatic mode: it is refused for ``lr``, ``betas``, ``eps`` and
+    ``weight_decay`` unless ``keywords`` has them, and left out everywhere else. Ranges are checked where the
+    keywords are used.
+
+    Args:
+        source: path of a JSON file, or the dict it would hold.
+        keywords: of ``ZenFlowAdamW``; they complete and replace those of the file.
+
+    Returns:
+        Keywords for ``ZenFlowAdamW``, ``keywords`` among them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is
+            no JSON object.
+        ValueError: not JSON, a key that an object has twice, an optimizer that is not Adam, optimizer state on a device
+            that there is not, or ``"auto"`` where nothing fills it in.
+    """
+    config, where = _load_json(source)
+    zero = _block(config, "zero_optimization", where)
+    zenflow = _block(zero, "zenflow", where)
+    offload = _block(zero, "offload_optimizer", where)
+    found = _read_offload(zero, offload, where)
+    for name, value in zenflow.items():
+        if name not in ZENFLOW_KNOBS:
+            raise unknown_option(name, ZENFLOW_KNOBS, where=f" in the zenflow block of {where}")
+        if value != "auto" or name in _TAKES_AUTO:
+            found[name] = value
+    ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
+    ignored += [
+        f"zero_optimization.offload_optimizer.{name}"
+        for name, value in offload.items()
+        if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _SAYS_NOTHING.get(name, ())
+    ]
+    if config.get("optimizer") is not None:
+        found.update(_read_adam(_block(config, "optimizer", where), where, ignored, keywords))
+    # DeepSpeed writes "no clipping" as 0.
+    if (clipping := config.get("gradient_clipping")) not in (*_BLANK, 0):
+        found["max_grad_norm"] = clipping
+    if (backwards := config.get("gradient_accumulation_steps")) not in _BLANK:
+        found["gradient_accumulation_steps"] = backwards
+    sentences = []
+    if clipping == "auto" and "max_grad_norm" not in keywords:
+        sentences.append('gradient_clipping is "auto" and nothing filled it in: gradients are not clipped unless '
+                         "max_grad_norm is passed")  # fmt: skip
+    for name, value in config.items():
+        enabled = value.get("enabled") if isinstance(value, Mapping) else None
+        if name in _READ_FROM_CONFIG or enabled is False:
+            continue
+        if name == "scheduler" and value is not None:
+            sentences.append(
+                "scheduler is not read: the learning rate stays as it is, unless a scheduler of "
+                "torch.optim.lr_scheduler changes it"
+            )
+        elif name in _PRECISIONS and enabled is True:
+            sentences.append(f"{name} is not read: weights and activations keep the model's dtype; {_PRECISIONS[name]}")
+        else:
+            ignored.append(name)
+    if ignored:
+        named = ", ".join(map(printable, ignored))
+        sentences.append(f"ignored, since they have no effect here: {named}")
+    if sentences:
+        warnings.warn(f"{where}: {'. '.join(sentences)}", stacklevel=user_stacklevel())
+    return found | keywords
+
+
+def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Policy, and what says where its state is, under the block's names where they are ours, too."""
+    device = offload.get("device", "cpu" if zero.get("cpu_offload") is True else "none")
+    if device not in ("cpu", "nvme", "none", None):
+        raise ValueError(
+            f"offload_optimizer.device={device!r} in {where} is not supported in this version; "
+            'use "cpu" (host memory), "nvme" (files) or "none" (state stays on the device)'
+        )
+    found: dict[str, Any] = {}
+    if zero.get("zenflow") is not None:
+        found["policy"] = "zenflow"
+        if device == "nvme":
+            found["offload_device"] = "nvme"
+    elif device == "cpu" and offload.get("ratio") not in _SAYS_NOTHING["ratio"]:
+        found |= {"policy": "twinflow", "ratio": offload["ratio"]}
+    else:
+        found["policy"] = {"cpu": "zero_offload", "nvme": "zero_infinity"}.get(str(device), "resident")
+    if device == "nvme" and offload.get("nvme_path") not in _BLANK:
+        found["nvme_path"] = offload["nvme_path"]
+    if (elements := zero.get("sub_group_size")) not in _BLANK:
+        whole = isinstance(elements, float) and elements.is_integer()  # "1e9" is a float in JSON
+        found["sub_group_size"] = int(elements) if whole else elements
+    return found
+
+
+def _read_adam(
+    optimizer: Mapping[str, Any], where: str, ignored: list[str], filled_in: Mapping[str, Any]
+) -> dict[str, Any]:
+    """lr, betas, eps and weight_decay of the ``optimizer`` block; refuses what AdamW does not do.
+
+    Args:
+        ignored: takes the names that have no effect.
+        filled_in: keywords that stand for those of the block.
+    """
+    kind = optimizer.get("type")
+    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
+        raise ValueError(
+            f'optimizer.type={kind!r} in {where} must be "Adam" or "AdamW"; train with another optimizer on '
+            'backend="inductor", or change the type'
+        )
+    parameters = _block(optimizer, "params", where)
+    # DeepSpeed's own Adam decays nothing unless told to; torch.optim.AdamW, and ours, decay by 0.01.
+    found = {"weight_decay": 0.0, **{name: parameters[name] for name in _ADAM_KEYWORDS if name in parameters}}
+    needed = {"bias_correction": True, "amsgrad": False}
+    if kind.lower() == "adam" and found["weight_decay"] != 0.0:
+        needed["adam_w_mode"] = True  # L2 regularisation and decoupled decay differ, unless there is no decay
+    for name, value in needed.items():
+        if parameters.get(name, value) not in (value, "auto"):
+            raise ValueError(
+                f"optimizer.params.{name}={parameters[name]!r} in {where} must be {value}: "
+                "the update is AdamW's"
+            )
+    known = (*_ADAM_KEYWORDS, *_ADAM_SWITCHES)
+    ignored += [f"optimizer.params.{name}" for name in parameters if name not in known]
+    ignored += [f"optimizer.{name}" for name in optimizer if name not in ("type", "params")]
+    if isinstance(betas := found.get("betas"), list):
+        found["betas"] = tuple(betas)
+    for name, value in found.items():
+        if isinstance(value, str) and value == "auto" and name not in filled_in:
+            raise ValueError(
+                f'optimizer.params.{name}="auto" in {where} was not filled in by any program; write a number there, or '
+                f"pass {name}= beside the file"
+            )
+    return found
+
+
+def _block(parent: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """The JSON object ``parent[name]``; empty when it is absent or null."""
+    value = parent.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={value!r} in {where} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _load_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The configuration, and what messages call it."""
+    if isinstance(source, Mapping):
+        return source, "the DeepSpeed configuration"
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"config={source!r} must be the path of a DeepSpeed JSON file, or a dict")
+    path = os.fspath(source)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"config={path!r}: there is no such DeepSpeed configuration file")
+    with open(path, encoding="utf-8") as file:
+        try:
+            config = json.load(file, object_pairs_hook=_without_duplicates)
+        except ValueError as error:  # malformed JSON, bytes that are not UTF-8, or a duplicate key
+            raise ValueError(f"config={path!r} is not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"config={path!r} is not a DeepSpeed configuration: it is nested too deep") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"config={path!r} must hold a JSON object, not {type(config).__name__}")
+    return config, printable(os.fsdecode(path))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused if it has a key twice: ``json`` would keep the last value without a word."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} is there twice; keep one of the two")
+        found[name] = value
+    return found

@@ -1,0 +1,178 @@
+"""The question that a prediction answers, checked: which model trains how, and on what.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zenflow_compile.checks.validate import check_choice, check_flag, check_integer, check_positive
+from zenflow_compile.options.options import ADAM_KEYWORDS, POLICIES, Options
+from zenflow_compile.performance import hardware as machines
+from zenflow_compile.performance import models
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": BFLOAT16, "fp16": FLOAT16, "fp32": FLOAT32}
+"""Dtypes of weights by the names that ``dtype=`` has for them."""
+
+SOME_DISK = "/path/on/a/local/disk"
+"""Stands for ``nvme_path`` in a prediction, where nothing is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is asked, checked: a run of ``model`` on ``hardware``.
+
+    Attributes:
+        model: with weights of the dtype, and a context of the sequence length, that are trained with.
+        hardware: with the devices and the memory that are in use.
+        policy: one, or ``"auto"`` for all.
+        options: of the run; under ``"auto"`` the knobs that all policies share.
+        tokens: per device and step; epoch_tokens: of an epoch, over all devices.
+        implicit: the update runs in the backward, without an optimizer object.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    policy: str
+    options: Options
+    tokens: int
+    implicit: bool
+    recompute: bool
+    epoch_tokens: float | None
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, by the name in ``DTYPES`` if it has one; several are joined, as in ``bf16+fp32``."""
+        names = {str(dtype): name for name, dtype in DTYPES.items()}
+        found = dict.fromkeys(str(spec.dtype) for spec in self.model.params)
+        return "+".join(names.get(each, each) for each in found)
+
+    @property
+    def note(self) -> str | None:
+        """What this version cannot do of it; None where it can."""
+        if self.hardware.devices == 1:
+            return None
+        return (
+            f"This version trains on one device; for {self.hardware.devices} this predicts a run in which each owns an "
+            "equal share of the optimizer state."
+        )
+
+
+def question(
+    model: str | Path | float | ModelShape,
+    hardware: str | Hardware,
+    *,
+    tokens: int,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    devices: int | None = None,
+    policy: str = "zenflow",
+    implicit: bool = False,
+    recompute: bool = False,
+    epoch_tokens: float | None = None,
+    device_bytes: float | None = None,
+    host_bytes: float | None = None,
+    **options: Any,
+) -> Scenario:
+    """Check everything; arguments and errors as ``predict.plan`` has them."""
+    check_choice("policy", policy, POLICIES)
+    if epoch_tokens is not None:
+        check_positive("epoch_tokens", epoch_tokens)
+    count = check_integer("tokens", tokens, 1)
+    shape = _model(model, None if dtype is None else DTYPES[check_choice("dtype", dtype, tuple(DTYPES))])
+    machine = _machine(hardware)
+    return Scenario(
+        model=replace(shape, context=_sequence(sequence, count, shape)),
+        hardware=_in_use(machine, devices, device_bytes, host_bytes),
+        policy=policy,
+        options=_options(policy, machine, options),
+        tokens=count,
+        implicit=check_flag("implicit", implicit),
+        recompute=check_flag("recompute", recompute),
+        epoch_tokens=epoch_tokens,
+    )
+
+
+def _model(model: object, dtype: torch.dtype | None) -> ModelShape:
+    """A named model, whatever files are called like it; else one in a file, if what is given looks like a path."""
+    if isinstance(model, ModelShape):
+        return model if dtype is None else _cast(model, dtype)
+    if isinstance(model, Path):
+        return models.from_config(model, dtype=dtype)
+    if isinstance(model, str):
+        is_path = model not in models.MODELS and (Path(model).suffix == ".json" or Path(model).exists())
+        return models.from_config(model, dtype=dtype) if is_path else models.model(model, dtype=dtype or BFLOAT16)
+    if isinstance(model, Real):
+        return models.of_size(int(check_positive("model", model)), dtype=dtype or BFLOAT16)
+    raise TypeError(
+        f"model={model!r} must be a name, the path of a config.json, a number of parameters, or a ModelShape; it is of "
+        f"type {type(model).__name__}"
+    )
+
+
+def _cast(model: ModelShape, dtype: torch.dtype) -> ModelShape:
+    return replace(model, params=tuple(replace(spec, dtype=dtype) for spec in model.params))
+
+
+def _sequence(sequence: int | None, tokens: int, model: ModelShape) -> int:
+    if sequence is None:
+        return min(model.context, tokens)
+    remedy = f": a device has tokens={tokens} in a step; None takes the model's context, or all of them if it is longer"
+    return check_integer("sequence", sequence, 1, tokens, remedy=remedy)
+
+
+def _machine(hardware: object) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware == "measured":
+        raise ValueError(
+            'hardware="measured" must be a Hardware here, where nothing is measured; pass '
+            "zenflow_compile.cli.doctor_hardware.hardware_of(findings) with what "
+            "zenflow-compile doctor --json printed, or ask zenflow-compile plan --hardware measured, which measures"
+        )
+    if isinstance(hardware, str):
+        return machines.hardware(hardware)
+    raise TypeError(
+        f"hardware={hardware!r} must be a name or a Hardware; it is of type {type(hardware).__name__}"
+    )
+
+
+def _in_use(machine: Hardware, devices: int | None, device_bytes: float | None, host_bytes: float | None) -> Hardware:
+    remedy = f": {machine.name!r} has no more; leave it at None to use all" if devices else ""
+    count = machine.devices if devices is None else check_integer("devices", devices, 1, machine.devices, remedy=remedy)
+    return replace(
+        machine,
+        devices=count,
+        device_bytes=machine.device_bytes if device_bytes is None else check_positive("device_bytes", device_bytes),
+        host_bytes=machine.host_bytes if host_bytes is None else check_positive("host_bytes", host_bytes),
+    )
+
+
+def _options(policy: str, machine: Hardware, options: dict[str, Any]) -> Options:
+    for name in ADAM_KEYWORDS:
+        if name in options:
+            raise TypeError(f"{name}={options[name]!r} is the optimizer's and changes no prediction; leave it out")
+    named = dict(options)
+    if policy != "auto":
+        named["policy"] = policy
+    in_files = policy in ("auto", "zero_infinity") or named.get("offload_device") == "nvme"
+    if in_files and machine.disk_read is not None:
+        named.setdefault("nvme_path", SOME_DISK)
+    elif in_files and policy != "auto" and "nvme_path" not in named:
+        what = f"policy={policy!r}" if policy == "zero_infinity" else "offload_device='nvme'"
+        raise ValueError(
+            f"hardware={machine.name!r} has no disk_read and disk_write, and {what} keeps state in files; choose "
+            "hardware with a disk, or keep state in memory"
+        )
+    return Options.from_keywords(**named)

@@ -1,0 +1,168 @@
+"""The update rule, as pure functions: host, device and the tests' oracle share it.
+
+Rule P. A *window* is a number of steps whose gradients are applied together. When it closes, the
+moments take every stored gradient in order, exactly as AdamW would, and the weights then take one step, with
+the rate summed over the window and the closing moments::
+
+    for each slot i:  g = grad_i * grad_scale_i
+                      m = m + (1 - beta1_i) (g - m)
+                      v = beta2_i v + (1 - beta2_i) g^2
+    w = w * prod(1 - lr_i weight_decay_i) - sum(lr_i) * m_hat / (sqrt(v_hat) + eps)
+
+With one slot it *is* AdamW. Weights are not replayed step by step: that would move them by old momentum
+several times before the new gradients count, which lowers the largest stable rate about as a delay does.
+
+Mean step. Where only the sum of a window's n gradients is known, every one of them counts as their mean, by the same
+rule: the moments are decayed by ``beta ** n`` and take ``(1 - beta ** n)`` of the mean and of its square, the rate is
+summed, the decay multiplied, and the bias corrections count n gradients. ``rule_p_`` does this when it is given the
+mean n times. With n = 1 it is AdamW, too; with more, ``v`` misses the variance of the gradients about their mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VECTOR_ELEMENTS = 16
+"""fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements behind the last whole vector of a
+tensor by scalar code, which rounds differently."""
+
+
+class PaddedTail(NamedTuple):
+    """Flat tensors of one size, cut so that vectorized code updates every element, whatever its place.
+
+    Attributes:
+        vectors: views of all whole vectors.
+        tail: views of the elements behind them. Empty if there are none.
+        padded: copies of ``tail``, each filled up to one vector.
+    """
+
+    vectors: list[Tensor]
+    tail: list[Tensor]
+    padded: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> PaddedTail:
+        """Cut 1-D tensors; ``put_back`` after the update of ``padded``."""
+        rest = tensors[0].numel() % VECTOR_ELEMENTS
+        if not rest:
+            return cls(list(tensors), [], [])
+        tail = [tensor[-rest:] for tensor in tensors]
+        padded = [torch.nn.functional.pad(each, (0, VECTOR_ELEMENTS - rest)) for each in tail]
+        return cls([tensor[:-rest] for tensor in tensors], tail, padded)
+
+    def put_back(self, count: int) -> None:
+        """Copy the first ``count`` of ``padded`` into their places."""
+        for each, padded in zip(self.tail[:count], self.padded, strict=False):
+            each.copy_(padded[: each.numel()])
+
+
+class StepCoefficients(NamedTuple):
+    """Hyperparameters at the optimizer step that used the gradient in a slot. A missing gradient has none."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    grad_scale: float
+    """Factor on the stored gradient: clip factor divided by the loss scale, negative under ``maximize``."""
+
+
+class WindowCoefficients(NamedTuple):
+    """What the weights' one step at the close of a window needs."""
+
+    decay: float
+    """prod(1 - lr_i * weight_decay_i)"""
+    rate: float
+    """sum(lr_i)"""
+    bias_correction1: float
+    """1 - beta1 ** step, with the closing slot's beta1"""
+    bias_correction2_sqrt: float
+    """sqrt(1 - beta2 ** step), with the closing slot's beta2"""
+
+    @property
+    def step_size(self) -> float:
+        """The rate with the first moment's bias correction folded in, as in ``torch.optim.AdamW``."""
+        return self.rate / self.bias_correction1
+
+
+def window_coefficients(slots: Sequence[StepCoefficients], step: int) -> WindowCoefficients:
+    """Coefficients of the closing step.
+
+    Args:
+        slots: one for each gradient of the window, oldest first; at least one.
+        step: how many gradients the moments have taken once this window is in, these slots included.
+
+    Raises:
+        ValueError: no slot, or ``step`` smaller than the number of slots.
+    """
+    if not slots:
+        raise ValueError("slots is empty: a window of missing gradients has no coefficients, and is not flushed")
+    if step < len(slots):
+        raise ValueError(
+            f"step={step} must be at least {len(slots)}, the number of slots: it counts the gradients in the "
+            f"moments after the window; add the slots to the count before the close"
+        )
+    closing = slots[-1]
+    return WindowCoefficients(
+        decay=math.prod(1.0 - slot.lr * slot.weight_decay for slot in slots),
+        rate=math.fsum(slot.lr for slot in slots),
+        bias_correction1=1.0 - closing.beta1**step,
+        bias_correction2_sqrt=math.sqrt(1.0 - closing.beta2**step),
+    )
+
+
+@torch.no_grad()
+def rule_p_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradients: Sequence[Tensor],
+    slots: Sequence[StepCoefficients],
+    *,
+    step: int,
+    eps: float,
+    out: Tensor | None = None,
+) -> None:
+    """Close one window, in place, eagerly, on any device.
+
+    Arithmetic is done in the master's dtype, in the order of operations of ``torch.optim.AdamW`` (single
+    tensor), so that a window of one slot agrees with it to rounding.
+
+    Args:
+        master, exp_avg, exp_avg_sq: state, of one shape and dtype (fp32 in training); updated in place.
+        gradients: one per slot, oldest first, of that shape and any floating dtype; not written.
+        slots: coefficients of those gradients. Missing gradients are absent from both. With none at all the state
+            stays.
+        step: gradients in the moments after this window.
+        eps: of Adam, outside the root.
+        out: takes the new master, cast to its own dtype; also when every gradient was missing.
+
+    Raises:
+        ValueError: numbers of gradients and slots differ; or see :func:`window_coefficients`.
+    """
+    if len(gradients) != len(slots):
+        raise ValueError(f"{len(gradients)} gradients for {len(slots)} slots: there must be one each")
+    if slots:
+        window = window_coefficients(slots, step)
+        for gradient, slot in zip(gradients, slots, strict=True):
+            update_moments_(exp_avg, exp_avg_sq, gradient, slot)
+        master.mul_(window.decay)
+        denominator = (exp_avg_sq.sqrt() / window.bias_correction2_sqrt).add_(eps)
+        master.addcdiv_(exp_avg, denominator, value=-window.step_size)
+    if out is not None:
+        out.copy_(master)
+
+
+@torch.no_grad()
+def update_moments_(exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, slot: StepCoefficients) -> None:
+    """Let the moments take one gradient, in place and in their own dtype."""
+    grad = gradient.to(exp_avg.dtype)
+    if slot.grad_scale != 1.0:
+        grad = grad * slot.grad_scale  # not in place: .to() may have returned the caller's tensor
+    exp_avg.lerp_(grad, 1.0 - slot.beta1)
+    exp_avg_sq.mul_(slot.beta2).addcmul_(grad, grad, value=1.0 - slot.beta2)

@@ -1,0 +1,335 @@
+"""An engine's state as tensors under torch.optim.AdamW's two keys, and back.
+
+Moments and masters are stored dense, in the parameter's own shape, whatever side a slice was on. What makes a resume
+bitwise (selection, score, update window, schedule) is stored with them; see ``checkpoint_format.layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime import errors
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.checkpoint.format import (
+    NONE,
+    chosen_entry,
+    in_shape,
+    in_slices,
+    layout,
+    per_slice,
+    plan_entry,
+    state_dtype,
+    window_places,
+)
+from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
+from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device.resident_adam import ResidentState
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.gradients.compression import Residual, scales_and_values
+from zenflow_compile.runtime.gradients.window_sum import WindowSum
+from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.transfer.copy_lanes import ThreadTicket
+
+_STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a synchronized engine: ``state`` and ``param_groups``, as PyTorch has them."""
+    if engine.in_child:
+        errors.refuse_in_child()
+    index_of = {id(param): index for index, param in enumerate(engine.params)}
+    return {
+        "state": {index: _entries(engine, index) for index in range(len(engine.params))},
+        "param_groups": [
+            {
+                **{key: _own(value) for key, value in group.items() if key != "params"},
+                "params": [index_of[id(param)] for param in group["params"]],
+            }
+            for group in groups
+        ],
+    }
+
+
+def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    """Put a state back into an engine of the same plan, or one of torch.optim.AdamW into any engine.
+
+    Raises:
+        ValueError: the state is damaged, not complete, or of another model or plan; nothing has been changed then.
+            Whatever is raised later, such as a failure of memory or disk, leaves an engine that has failed.
+    """
+    checked = check_state(engine, groups, state)
+    try:
+        engine.abandon()
+        _load(engine, groups, checked)
+    except BaseException as error:
+        engine.failure = error
+        raise
+
+
+def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[tuple[Tensor, int]]:
+    """Bring ``optimizer.state`` up to date: ``step`` of each parameter, and None for what ``state_dict()`` makes.
+
+    The names are all there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
+
+    Returns:
+        Each ``step`` with its version, which a write to it moves.
+    """
+    shown = []
+    for index, param in enumerate(engine.params):
+        entry = states[param]
+        for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
+            entry.setdefault(name, None)
+        if not isinstance(entry["step"], Tensor):
+            entry["step"] = torch.zeros(())
+        if index in engine.offloaded:
+            entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
+        elif (state := engine.registry.whole_state(index)) is not None:
+            entry["step"].copy_(state.step)
+        else:
+            entry["step"].zero_()
+        shown.append((entry["step"], entry["step"]._version))
+    return shown
+
+
+def is_as_shown(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of ``optimizer.state`` still has ``step`` and nothing else that is not None."""
+    return [name for name, value in entry.items() if value is not None] == ["step"]
+
+
+def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
+    """Master and moments of both sides, in the parameter's shape; no job may be writing them."""
+    selection = offloaded.device.selection
+    with offloaded.host.acquire() as on_host_side:
+        return {
+            name: in_shape(
+                offloaded.plan, [(selection.selected, on_device), (selection.rest, on_host)], torch.float32
+            )
+            for name, on_device, on_host in zip(_STATE, offloaded.device.state(), on_host_side, strict=True)
+        }
+
+
+def _entries(engine: Engine, index: int) -> dict[str, Tensor]:
+    plan, adaptive = engine.plan.params[index], engine.plan.adaptive
+    found = _offloaded_state(engine, engine.offloaded[index]) if plan.offloaded else _whole_entries(engine, index)
+    found["plan"], found["chosen"] = plan_entry(plan), chosen_entry(engine.options)
+    found["optimizer_step"] = torch.tensor(engine.step)
+    if adaptive:
+        found["shortest_window"] = torch.tensor(_or_none(engine.schedule.shortest_window))
+    return {name: found[name] for name in layout(plan, adaptive=adaptive)}
+
+
+def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) -> None:
+    for group, values in zip(groups, checked.groups, strict=True):
+        group.update({key: _own(value) for key, value in values.items()})
+    engine.step = checked.step
+    engine.used = engine.used or checked.step > 0
+    engine.recorder.step = engine.step
+    engine.schedule.continue_with(checked.shortest_window)
+    for index, param in enumerate(engine.params):
+        entry = checked.entries.get(index)
+        if index in engine.offloaded:
+            offloaded = engine.offloaded[index]
+            whole = entry if entry is not None and "master" in entry else _unselected(offloaded, entry or {})
+            _load_offloaded(engine, offloaded, whole)
+        else:
+            engine.registry.load_whole(index, _whole_state(engine.plan.params[index], param, entry))
+
+
+def _own(value: Any) -> Any:
+    """A group's value of its own: schedulers write into learning rates that are tensors."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _or_none(value: int | None) -> int:
+    return NONE if value is None else value
+
+
+# Parameters that the device updates whole.
+
+
+def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
+    """Of a parameter that has had no gradient: zeros, and its weight as the master."""
+    plan, param, state = engine.plan.params[index], engine.params[index].detach(), engine.registry.whole_state(index)
+    if state is None:
+        dtype = state_dtype(plan)
+        zeros = [torch.zeros_like(param, dtype=dtype, device="cpu") for _ in range(2)]
+        master = param.to(device="cpu", dtype=dtype, copy=True)
+        return {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1], "master": master}
+    found = {"step": state.step, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    if state.master is not None:
+        found["master"] = state.master
+    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+
+
+def _whole_state(plan: ParamPlan, param: Tensor, entry: Mapping[str, Any] | None) -> ResidentState | None:
+    """The state to load; None for a parameter that has had no gradient."""
+    if entry is None or float(entry["step"]) == 0.0:
+        return None
+    master = None
+    if plan.dtype != state_dtype(plan):
+        master = entry["master"] if "master" in entry else param.detach().to(state_dtype(plan))
+    step = torch.tensor(float(entry["step"]), dtype=torch.float32)
+    return ResidentState(entry["exp_avg"], entry["exp_avg_sq"], step, master)
+
+
+# Offloaded parameters: saving.
+
+
+def _gradients_taken(offloaded: OffloadedParam) -> int:
+    """Steps that had a gradient of this parameter, those in its update window included."""
+    if offloaded.plan.k:
+        return offloaded.device.steps
+    return offloaded.host.taken + len(_coefficients(offloaded))
+
+
+def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Tensor]:
+    host, device, plan = offloaded.host, offloaded.device, offloaded.plan
+    selection = device.selection
+    found = dense_state(offloaded)
+    found["step"] = torch.tensor(float(_gradients_taken(offloaded)))
+    found["score"] = device.score.to("cpu", copy=True).unsqueeze(1)
+    found["mask"] = per_slice(plan, selection.selected, True)
+    found["selected_at"] = torch.tensor(_or_none(device.selected_at))
+    found["schedule"] = torch.tensor(engine.schedule.state(plan.index), dtype=torch.float64)
+    if window_places(plan):
+        found.update(_window_entries(offloaded))
+    if (residual := _residual(offloaded)) is not None:
+        found["residual"] = in_shape(plan, [(selection.rest, residual.lost)], residual.lost.dtype)
+    if plan.staleness and plan.rest:
+        waiting = [close.visible_at for close in host.closes]
+        found["visible_at"] = torch.tensor(waiting + [NONE] * (plan.staleness - len(waiting)))
+        shown = [(selection.rest, offloaded.weights.shown(selection))] if waiting else []
+        found["shown"] = in_shape(plan, shown, plan.dtype)
+    return found
+
+
+def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
+    """The gradients that the update window holds, oldest first, and zeros in its empty places."""
+    host, plan, rest = offloaded.host, offloaded.plan, offloaded.device.selection.rest
+    slots = _coefficients(offloaded)
+    empty = (0.0,) * len(StepCoefficients._fields)
+    coefficients = torch.tensor([*slots, *([empty] * (window_places(plan) - len(slots)))], dtype=torch.float64)
+    found = {"open": torch.tensor(len(slots)), "coefficients": coefficients}
+    if (window_sum := _window_sum(offloaded)) is not None:
+        found["window_sum"] = in_shape(plan, [(rest, window_sum.total)] if slots else [], torch.float32)
+        return found
+    for place in range(window_places(plan)):
+        gradient = host.gradients[host.open[place].index] if place < len(slots) else None
+        if plan.compressed:
+            scales, values = (None, None) if gradient is None else scales_and_values(gradient)
+            found[f"scale{place}"] = per_slice(plan, rest, torch.zeros(plan.rest) if scales is None else scales)
+            found[f"window{place}"] = in_shape(plan, [] if values is None else [(rest, values)], torch.int8)
+        else:
+            found[f"window{place}"] = in_shape(plan, [] if gradient is None else [(rest, gradient)], plan.dtype)
+    return found
+
+
+def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
+    """Of each gradient that the update window holds, oldest first."""
+    window_sum = _window_sum(offloaded)
+    return [slot.coefficients for slot in offloaded.host.open] if window_sum is None else window_sum.slots
+
+
+def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
+    return None if offloaded.held is None else offloaded.held.window_sum
+
+
+def _residual(offloaded: OffloadedParam) -> Residual | None:
+    return None if offloaded.held is None else offloaded.held.residual
+
+
+# Offloaded parameters: loading.
+
+
+def _unselected(offloaded: OffloadedParam, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a parameter whose state does not come from here, or that has had no gradient.
+
+    Its weight is the master, as it is now or as it is at the first use; nothing has been selected, and its update
+    window is empty.
+
+    Args:
+        entry: moments and ``step`` of torch.optim.AdamW; empty: no gradient yet.
+    """
+    plan, weight = offloaded.plan, offloaded.param.detach()
+    zeros = torch.zeros(plan.shape)
+    return {
+        "step": entry.get("step", 0.0),
+        "exp_avg": entry.get("exp_avg", zeros),
+        "exp_avg_sq": entry.get("exp_avg_sq", zeros),
+        "master": weight,
+    }
+
+
+def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[str, Any]) -> None:
+    """Load ``entry``, which has all entries of the layout, or of them the master, the moments and ``step`` alone."""
+    host, device, plan = offloaded.host, offloaded.device, offloaded.plan
+    selected = torch.arange(plan.k)
+    if "mask" in entry:
+        selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
+    device.selection = column_ops.Selection.of(selected.to(torch.int32), plan.lines, engine.device)
+    on_device_side, on_host_side = device.selection.selected.cpu().long(), device.selection.rest.cpu().long()
+    closes = [at for at in entry["visible_at"].tolist() if at != NONE] if "visible_at" in entry else []
+    uploads = [host.next_upload() for _ in closes]
+    with host.acquire(write=True, fresh=True) as host_state:
+        for name, of_device, of_host in zip(_STATE, device.state(), host_state, strict=True):
+            slices = in_slices(plan, entry[name].cpu())
+            of_device.copy_(slices[on_device_side])
+            of_host.copy_(slices[on_host_side])
+        for upload in uploads:
+            upload.copy_(host_state.master)
+    if "score" in entry:
+        device.score.copy_(entry["score"].flatten())
+    else:
+        device.score.zero_()
+    selected_at = int(entry["selected_at"]) if "selected_at" in entry else NONE
+    device.selected_at = None if selected_at == NONE else selected_at
+    count = int(entry["open"]) if "open" in entry else 0
+    device.steps = int(entry["step"]) if plan.k else 0
+    host.taken = int(entry["step"]) - count if plan.rest else 0
+    _load_window(offloaded, entry, on_host_side, count)
+    if (residual := _residual(offloaded)) is not None:
+        if "residual" in entry:
+            residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
+        else:
+            residual.lost.zero_()
+    for visible_at, upload in zip(closes, uploads, strict=True):
+        job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
+        host.closes.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
+    if "schedule" in entry:
+        engine.schedule.restore(plan.index, entry["schedule"].tolist())
+    shown = in_slices(plan, entry["shown"].cpu())[on_host_side] if closes else None
+    offloaded.weights.expect(shown)
+
+
+def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], rest: Tensor, count: int) -> None:
+    """Load the first ``count`` gradients of the update window, or their sum.
+
+    Args:
+        rest: int64[rest] on the host, the deferred slices.
+    """
+    host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
+    slots = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
+    if window_sum is not None:
+        window_sum.slots = slots
+        if slots:
+            window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[rest])
+        return
+    for place, coefficients in enumerate(slots):
+        index, slot = host.free_slot()
+        gradient = in_slices(plan, entry[f"window{place}"].cpu())[rest]
+        if plan.compressed:
+            scales, values = scales_and_values(slot)
+            scales.copy_(entry[f"scale{place}"].cpu().flatten()[rest])
+            values.copy_(gradient)
+        else:
+            slot.copy_(gradient)
+        copied = ThreadTicket()
+        copied.finish()
+        host.commit(GradientBuffer(index, coefficients, copied))

@@ -1,0 +1,420 @@
+"""Whether a state dict is one that an engine can load, decided completely before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.options.options import Options
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.checkpoint.format import (
+    ADAMW,
+    CHOSEN,
+    FORMAT,
+    NONE,
+    SCHEDULE,
+    Field,
+    chosen,
+    layout,
+    plan_entry,
+    planned,
+)
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.step.param_groups import check_group
+
+# How torch.optim.AdamW computes, which another optimizer does not take over.
+_EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+# The options that decide what an entry ``plan`` says.
+_DECIDED_BY = {
+    "placement": "topk_ratio, min_offload_size, device_share, spare_device_bytes, ratio and update_stride",
+    "dim": "topk_ratio",
+    "k": "topk_ratio",
+    "interval": "update_interval and max_update_interval",
+    "phase": "update_interval and max_update_interval",
+    "staleness": "staleness",
+    "summed": "accumulate_on_device",
+    "compressed": "gradient_compression",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A state dict that can be loaded.
+
+    Attributes:
+        entries: by the parameters' indices: all of the layout, or those of torch.optim.AdamW. A parameter without
+            entries has had no gradient.
+        groups: what each param group takes over.
+        step: optimizer steps.
+        shortest_window: least length of adaptive windows; None where it is to be measured, or does not exist.
+    """
+
+    entries: dict[int, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    step: int
+    shortest_window: int | None
+
+
+def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
+    """Check a state dict of a ZenFlowAdamW or of torch.optim.AdamW, with parameters by number or by name.
+
+    Args:
+        groups: the optimizer's own.
+
+    Raises:
+        ValueError: the state is damaged, not complete, or of another model or plan.
+    """
+    if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        raise ValueError(
+            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: it must have 'state' and "
+            "'param_groups'; load what state_dict() returned"
+        )
+    if "zenflow" in state:
+        refuse_format(4)
+    whole = _Part(state, "the optimizer")
+    keys, taken = _check_groups(groups, whole.items("param_groups"))
+    saved = whole.mapping("state")
+    index_of = {id(param): index for index, param in enumerate(engine.params)}
+    own = [index_of[id(param)] for group in groups for param in group["params"]]
+    index_by_key = dict(zip(keys, own, strict=True))
+    for key in saved:
+        if key not in index_by_key:
+            whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
+    entries: dict[int, Mapping[str, Any]] = {}
+    for key, entry in saved.items():
+        entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
+    if any(_kept_by_adamw(entry) for entry in entries.values()):
+        entries = {index: _adamws_part(engine, index, entry) for index, entry in entries.items()}
+    if not any("plan" in entry for entry in entries.values()):
+        return _check_adamw(engine, entries, taken)
+    for index, plan in enumerate(engine.plan.params):
+        if index not in entries:
+            if engine.params[index].requires_grad:
+                raise ValueError(f"the state dict has no state for {plan.name!r}; it is not complete")
+            continue  # get_optimizer_state_dict() leaves out those that take no gradient
+        _check_entries(engine, entries[index], plan)
+    steps = {int(entry["optimizer_step"]) for entry in entries.values()}
+    shortest = {int(entry["shortest_window"]) for entry in entries.values() if "shortest_window" in entry}
+    if len(steps) > 1 or len(shortest) > 1:
+        raise ValueError(
+            f"the state dict has parameters that were saved after {sorted(steps)} steps; it is put together of several "
+            "states: load it as state_dict() returned it"
+        )
+    window = shortest.pop() if shortest else NONE
+    return Checked(entries, taken, steps.pop(), None if window == NONE else window)
+
+
+def refuse_format(found: int) -> NoReturn:
+    """
+    Raises:
+        ValueError: always: the state dict was written by another version.
+    """
+    raise ValueError(
+        f"the state dict has format {found}, this version reads {FORMAT}; go on with the version that wrote it, or "
+        "load the weights alone and start with a new optimizer"
+    )
+
+
+def _check_groups(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any]
+) -> tuple[list[int | str], list[dict[str, Any]]]:
+    """The saved names of all parameters, in the order of the groups, and what each own group takes over."""
+    parts = [_Part(group, f"param group {number}") for number, group in enumerate(saved)]
+    names = [part.items("params") for part in parts]
+    saved_sizes = [len(each) for each in names]
+    own_sizes = [len(group["params"]) for group in groups]
+    if saved_sizes != own_sizes:
+        raise ValueError(
+            f"the state dict has param groups of sizes {saved_sizes}, this optimizer {own_sizes}; give it the groups "
+            "that the saved one had"
+        )
+    keys: list[int | str] = []
+    for part, listed in zip(parts, names, strict=True):
+        if not all(isinstance(name, (int, str)) for name in listed):
+            part.refuse("'params' that are neither numbers nor names")
+        keys += listed
+    if len(set(keys)) < len(keys):
+        raise ValueError("the state dict has a parameter in its param groups twice; it is damaged")
+    taken = []
+    for number, (own, group) in enumerate(zip(groups, saved, strict=True)):
+        try:
+            values = _taken_over(own, group)
+            check_group({**own, **values, "decoupled_weight_decay": group.get("decoupled_weight_decay", True)})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"in param group {number} of the state dict, {error}") from error
+        taken.append(values)
+    return keys, taken
+
+
+def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that an own group takes from a saved one."""
+    left_out = ("params", "param_names", *_EXECUTION)
+    return {
+        # full_state_dict=True makes lists of tuples
+        name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
+        for name, value in saved.items()
+        if name not in left_out
+    }
+
+
+# States of torch.optim.AdamW.
+
+
+def _kept_by_adamw(entry: Mapping[str, Any]) -> bool:
+    """Whether torch.optim.AdamW loaded the entries of a state of ours: it casts them all to the parameter's dtype."""
+    plan = entry.get("plan")
+    return isinstance(plan, Tensor) and plan.is_floating_point()
+
+
+def _adamws_part(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that torch.optim.AdamW has updated. The others are as old as the state that it loaded.
+
+    Raises:
+        ValueError: an update window held gradients then, which AdamW has not applied.
+    """
+    part = _Part(entry, repr(engine.plan.params[index].name))
+    if "open" in entry and bool(part.tensor("open").count_nonzero()):
+        raise ValueError(
+            f"the state dict was loaded into torch.optim.AdamW with gradients waiting in the update window of "
+            f"{part.name}, which AdamW has not applied: call flush() before the state is saved for AdamW, or keep only "
+            f"{', '.join(map(repr, ADAMW))} of each parameter to go on without these gradients"
+        )
+    return {key: value for key, value in entry.items() if key in (*ADAMW, "max_exp_avg_sq")}
+
+
+def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
+    """A state without any entry of ours; the optimizer has made as many steps as the parameter with most gradients."""
+    if not all("betas" in group for group in taken):
+        raise ValueError(
+            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: its param groups have no 'betas'; "
+            "load the state of one of these"
+        )
+    used: dict[int, Mapping[str, Any]] = {}
+    for index, entry in entries.items():
+        plan = engine.plan.params[index]
+        part = _Part(entry, repr(plan.name))
+        if not entry:
+            continue  # as of a parameter that has had no gradient
+        if "max_exp_avg_sq" in entry:
+            raise ValueError(
+                f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
+                "which is not supported; load the state of one without amsgrad"
+            )
+        part.only(ADAMW)
+        part.shape_of_model(plan)
+        for key in ("exp_avg", "exp_avg_sq"):
+            part.check_tensor(key, Field(plan.shape, part.tensor(key).dtype))
+            if not part.tensor(key).is_floating_point():
+                part.refuse(f"{key!r} of {part.tensor(key).dtype}")
+        part.moments()
+        used[index] = {**entry, "step": float(part.gradients())}
+    step = max((int(entry["step"]) for entry in used.values()), default=0)
+    return Checked(used, taken, step, None)
+
+
+# States of this optimizer.
+
+
+def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) -> None:
+    """Whether the entries of one parameter are complete, of this plan, and have values that a step can use."""
+    part = _Part(entry, repr(plan.name))
+    if "plan" not in entry:
+        part.refuse("no 'plan'")
+    part.shape_of_model(plan)
+    _check_plan(engine, part, plan)
+    if ("shortest_window" in entry) != engine.plan.adaptive:
+        raise ValueError(
+            f"the state dict was saved with update_interval{'=' if 'shortest_window' in entry else ' other than '}"
+            f"'auto', this optimizer has update_interval={engine.options.update_interval!r}; create it with the saved "
+            "update_interval"
+        )
+    expected = layout(plan, adaptive=engine.plan.adaptive)
+    for key, field in expected.items():
+        part.check_tensor(key, field)
+    part.only(tuple(expected))
+    part.moments()
+    if "master" in expected and not bool(part.tensor("master").isfinite().all()):
+        part.refuse("'master' with values that are not finite")
+    step, gradients = part.count("optimizer_step"), part.gradients()
+    if gradients > step:
+        part.refuse(f"step={gradients} with optimizer_step={step}, which counts every step,")
+    if "shortest_window" in expected:
+        part.count("shortest_window", at_least=NONE)
+    if "mask" in expected:
+        if (count := int(part.tensor("mask").sum())) != plan.k:
+            part.refuse(f"'mask' with {count} selected slices, not {plan.k},")
+        if (at := part.count("selected_at", at_least=NONE)) >= max(step, 1):
+            part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
+    if "open" in expected:
+        _check_window(part, gradients, len(part.tensor("coefficients")))
+    if "visible_at" in expected and any(
+        at != NONE and not step <= at <= step + plan.staleness for at in part.tensor("visible_at").tolist()
+    ):
+        part.refuse(f"'visible_at' that is neither {NONE} nor one of the next {plan.staleness} steps")
+    if "schedule" in expected:
+        _check_schedule(part)
+
+
+def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
+    """Whether a parameter was planned as it is here."""
+    saved, own = part.tensor("plan"), plan_entry(plan)
+    if saved.dtype != torch.int64 or saved.dim() != 1 or not len(saved):
+        part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
+    if (found := int(saved[0])) != FORMAT:
+        refuse_format(found)
+    part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
+    part.check_tensor("chosen", Field((len(CHOSEN),), torch.float64))
+    policy = chosen(part.tensor("chosen"))["policy"]
+    if policy != engine.plan.policy:
+        raise ValueError(
+            f"the state dict was saved with policy={policy!r}, this optimizer has {engine.plan.policy!r}; "
+            f"create it with the saved policy{_remedy(engine, part)}"
+        )
+    values = planned(own)
+    for name, value in planned(saved).items():
+        if value == values[name]:
+            continue
+        difference = f"the state dict has {name}={value!r} for {part.name}, this optimizer {values[name]!r}"
+        if name == "dtype":
+            raise ValueError(f"{difference}; it belongs to another model: load it over parameters of that dtype")
+        remedy = _remedy(engine, part) or (
+            f", which are {_DECIDED_BY[name]}: pass the saved ones. With the same options, param groups were given in "
+            "other calls, or another parameter was frozen: both decide where state lives. Give the groups in the same "
+            "calls, all at construction or by add_param_group(), and each parameter the requires_grad that it had then"
+        )
+        raise ValueError(f"{difference}; it belongs to another model, or was saved with other options{remedy}")
+
+
+def _check_window(part: _Part, gradients: int, places: int) -> None:
+    """The update window: how many gradients it holds, and a row of finite coefficients for each of them."""
+    count = part.count("open")
+    if count > min(places, gradients):
+        part.refuse(f"open={count} with room for {places} gradients and step={gradients}")
+    if not bool(part.tensor("coefficients")[:count].isfinite().all()):
+        part.refuse("'coefficients' with values that are not finite")
+
+
+def _check_schedule(part: _Part) -> None:
+    values = dict(zip(SCHEDULE, part.tensor("schedule").tolist(), strict=True))
+    for name, value in values.items():
+        optional = name in ("latest_selected", "latest_waiting", "leaving")
+        whole = name not in ("attempted", "seen") or float(value).is_integer()
+        if not (math.isfinite(value) and whole and (value >= 0 or (optional and value == NONE))):
+            part.refuse(f"'schedule' with {name}={value!r}")
+    if (values["latest_selected"] == NONE) != (values["latest_waiting"] == NONE):
+        part.refuse("'schedule' with half of the latest norms")
+
+
+class _Part:
+    """A part of a state, read with errors that say what it is of.
+
+    Args:
+        name: of a parameter, quoted: it may come from a file, and is printed.
+    """
+
+    def __init__(self, content: Any, name: str) -> None:
+        self.name = name
+        if not isinstance(content, Mapping):
+            self.refuse(f"a {type(content).__name__} instead of a dict")
+        self.content: Mapping[Any, Any] = content
+
+    def refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"the state dict has {what} for {self.name}; it is damaged or not complete: load it as state_dict() "
+            "returned it"
+        )
+
+    def value(self, key: str) -> Any:
+        if key not in self.content:
+            self.refuse(f"no {key!r}")
+        return self.content[key]
+
+    def only(self, keys: Sequence[str]) -> None:
+        """Refuse entries that nothing would read."""
+        if unknown := [key for key in self.content if key not in keys]:
+            self.refuse(f"an unknown entry {unknown[0]!r}")
+
+    def mapping(self, key: str) -> Mapping[Any, Any]:
+        value = self.value(key)
+        if not isinstance(value, Mapping):
+            self.refuse(f"{key!r} that is a {type(value).__name__} instead of a dict")
+        return value
+
+    def items(self, key: str) -> Sequence[Any]:
+        value = self.value(key)
+        if not isinstance(value, (list, tuple)):
+            self.refuse(f"{key!r} that is a {type(value).__name__} instead of a list")
+        return value
+
+    def tensor(self, key: str) -> Tensor:
+        """A dense tensor."""
+        value = self.value(key)
+        if not isinstance(value, Tensor):
+            self.refuse(f"a {type(value).__name__} instead of a tensor as {key!r}")
+        if value.layout != torch.strided or value.device.type == "meta":
+            self.refuse(f"{key!r} that is not dense (layout {value.layout}, device {value.device})")
+        return value
+
+    def check_tensor(self, key: str, field: Field) -> None:
+        value = self.tensor(key)
+        if tuple(value.shape) != field.shape or value.dtype != field.dtype:
+            self.refuse(
+                f"{key!r} of shape {list(value.shape)} and {value.dtype}, not {list(field.shape)} and {field.dtype},"
+            )
+
+    def shape_of_model(self, plan: ParamPlan) -> None:
+        """Refuse moments of a parameter of another shape."""
+        if (shape := tuple(self.tensor("exp_avg").shape)) != plan.shape:
+            raise ValueError(
+                f"the state dict has shape={list(shape)} for {self.name}, this optimizer {list(plan.shape)}; it "
+                "belongs to another model: load it over parameters of that shape"
+            )
+
+    def moments(self) -> None:
+        """Refuse moments that no step can use; an infinite ``exp_avg_sq`` is one of a gradient that was too large."""
+        if not bool(self.tensor("exp_avg").isfinite().all()):
+            self.refuse("'exp_avg' with values that are not finite")
+        if not bool((self.tensor("exp_avg_sq") >= 0).all()):  # False for NaN
+            self.refuse("'exp_avg_sq' with values that are negative or NaN")
+
+    def count(self, key: str, *, at_least: int = 0) -> int:
+        """The whole number in a tensor of one element that ``check_tensor`` has seen."""
+        number = int(self.tensor(key))
+        if number < at_least:
+            self.refuse(f"{key}={number}, which is no whole number >= {at_least},")
+        return number
+
+    def gradients(self) -> int:
+        """``step``: a whole number, in a tensor of one element or as it is."""
+        value = self.value("step")
+        if isinstance(value, Tensor):
+            if self.tensor("step").numel() != 1 or value.is_complex():
+                self.refuse(f"'step' of shape {list(value.shape)} and {value.dtype}")
+            value = value.item()
+        if not isinstance(value, (int, float)):
+            self.refuse(f"a {type(value).__name__} instead of a number as 'step'")
+        if not 0 <= value < 2**53 or not float(value).is_integer():  # NaN is in no range
+            self.refuse(f"step={value!r}, which is no whole number >= 0,")
+        return int(float(value))
+
+
+def _remedy(engine: Engine, part: _Part) -> str:
+    """What to pass instead of what was chosen by a measurement, if some of that is what differs."""
+    saved = chosen(part.tensor("chosen"))
+    own = {name: getattr(engine.options, name) for name in CHOSEN}
+    if saved == own:
+        return ""
+    default = {each.name: each.default for each in fields(Options)}
+    given = [
+        f"{name}={value!r}"
+        for name, value in saved.items()
+        if name == "policy" or value != own[name] or value != default[name]
+    ]
+    if "nvme" in saved.values() or saved["policy"] == "zero_infinity":
+        given.append("nvme_path=(a directory)")
+    return f": pass {', '.join(given)}"

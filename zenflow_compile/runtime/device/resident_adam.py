@@ -1,0 +1,204 @@
+"""AdamW for parameters that the device updates whole, wherever their state lives between updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.parameters.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.torch_internals import torch_private
+
+# Elements of cast or scaled gradients that are alive at once, unless one parameter has more: 256 MiB.
+_SCRATCH_ELEMENTS = 1 << 26
+
+
+@dataclass(slots=True)
+class ResidentState:
+    """Moments of one parameter, and an fp32 master where the weights are not fp32 themselves.
+
+    Attributes:
+        exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights.
+        step: f32[], gradients taken, on the parameter's device as the fused kernel wants it.
+        master: of the same dtype as the moments; None for fp32 and fp64 weights.
+        mark: the parameter after our last write, where there is a master; None where that is unknown, as after loading.
+        counter: the parameter's version counter, which other parameters may share.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    master: Tensor | None
+    mark: WriteMark | None = None
+    counter: VersionCounter = field(default_factory=VersionCounter)
+
+    @classmethod
+    def zeros_like(cls, param: Tensor, counter: VersionCounter | None = None) -> ResidentState:
+        """State of a parameter that has taken no gradient yet, in the parameter's memory layout."""
+        dtype = _state_dtype(param)
+        counter = VersionCounter() if counter is None else counter
+        has_master = param.dtype != dtype
+        return cls(
+            exp_avg=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+            exp_avg_sq=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+            step=torch.zeros((), dtype=torch.float32, device=param.device),
+            master=param.detach().to(dtype, copy=True) if has_master else None,
+            mark=counter.mark(param) if has_master else None,
+            counter=counter,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
+
+    def reseed_master(self, param: Tensor) -> None:
+        """Let the weights count where somebody else wrote them; where they are the master's cast, the master stays."""
+        if self.master is not None:
+            same = self.master.to(param.dtype) == param.detach()
+            self.master.copy_(torch.where(same, self.master, param.detach().to(self.master.dtype)))
+            self.mark = self.counter.mark(param)
+
+    def load(self, state: ResidentState, param: Tensor) -> None:
+        """Take over a checkpoint's state of ``param``. Weights are compared with the master at the next update, so that
+        they may be loaded before or after it.
+
+        Raises:
+            ValueError: a tensor of the state has another shape than the parameter, or the master is missing.
+        """
+        if (self.master is None) != (state.master is None):
+            raise ValueError(
+                f"the state of a {param.dtype} parameter must {'not ' if self.master is None else ''}have a master; "
+                "load the state of an optimizer over weights of this dtype"
+            )
+        for target, source in zip(self.tensors(), state.tensors(), strict=True):
+            if target.shape != source.shape:
+                raise ValueError(
+                    f"state of shape {list(source.shape)} for a parameter of shape {list(param.shape)}; "
+                    "load the state of an optimizer over the same model"
+                )
+        for target, source in zip(self.tensors(), state.tensors(), strict=True):
+            target.copy_(source)  # into the parameter's memory layout, which the fused kernel counts on
+        self.mark = None
+
+
+Update = tuple[Parameter, Tensor, ResidentState]
+"""A parameter, its gradient, of the same shape, and its state."""
+
+
+class ResidentAdam:
+    """Fused multi-tensor AdamW over parameters and their gradients.
+
+    Attributes:
+        states: appear with a parameter's first gradient; a parameter that gets none in a step keeps its step count.
+        counters: version counters that parameters share with others; a parameter that is not here shares none.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[Parameter, ResidentState] = {}
+        self.counters: dict[Parameter, VersionCounter] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the state."""
+        return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors())
+
+    @torch.no_grad()
+    def update(
+        self, params: Sequence[Parameter], grads: Sequence[Tensor], slot: StepCoefficients, *, eps: float
+    ) -> None:
+        """One AdamW step; see :func:`update_on_device`, of which these are the arguments."""
+        for param in params:
+            if param not in self.states:
+                self.states[param] = ResidentState.zeros_like(param, self.counters.get(param))
+        states = [self.states[param] for param in params]
+        update_on_device(list(zip(params, grads, states, strict=True)), slot, eps=eps)
+
+    def load(self, param: Parameter, state: ResidentState) -> None:
+        """Put back a checkpoint's state; see :meth:`ResidentState.load`."""
+        like = ResidentState.zeros_like(param, self.counters.get(param))
+        like.load(state, param)
+        self.states[param] = like
+
+
+@torch.no_grad()
+def update_on_device(updates: Sequence[Update], slot: StepCoefficients, *, eps: float) -> None:
+    """One AdamW step for parameters that share coefficients, with state on the device. Gradients are not written.
+
+    For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
+    ``slot.grad_scale`` before. Low-precision gradients are cast first and scaled then, in fp32.
+
+    Args:
+        updates: all on one device; those without a gradient in this step are left out.
+    """
+    for batch in _batches(updates, slot):
+        _update(batch, slot, eps)
+
+
+def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None:
+    for param, _, state in batch:
+        if state.master is not None and state.counter.written_since(param, state.mark):
+            state.reseed_master(param)
+    states = [state for _, _, state in batch]
+    # Operators that write .data do not move the version: it moves below, and is counted.
+    weights = [param.data if state.master is None else state.master for param, _, state in batch]
+    grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
+    if slot.grad_scale != 1.0:
+        grads = list(torch._foreach_mul(grads, slot.grad_scale))
+    torch._foreach_add_([state.step for state in states], 1.0)
+    fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
+    if fused:
+        torch_private.fused_adamw_multi_(
+            [weights[i] for i in fused],
+            [grads[i] for i in fused],
+            [states[i].exp_avg for i in fused],
+            [states[i].exp_avg_sq for i in fused],
+            [states[i].step for i in fused],
+            lr=slot.lr,
+            beta1=slot.beta1,
+            beta2=slot.beta2,
+            weight_decay=slot.weight_decay,
+            eps=eps,
+        )
+    for i in sorted(set(range(len(batch))) - set(fused)):
+        # A view with holes, or that overlaps itself: the fused kernel runs over memory, not over elements.
+        state, plain = states[i], slot._replace(grad_scale=1.0)
+        step = int(state.step)
+        rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
+    cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]
+    if cast:
+        torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
+    bump_versions([param for param, _, _ in batch], [state.counter for state in states])
+
+
+def _state_dtype(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _as_kernel_reads(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient in the weight's dtype and memory layout: the fused kernel takes its tensors to be laid out alike."""
+    if grad.dtype == weight.dtype and grad.stride() == weight.stride():
+        return grad.detach()
+    return torch.empty_like(weight, memory_format=torch.preserve_format).copy_(grad.detach())
+
+
+def _batches(updates: Sequence[Update], slot: StepCoefficients) -> Iterator[list[Update]]:
+    """Parameters for one fused call: of one dtype, and few enough to bound the gradients that are made for the call."""
+    for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
+        batch: list[Update] = []
+        scratch = 0
+        for update in updates:
+            param, grad, _ = update
+            if param.dtype != dtype:
+                continue
+            made = slot.grad_scale != 1.0 or grad.dtype != _state_dtype(param)
+            if batch and made and scratch + param.numel() > _SCRATCH_ELEMENTS:
+                yield batch
+                batch, scratch = [], 0
+            batch.append(update)
+            scratch += param.numel() if made else 0
+        if batch:
+            yield batch

@@ -1,0 +1,44 @@
+"""Norms over all gradients that the optimizer step uses: in parts, or in ``.grad``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.timeline.events import Timeline
+
+
+def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float) -> None:
+    """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Their factors must have been read.
+    """
+    records = [offloaded.record for offloaded in registry.offloaded.values() if offloaded.state is GradientState.PARTS]
+    away = [record for record in records if record is not None]
+    resident = [grad for _, grad, _ in registry.residents()]
+    norm = float(_total_norm(away, resident, device))
+    factor = min(limit / (norm + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
+    for record in away:
+        record.scale(factor)
+    if factor != 1.0 and resident:
+        torch._foreach_mul_(resident, factor)
+
+
+def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torch.device) -> Tensor:
+    norms = [record.l2_norm(torch.float32) for record in away]
+    if resident:
+        norms += [norm.float() for norm in torch._foreach_norm(resident)]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
+
+
+def record_norms(registry: ParamRegistry, timeline: Timeline | None, step: int) -> None:
+    """Leave the share of squared gradient norm in the selected lines with the profiler, if one listens."""
+    used = (GradientState.PARTS, GradientState.CONSUMED)
+    present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
+    if timeline is None or not present:
+        return
+    sides = [offloaded.device for offloaded in present]
+    selected = torch.stack([side.selected_norm() for side in sides]).sum()
+    timeline.add_norms(step, selected, torch.stack([side.norms.sum() for side in sides]).sum())

@@ -1,0 +1,434 @@
+"""The gradient of one offloaded parameter: which state it is in, and the factors on it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+
+
+class GradientState(enum.Enum):
+    """Where the values of a gradient are, and whether an optimizer step has used them.
+
+    ``away`` states belong to the engine: they are the gradient that the next optimizer step uses. A gradient in any
+    other state is not the engine's any more.
+    """
+
+    PARTS = enum.auto()
+    """Away: the selected slices are on the device, the deferred ones on their way to the host."""
+    ON_DEVICE = enum.auto()
+    """Away: whole, in the engine's accumulator. It is split when it is final."""
+    ZERO = enum.auto()
+    """All zero (``zero_()``, ``zero_grad(set_to_none=False)``). It takes no memory."""
+    DENSE = enum.auto()
+    """A tensor of its own, which users may have changed or may hold a view of: it counts until it is dropped."""
+    CONSUMED = enum.auto()
+    """An optimizer step has used it, and its parts may be overwritten at any time."""
+    SPOILED = enum.auto()
+    """A backward has added to it after an optimizer step had used it: the sum cannot be known."""
+    DISCARDED = enum.auto()
+    """It was dropped before any optimizer step, and no tensor of it was alive then."""
+    IN_BACKWARD = enum.auto()
+    """The optimizer-in-backward form has consumed the gradient inside the backward; ``.grad`` has no values."""
+
+    @property
+    def away(self) -> bool:
+        """Whether the values are in engine memory, for the next optimizer step."""
+        return self in (GradientState.PARTS, GradientState.ON_DEVICE)
+
+    @property
+    def gone(self) -> bool:
+        """Whether there are no values."""
+        return not (self.away or self in (GradientState.ZERO, GradientState.DENSE))
+
+
+Factor = float | Tensor
+"""A factor on a gradient: a number, or f32[] on a device while the host has not read it."""
+
+
+class Factors:
+    """Multiplies factors; those of many gradients that are multiplied with one tensor share the product.
+
+    On an accelerator a factor stays a tensor, so that clipping does not wait for the device; all factors reach the host
+    with one stacked copy per optimizer step (``read``).
+
+    Args:
+        device: where factors stay until they are read.
+        deferred: keep them there; False reads each one at once, which costs nothing on the CPU.
+    """
+
+    def __init__(self, device: torch.device, *, deferred: bool) -> None:
+        self._device = device
+        self._deferred = deferred
+        self._last: tuple[Factor, Tensor, int, bool, Factor] | None = None
+
+    def times(self, before: Factor, by: float | Tensor, *, divide: bool = False) -> Factor:
+        """``before * by``, or ``before / by``. ``by`` has one element, and may change after the call."""
+        if not (self._deferred and isinstance(by, Tensor)):
+            number = float(by)
+            if not divide:
+                return before * number
+            return before * (1.0 / number if number else math.copysign(math.inf, number))  # as IEEE divides
+        last = self._last
+        version = -1 if by.is_inference() else by._version  # tensors of inference mode have no version
+        # The memo keeps ``by`` alive, so that no other tensor can have its identity. Writes through ``by.data`` between
+        # two calls would stay unnoticed: they do not move the version.
+        known = last is not None and last[1] is by and last[2:4] == (version, divide) and version >= 0
+        if known and last is not None and _same(last[0], before):
+            return last[4]
+        value = by.detach().reshape(()).to(self._device, torch.float32, copy=True)
+        product = before / value if divide else before * value
+        self._last = before, by, version, divide, product
+        return product
+
+    def read(self, records: list[GradientRecord]) -> None:
+        """Turn the factors of ``records`` into numbers, with one copy to the host for all of them."""
+        self._last = None
+        found: dict[int, Tensor] = {}
+        for record in records:
+            for factor in (record.clip, record.unscale):
+                if isinstance(factor, Tensor):
+                    found[id(factor)] = factor
+        if not found:
+            return
+        numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        for record in records:
+            record.clip, record.unscale = (
+                numbers[id(factor)] if isinstance(factor, Tensor) else factor
+                for factor in (record.clip, record.unscale)
+            )
+
+
+def _same(one: Factor, other: Factor) -> bool:
+    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
+
+
+class GradientLike(NamedTuple):
+    """What the gradients of one parameter look like."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GradientSource(Protocol):
+    """What an engine does for the gradient of one of its parameters."""
+
+    def values_of(self, record: GradientRecord) -> Tensor:
+        """A new dense tensor of the gradient, which is away, without its factors."""
+        ...
+
+    def norm_of(self, record: GradientRecord) -> Tensor | None:
+        """f32[], L2 norm of the gradient without its factors; None if it was overwritten."""
+        ...
+
+    def give_up(self, record: GradientRecord) -> None:
+        """The gradient is not the engine's any more: its parts are free."""
+        ...
+
+    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
+        """Autograd adds ``grad`` to the gradient in ``.grad``."""
+        ...
+
+    def became_dense(self) -> None:
+        """Count a gradient that took memory of its own."""
+        ...
+
+    @property
+    def factors(self) -> Factors: ...
+
+
+class GradientRecord:
+    """One gradient, from its first contribution until no tensor and no engine refers to it.
+
+    The engine and every ``OffloadedGradient`` of this gradient hold the record; the record holds neither, so that a
+    parameter, its ``.grad`` and its engine form no cycle that the collector cannot see.
+
+    Attributes:
+        state: see ``GradientState``.
+        contributions: gradients that were added up in it since it was made or zeroed.
+        clip: factor on its values from scaling in place, clipping above all.
+        unscale: factor from loss scaling. Selection scores take it into account, but not ``clip``.
+        norm: cached f32[] L2 norm without the factors.
+        spare: ``norm``, and a copy of it that no caller has yet.
+    """
+
+    __slots__ = (
+        "__weakref__", "_handle", "_source", "_values", "clip", "contributions", "like", "norm", "spare", "state",
+        "unscale",
+    )  # fmt: skip
+
+    def __init__(self, like: GradientLike, source: weakref.ref[GradientSource]) -> None:
+        self.like = like
+        self.state = GradientState.DISCARDED
+        self.contributions = 0
+        self.clip: Factor = 1.0
+        self.unscale: Factor = 1.0
+        self.norm: Tensor | None = None
+        self.spare: tuple[Tensor, Tensor] | None = None
+        self._source = source
+        self._values: Tensor | None = None
+        self._handle: weakref.ref[OffloadedGradient] | None = None
+
+    def belongs_to(self, source: GradientSource) -> bool:
+        """Whether this is a gradient of the parameter that ``source`` serves."""
+        return self._source() is source
+
+    # Tensors of this gradient.
+
+    @property
+    def held(self) -> bool:
+        """Whether a tensor of this gradient is alive."""
+        return self._handle is not None and self._handle() is not None
+
+    def remember(self, handle: OffloadedGradient) -> None:
+        """``handle`` is a tensor of this gradient. A second one keeps the first alive, so that one reference does."""
+        if self._handle is not None and (first := self._handle()) is not None:
+            handle._first = first
+        else:
+            self._handle = weakref.ref(handle)
+
+    # Reading.
+
+    @property
+    def factor(self) -> Factor:
+        """All factors on the values."""
+        clip, unscale = self.clip, self.unscale
+        if isinstance(unscale, float) and (isinstance(clip, float) or unscale == 1.0):
+            return clip * unscale if isinstance(clip, float) else clip
+        if isinstance(clip, float) and clip == 1.0:
+            return unscale
+        return torch.mul(clip, unscale) if isinstance(clip, Tensor) else torch.mul(unscale, clip)
+
+    @property
+    def grad_scale(self) -> float:
+        """The factor on the host; ``Factors.read`` must have run."""
+        factor = self.factor
+        assert isinstance(factor, float)
+        return factor
+
+    def read(self) -> Tensor:
+        """The gradient as a dense tensor, which callers must not write: of a dense gradient it is the tensor itself.
+
+        Raises:
+            RuntimeError: the values are gone.
+        """
+        if self.state is GradientState.DENSE:
+            assert self._values is not None
+            return self._values
+        if self.state is GradientState.ZERO:
+            values = torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+        elif self.state.away:
+            values = self._engine_side().values_of(self)
+        else:
+            self.refuse("read")
+        factor = self.factor
+        if not isinstance(factor, float) or factor != 1.0:
+            values.mul_(factor)
+        return values
+
+    def l2_norm(self, dtype: torch.dtype | None = None) -> Tensor:
+        """0-d L2 norm, of ``dtype`` or the gradient's own, without making it dense.
+
+        Raises:
+            RuntimeError: the norm is unknown: the values are gone and were overwritten, or the gradient was discarded.
+        """
+        dtype, state = dtype or self.like.dtype, self.state
+        if state is GradientState.DENSE:
+            dense: Tensor = torch.linalg.vector_norm(self.read(), dtype=dtype)
+            return dense
+        if state is GradientState.ZERO:
+            norm = torch.zeros((), device=self.like.device)
+        elif state in (GradientState.SPOILED, GradientState.DISCARDED, GradientState.IN_BACKWARD):
+            self.refuse("measure")
+        else:
+            source = self._source()
+            found = None if source is None else source.norm_of(self)
+            if found is None:
+                self.refuse("measure")
+            norm = found
+        factor: Factor = self.factor
+        if isinstance(factor, Tensor):
+            norm = norm * factor.abs()
+        elif factor != 1.0:
+            norm = norm * abs(factor)
+        elif norm is self.norm:
+            # The user's own: an in-place write must not reach what is cached.
+            spare, self.spare = self.spare, None
+            norm = spare[1] if spare is not None and spare[0] is norm else norm.clone()
+        return norm if norm.dtype == dtype else norm.to(dtype)
+
+    # Writing.
+
+    def make_dense(self) -> Tensor:
+        """Give the gradient a tensor of its own, which holds its values from now on, and return it.
+
+        Raises:
+            RuntimeError: the values are gone.
+        """
+        if self.state is not GradientState.DENSE:
+            self._take_memory(self.read())
+        assert self._values is not None
+        return self._values
+
+    def replaced(self, values: Tensor) -> GradientRecord:
+        """A dense gradient in the place of this one (``grad.data = values``), of the same shape."""
+        if self.state is GradientState.IN_BACKWARD:
+            self.refuse("write")
+        record = self.moved(values)
+        record._values, record.state = values, GradientState.DENSE
+        return record
+
+    def overwrite(self, write: Callable[[Tensor], object]) -> None:
+        """Let ``write`` set every element: what was there before does not matter."""
+        if self.state is GradientState.DENSE:
+            write(self.make_dense())
+            return
+        values = torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+        if self.state is GradientState.IN_BACKWARD:
+            self.refuse("write")
+        write(values)  # first: if it raises, the gradient stays as it was
+        self._take_memory(values)
+
+    def _take_memory(self, values: Tensor) -> None:
+        self._set_dense(values)
+        if (source := self._source()) is not None:
+            source.became_dense()
+
+    def moved(self, like: Tensor) -> GradientRecord:
+        """A gradient in the same state, of the dtype and device of ``like``."""
+        record = GradientRecord(self.like._replace(dtype=like.dtype, device=like.device), self._source)
+        record.state = self.state
+        return record
+
+    def scale(self, by: float | Tensor, *, divide: bool = False, unscale: bool = False) -> None:
+        """Multiply the gradient by one element in place, or divide it.
+
+        Args:
+            unscale: the factor undoes loss scaling.
+        """
+        if self.state is GradientState.IN_BACKWARD:
+            self.refuse("scale")
+        if self.state is GradientState.DENSE:
+            values = self.make_dense()
+            values.div_(by) if divide else values.mul_(by)
+            return
+        source = self._source()
+        factors = Factors(self.like.device, deferred=False) if source is None else source.factors
+        if unscale:
+            self.unscale = factors.times(self.unscale, by, divide=divide)
+        else:
+            self.clip = factors.times(self.clip, by, divide=divide)
+
+    def zero(self) -> None:
+        """Set all values to zero."""
+        if self.state is GradientState.IN_BACKWARD:
+            return
+        if self.state is GradientState.DENSE:
+            self.make_dense().zero_()  # others may have a view of it
+            return
+        self.state, self.contributions, self.norm = GradientState.ZERO, 0, None
+        self.clip = self.unscale = 1.0
+        self._leave_engine()
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Add what autograd brings to the gradient in ``.grad``."""
+        source = self._source()
+        if source is not None:
+            source.accumulate(self, grad)
+        else:
+            self.make_dense().add_(grad)
+
+    def forget_factors(self) -> None:
+        """No factor is on the values."""
+        self.clip = self.unscale = 1.0
+
+    # The engine's side.
+
+    def check_usable(self) -> None:
+        """
+        Raises:
+            RuntimeError: no optimizer step can use it: one has done so, or it was dropped.
+        """
+        if self.state.gone:
+            self.refuse("use")
+
+    def values_at_close(self, *, keep: bool) -> Tensor | None:
+        """What is to stay in ``.grad`` when the engine closes.
+
+        Args:
+            keep: also the values of a gradient that is in engine memory.
+        """
+        if self.state is GradientState.DENSE:
+            return self.make_dense()
+        if keep and not self.state.gone:
+            with suppress(RuntimeError):  # a failed copy, which has raised or will
+                return self.make_dense()
+        return None
+
+    def dropped(self) -> None:
+        """The gradient left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
+        if not self.state.away:
+            return
+        if self.held:
+            with suppress(RuntimeError):  # a failed copy, which has raised or will
+                self.make_dense()
+        if self.state.away:
+            self.state = GradientState.DISCARDED
+
+    def refuse(self, verb: str) -> NoReturn:
+        """
+        Args:
+            verb: what was to be done with the gradient.
+
+        Raises:
+            RuntimeError: always: the values are gone.
+        """
+        name = self.like.name
+        if self.state is GradientState.SPOILED:
+            raise RuntimeError(
+                f"cannot {verb} the gradient of {name}: a backward added to it after step() had consumed it, and "
+                "consumed gradients of offloaded parameters are not kept; call optimizer.zero_grad() after each step()"
+            )
+        if self.state is GradientState.CONSUMED:
+            raise RuntimeError(
+                f"cannot {verb} the gradient of {name}: step() has consumed it, and the values of offloaded "
+                f"parameters' gradients are not kept; {verb} it before step() (its L2 norm can be read until the next "
+                "backward), and call optimizer.zero_grad() after each step()"
+            )
+        if self.state is GradientState.IN_BACKWARD:
+            raise RuntimeError(
+                f"cannot {verb} the gradient of {name}: a model compiled without an optimizer object updates its "
+                "parameters inside the backward, and no gradient is left behind it; to clip, pass max_grad_norm among "
+                "the options of torch.compile, or create a ZenFlowAdamW and call its step()"
+            )
+        raise RuntimeError(
+            f"cannot {verb} the gradient of {name}: it was discarded, or its optimizer was closed; "
+            f"{verb} it before that, or keep a clone()"
+        )
+
+    def _engine_side(self) -> GradientSource:
+        if (source := self._source()) is None:
+            self.state = GradientState.DISCARDED
+            self.refuse("read")
+        return source
+
+    def _leave_engine(self) -> None:
+        if (source := self._source()) is not None:
+            source.give_up(self)
+
+    def _set_dense(self, values: Tensor) -> None:
+        # No call in between: an interrupt finds the values and the state that says where they are, or neither.
+        self._values, self.state, self.norm = values, GradientState.DENSE, None
+        self.clip = self.unscale = 1.0
+        self._leave_engine()

@@ -1,0 +1,244 @@
+"""Host memory of one engine: whether there is enough, and one mapping of exactly the size needed.
+
+PyTorch's pinned allocator would round each request up to a power of two, so memory is mapped here and
+registered with CUDA as it is.
+
+[Note: lifetime] Tensors keep the mapping alive, and it goes with the last of them. It is never closed by
+hand: ``torch.frombuffer`` holds a reference to the mapping but no buffer export, so ``mmap.close()`` would
+succeed under living tensors, and their next access would crash.
+
+[Note: fork] The mapping is not inherited by forked children (MADV_DONTFORK): DataLoader workers would
+otherwise copy its page tables at start and its pages wherever the parent writes later. A child that touches a
+tensor of an arena crashes; the optimizer belongs to the process that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.host.cgroups import CGROUPS, MEMBERSHIP, groups_of
+from zenflow_compile.torch_internals import torch_private
+
+ALIGNMENT_BYTES = 64
+"""A cache line, and the widest vector load of current CPUs: no two tensors share a line."""
+
+_TOUCH_BYTES = 64 << 20
+"""Bytes per operator in ``touch_pages``: so few pages that PyTorch does not spread them over threads."""
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def require_host_memory(needed_bytes: int, knobs_hint: str) -> None:
+    """Refuses a plan that does not fit, before anything is allocated.
+
+    Linux maps more memory than there is, and kills the process that later touches too much of it.
+
+    Args:
+        knobs_hint: what needs less, see ``remedies.less_host_memory``.
+
+    Raises:
+        ValueError: more is needed than is available to this process; says how much, and which knobs help.
+    """
+    available_bytes, limited_by = available_host_memory()
+    if needed_bytes > available_bytes:
+        raise ValueError(
+            f"optimizer state and gradient windows need {_gib(needed_bytes)} of host memory, but only "
+            f"{_gib(available_bytes)} are available ({limited_by}); free some, or choose {knobs_hint}"
+        )
+
+
+def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, str]:
+    """Bytes that this process can still use without swapping, and what limits them.
+
+    The limit of a container is that of the tightest of its control groups, version 1 or 2, where readable.
+    Cached file pages that the kernel would give back count as available.
+    """
+    machine = psutil.virtual_memory()
+    bounds = [(int(machine.available), f"the machine has {_gib(machine.total)}")]
+    for group, version in groups_of("memory", cgroups, membership):
+        if (bound := _cgroup_bound(group, *_MEMORY_FILES[version])) is not None:
+            bounds.append(bound)
+    return min(bounds)
+
+
+def _cgroup_bound(group: Path, limit_file: str, usage_file: str, cache_key: str) -> tuple[int, str] | None:
+    """What a control group has left; None if it has no limit, or does not exist in this process's view."""
+    try:
+        limit = int((group / limit_file).read_text())  # "max", which is no number, where there is no limit
+        usage = int((group / usage_file).read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left = limit - usage + int(statistics.get(cache_key, 0))
+    except (OSError, ValueError):
+        return None
+    return max(0, left), f"the control group {group} is limited to {_gib(limit)}"
+
+
+def carved_bytes(pieces: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
+    """Bytes that an arena needs to hold a tensor for each (shape, dtype), alignment included."""
+    return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in pieces)
+
+
+class HostArena:
+    """Anonymous host memory, zero to begin with, from which tensors are taken once and never given back.
+
+    The kernel hands out pages when they are first touched, so an arena costs nothing before, and its pages
+    lie near the core that touches them: let the worker that will serve a tensor touch it (``touch_pages``).
+    ``pin`` touches what is left.
+
+    Args:
+        total_bytes: what will be taken, as ``carved_bytes`` counts it. Only whole pages can be mapped, so
+            less than one page is added.
+
+    Raises:
+        ValueError: ``total_bytes`` is negative.
+        MemoryError: the operating system does not map that much.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        if total_bytes < 0:
+            raise ValueError(f"total_bytes={total_bytes} must be >= 0")
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+        self._mapping: _Mapping | None = _map(total_bytes)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether CUDA can copy from and to this memory asynchronously."""
+        return self._mapping is not None and self._mapping.registered
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, aligned to 64 bytes, with a storage of its own over the next bytes.
+
+        It holds zeros, since nobody wrote to this memory before.
+
+        Raises:
+            RuntimeError: the arena is closed, or has fewer bytes left. Sizes are decided before an arena is
+                made, so either is an error of the caller, not of the machine.
+        """
+        mapping = self._open_mapping()
+        needed = _aligned(prod(shape) * dtype.itemsize)
+        if needed > self.total_bytes - self.used_bytes:
+            raise RuntimeError(
+                f"arena exhausted: {tuple(shape)} of {dtype} needs {needed} bytes, and of {self.total_bytes} "
+                f"only {self.total_bytes - self.used_bytes} are left; the plan counted this arena too small"
+            )
+        if needed == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(mapping, dtype=dtype, count=prod(shape), offset=self.used_bytes)
+        self.used_bytes += needed
+        return flat.view(tuple(shape))
+
+    def pin(self, knobs_hint: str | None = None) -> bool:
+        """Registers the whole arena with CUDA, once; says whether it is pinned now.
+
+        One registration, because a copy may not span two. Where CUDA is missing there is nothing to do. Where
+        it refuses, a warning says what that costs, and everything works on unpinned memory.
+
+        Args:
+            knobs_hint: what needs less host memory, for the warning; None: no warning.
+        """
+        mapping = self._open_mapping()
+        if not mapping.registered and len(mapping) and torch.cuda.is_available():
+            try:
+                torch_private.register_host_memory(mapping.address, len(mapping))
+            except RuntimeError as error:
+                if knobs_hint is not None:
+                    warnings.warn(
+                        f"CUDA refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
+                        "correct, but copies between host and device go through the driver's small buffers now: "
+                        "slower, and the training thread waits for them. Raise the limit on locked memory (ulimit -l), "
+                        f"free host memory, or make do with less: {knobs_hint}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            else:
+                mapping.registered = True
+        return mapping.registered
+
+    def close(self) -> None:
+        """Unregisters the memory and lets go of it; it is unmapped with its last tensor.
+
+        No copy from or to this memory may be in flight. A second call does nothing.
+        """
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.unregister()
+
+    def _open_mapping(self) -> _Mapping:
+        if self._mapping is None:
+            raise RuntimeError("this arena is closed")
+        return self._mapping
+
+
+def touch_pages(tensor: Tensor) -> None:
+    """Makes the pages of a contiguous CPU tensor resident, near the calling thread's core. Releases the GIL.
+
+    Contents stay as they are, but nobody may write there meanwhile.
+    """
+    content = tensor.view(-1).view(torch.uint8)
+    for first in range(0, content.numel(), _TOUCH_BYTES):
+        chunk = content[first : first + _TOUCH_BYTES]
+        chunk[:: mmap.PAGESIZE].bitwise_or_(0)
+        chunk[-1:].bitwise_or_(0)  # the last page, when the tensor does not begin at the start of one
+
+
+class _Mapping(mmap.mmap):
+    """A private anonymous mapping that knows what CUDA knows about it, and whose it is."""
+
+    address = 0
+    registered = False
+    owner = 0
+
+    def unregister(self) -> None:
+        if self.registered:
+            self.registered = False
+            torch_private.unregister_host_memory(self.address)
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            # In a forked child there is a hole at this address, which other memory may have filled since.
+            # Unmapping would take that away, so the object is leaked.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            return
+        with suppress(Exception):  # at interpreter exit CUDA may be gone, and its registrations with it
+            self.unregister()
+
+
+def _map(total_bytes: int) -> _Mapping:
+    length = max(1, -(-total_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    try:
+        # Private: shared anonymous memory would get no huge pages.
+        mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"the operating system did not map {_gib(length)} of host memory: {error}"
+        ) from error
+    mapping.owner = os.getpid()
+    mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # neither exists on every platform and kernel
+        if hasattr(mmap, advice):
+            with suppress(OSError):
+                mapping.madvise(getattr(mmap, advice))
+    return mapping
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

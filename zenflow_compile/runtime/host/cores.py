@@ -1,0 +1,155 @@
+"""Which cores run workers: the physical ones that this process may use, their NUMA nodes, and threads pinned to them.
+
+Two hardware threads of one core share its units and its path to memory: a second worker there would gain nothing on
+work that is bound by memory, so only one logical core of each physical one counts.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from zenflow_compile.performance.hardware import LEFT_FREE
+from zenflow_compile.runtime.host.cgroups import cpu_quota
+
+SYSTEM = Path("/sys/devices/system")
+"""Where Linux describes its processors and NUMA nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A physical core.
+
+    Attributes:
+        logical: the first of its logical cores that this process may use; workers are pinned to that one.
+        node: its NUMA node; 0 where the system does not tell.
+    """
+
+    logical: int
+    node: int = 0
+
+
+def physical_cores(system: Path = SYSTEM) -> tuple[Core, ...]:
+    """The physical cores in this process's affinity mask, by logical number; never empty.
+
+    Args:
+        system: the folder that holds ``cpu/cpuN/topology`` and ``cpu/cpuN/nodeM``. Where it tells nothing, the first
+            logical cores are taken to be the physical ones, as Linux numbers them, up to psutil's count.
+    """
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = {logical: _siblings(system / f"cpu/cpu{logical}/topology") for logical in usable}
+    if None in siblings.values():
+        physical = psutil.cpu_count(logical=False) or len(usable)
+        return tuple(Core(logical, _node(system / f"cpu/cpu{logical}")) for logical in usable[:physical])
+    first_of: dict[str | None, int] = {}
+    for logical in usable:
+        first_of.setdefault(siblings[logical], logical)
+    return tuple(Core(logical, _node(system / f"cpu/cpu{logical}")) for logical in first_of.values())
+
+
+def worker_count(cores: int, *, workers: int | None, reserved_share: float | None) -> int:
+    """How many workers to run on ``cores`` physical cores.
+
+    Args:
+        workers: the option; at most one worker per core.
+        reserved_share: the option ``pt_reserved_cores_perc``: share of the cores left to PyTorch. None leaves two to
+            it, and one to each worker process of a DataLoader that is alive now; no more cores count then than a
+            container may use at a time.
+
+    Raises:
+        ValueError: more workers than cores.
+    """
+    if workers is not None:
+        if workers > cores:
+            raise ValueError(
+                f"workers={workers} must be in [1, {cores}]: this process may use {cores} physical "
+                f"core{'s' if cores > 1 else ''}, and two workers on one gain nothing; lower it, or leave it at None"
+            )
+        return workers
+    if reserved_share is None:
+        cores = min(cores, math.floor(cpu_quota() or cores))
+        return max(1, cores - LEFT_FREE - _data_loader_workers())
+    # Rounded before it is rounded up: 0.9 * 10 must reserve nine cores, whatever the last bit of the product.
+    return max(1, cores - math.ceil(round(reserved_share * cores, 6)))
+
+
+def choose_cores(cores: Sequence[Core], count: int, in_use: Mapping[int, int]) -> tuple[int, ...]:
+    """Logical cores for ``count`` workers: those with the fewest workers already, on all NUMA nodes alike.
+
+    Last cores come first, since the scheduler and users who pin by hand tend to begin with the first ones.
+
+    Args:
+        in_use: workers of this process by logical core, those of other engines.
+    """
+    seen: dict[int, int] = {}
+    rank: dict[int, tuple[int, int, int]] = {}
+    for core in sorted(cores, key=lambda core: core.logical, reverse=True):
+        place = seen[core.node] = seen.get(core.node, 0) + 1
+        rank[core.logical] = (in_use.get(core.logical, 0), place, core.node)
+    return tuple(sorted(rank, key=rank.__getitem__)[:count])
+
+
+def run_pinned(cores: Sequence[int], work: Callable[[int], object]) -> None:
+    """Run ``work(i)`` in a new thread on ``cores[i]``, for all i at once, and wait for all of them.
+
+    Raises:
+        BaseException: the first that a call raised; or a RuntimeError, if the system starts no further thread.
+    """
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            pin_this_thread(cores[index])
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads: list[threading.Thread] = []
+    try:
+        for index in range(len(cores)):
+            thread = threading.Thread(target=run, args=(index,), name=f"zenflow-pinned-{index}", daemon=True)
+            thread.start()
+            threads.append(thread)
+    finally:
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def pin_this_thread(core: int) -> None:
+    """Keep the calling thread on logical core ``core``, where the system allows it: pinning is for speed alone."""
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):  # a sandbox may forbid it, or have taken the core away since
+            os.sched_setaffinity(threading.get_native_id(), {core})
+
+
+def nodes_of(cores: Iterable[int], system: Path = SYSTEM) -> set[int]:
+    """NUMA nodes of logical cores."""
+    return {_node(system / f"cpu/cpu{core}") for core in cores}
+
+
+def _data_loader_workers() -> int:
+    """Worker processes of DataLoaders, which are daemonic; those in which compilers wait for work are not."""
+    return sum(child.daemon for child in multiprocessing.active_children())
+
+
+def _siblings(topology: Path) -> str | None:
+    """The logical cores of one physical core, as the kernel writes them; None if it does not tell."""
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the older name
+        with suppress(OSError):
+            return (topology / name).read_text().strip()
+    return None
+
+
+def _node(cpu: Path) -> int:
+    numbers = [path.name.removeprefix("node") for path in cpu.glob("node*")]
+    return next((int(number) for number in numbers if number.isdigit()), 0)

@@ -1,0 +1,120 @@
+"""An optimizer's claim on its parameters: it lasts from construction to ``close()``, before there is an engine too.
+
+The engine, with its plan, memory and threads, is built at the optimizer's first use. Until then the model may be moved
+to another device or dtype.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from zenflow_compile.runtime import autograd_hooks, ops
+from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+
+
+class Owner:
+    """What compiled graphs tell an owned parameter by: no other object equals it.
+
+    Parameters are pickled with their attributes, and a file has no owner: it gets an empty ``torch.Size`` in its place,
+    which ``torch.load(weights_only=True)`` reads.
+    """
+
+    def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
+        return torch.Size, ()
+
+
+class Claim:
+    """Marks the parameters of one optimizer as owned, and passes on the gradients that reach ``.grad``.
+
+    Attributes:
+        params: the parameters, in the order of the plan.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.params: list[Parameter] = []
+        self._groups = optimizer.param_groups
+        self._owners: list[Owner] = []
+        self._position: dict[int, int] = {}
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
+        ops.register_claim(self)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that made the claim; None if it was collected."""
+        return self._optimizer()
+
+    @property
+    def engine(self) -> ops.EngineOps:
+        """The optimizer's engine, which is built now if this is its first use."""
+        engine: ops.EngineOps = self._optimizer().engine  # type: ignore[union-attr]
+        return engine
+
+    def add(self, params: Sequence[Parameter]) -> None:
+        """Claim further parameters, all of them or none."""
+        before = len(self.params)
+        try:
+            for param in params:
+                self._position[id(param)] = len(self.params)
+                self._owners.append(Owner())
+                self.params.append(param)
+                param._zenflow_owner = self._owners[-1]  # type: ignore[attr-defined]
+            self.listen()
+        except BaseException:
+            self.keep(before)
+            raise
+
+    def keep(self, count: int) -> None:
+        """Give up all parameters but the first ``count``."""
+        for p in range(count, len(self.params)):
+            if (hook := self._hooks.pop(p, None)) is not None:
+                hook.remove()
+            if getattr(self.params[p], "_zenflow_owner", None) is self._owners[p]:
+                del self.params[p]._zenflow_owner  # type: ignore[attr-defined]
+            del self._position[id(self.params[p])]
+        del self.params[count:], self._owners[count:]
+
+    def listen(self) -> None:
+        """Hook parameters that have no hook yet. A frozen parameter takes none before it is unfrozen."""
+        for p, param in enumerate(self.params):
+            if param.requires_grad and p not in self._hooks:
+                self._hooks[p] = autograd_hooks.listen_to_grad(param, p, weakref.ref(self))
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether ``param`` is claimed."""
+        position = self._position.get(id(param))
+        return position is not None and self.params[position] is param
+
+    def accept_grad(self, p: int) -> None:
+        """A gradient of parameter ``p`` has reached ``.grad``. Raises: see ``Engine.accept_grad``."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.engine.accept_grad(p)
+
+    def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Args:
+            groups: the optimizer's ``param_groups`` now.
+
+        Raises:
+            ValueError: the list was replaced, or does not have the claimed parameters.
+            TypeError: a strategy put shards into it, as Accelerate does for FSDP2.
+        """
+        ids = [id(param) for group in groups for param in group["params"]]
+        if groups is not self._groups or ids != list(self._position):
+            refuse_sharded(param for group in groups for param in group["params"])
+            raise ValueError(
+                "the parameters in param_groups were changed by hand, which the optimizer does not follow: add "
+                "parameters with add_param_group(); to train fewer, set requires_grad=False or create a new optimizer"
+            )
+
+    def release(self) -> None:
+        """Give up all parameters. Idempotent."""
+        ops.unregister_claim(self)
+        self.keep(0)

@@ -1,0 +1,131 @@
+"""What a param group may say, whether a user or a saved state says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zenflow_compile.checks.validate import check_flag, check_number
+from zenflow_compile.options.options import OPTION_NAMES
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+
+LARGEST_NUMBER = 1e30
+"""Largest lr, eps, weight_decay, and product of lr and weight_decay: what a step computes from them stays in fp32's
+range, summed over an update window and divided by a bias correction."""
+
+_REFUSED = {
+    "amsgrad": "the maximum of past second moments is not kept; use amsgrad=False",
+    "foreach": "updates of many parameters are fused already; use foreach=None",
+    "fused": "updates of many parameters are fused already; use fused=None",
+    "capturable": "CUDA graphs are not supported in this version; use capturable=False",
+    "differentiable": "updates run outside of autograd; use differentiable=False",
+}
+_NEEDED = ("lr", "betas", "eps", "weight_decay")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check the values of a param group before anything uses them.
+
+    Args:
+        group: with every default filled in.
+
+    Raises:
+        ValueError: a value out of range or missing, an option of the whole optimizer, or a switch of
+            ``torch.optim.AdamW`` that is on and has no counterpart here.
+        TypeError: a value of the wrong kind.
+    """
+    for name in OPTION_NAMES:
+        if name in group:
+            raise ValueError(
+                f"a param group has {name}={group[name]!r}, an option of the whole optimizer: pass it to ZenFlowAdamW "
+                "itself, or give those parameters an optimizer of their own; groups may differ in lr, betas, eps, "
+                "weight_decay and maximize"
+            )
+    check_values(group)
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check param groups as they are now: users and schedulers write into them at any time.
+
+    Raises:
+        ValueError, TypeError: see :func:`check_group`; the message has the group's number.
+    """
+    for number, group in enumerate(groups):
+        try:
+            check_values(group)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"in param_groups[{number}], {error}") from error
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    """:func:`check_group` without the names of options."""
+    for name in _NEEDED:
+        if name not in group:
+            raise ValueError(f"{name} is missing; set it again, as in optimizer.param_groups[0][{name!r}] = ...")
+    lr = check_number("lr", _number("lr", group["lr"]), 0.0, LARGEST_NUMBER)
+    check_eps(group["eps"])
+    decay = check_number("weight_decay", _number("weight_decay", group["weight_decay"]), 0.0, LARGEST_NUMBER)
+    if lr * decay > LARGEST_NUMBER:
+        raise ValueError(f"lr={lr} times weight_decay={decay} must be at most {LARGEST_NUMBER:g}; lower one of them")
+    _check_betas(group["betas"])
+    check_flag("maximize", group.get("maximize", False))
+    for name, reason in _REFUSED.items():
+        if (value := group.get(name)) is not None and check_flag(name, value):
+            raise ValueError(f"{name}=True of torch.optim.AdamW is not supported: {reason}")
+    if group.get("decoupled_weight_decay", True) is not True and decay != 0:
+        raise ValueError(
+            f"decoupled_weight_decay={group['decoupled_weight_decay']!r} is torch.optim.Adam's, whose weight decay is "
+            "part of the gradient, and this optimizer decays as AdamW does: leave it out, or set weight_decay=0"
+        )
+
+
+def check_eps(eps: Any) -> float:
+    """``eps`` as a number.
+
+    Raises:
+        ValueError, TypeError: no step can use it.
+    """
+    return check_number("eps", _number("eps", eps), 0.0, LARGEST_NUMBER)
+
+
+def coefficients_of(group: Mapping[str, Any], grad_scale: float) -> StepCoefficients:
+    """What an optimizer step takes from a checked group.
+
+    Args:
+        grad_scale: factor on the gradients of its parameters; ``maximize`` negates it, and with it every gradient.
+    """
+    beta1, beta2 = group["betas"]
+    return StepCoefficients(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=float(group["weight_decay"]),
+        grad_scale=-grad_scale if group.get("maximize", False) else grad_scale,
+    )
+
+
+def _number(name: str, value: Any) -> Any:
+    """A tensor's one element; any other value as it is.
+
+    Raises:
+        ValueError: a tensor of more elements, or of none.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} is a tensor of {value.numel()} elements; it must be a number, or a tensor of one")
+    return value.item()
+
+
+def _check_betas(betas: Any) -> None:
+    allowed = "two numbers in [0, 1), such as (0.9, 0.999)"
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be {allowed}")
+    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError(f"betas={betas!r} must be {allowed}, both of them floats or both tensors")
+    for place, beta in enumerate(betas):
+        name = f"betas[{place}]"
+        if check_number(name, _number(name, beta), 0.0, 1.0) == 1.0:
+            raise ValueError(f"betas={betas!r} must be {allowed}")

@@ -1,0 +1,203 @@
+"""The way back: which closed windows land when, and which uploads start ahead of their first use."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.runtime.errors import LostUpdateError
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.recorder import Recorder
+
+
+class UploadScheduler:
+    """Serves a forward's first uses in their order.
+
+    Attributes:
+        selections: closes that landed with a new selection.
+        read_elsewhere: graphs that fetch nothing read the weights, so every due update is applied in ``step()``.
+    """
+
+    def __init__(self, registry: ParamRegistry, recorder: Recorder) -> None:
+        self.selections = 0
+        self.read_elsewhere = False
+        self._current_at: int | None = None
+        self._registry = registry
+        self._recorder = recorder
+        self._order: list[int] = []
+        self._in_flight: list[OffloadedParam] = []
+
+    def declare_order(self, order: Sequence[int]) -> None:
+        """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
+        new = set(order)
+        # A graph that was compiled again takes the place of its former self, another one comes behind those before it.
+        place = next((i for i, p in enumerate(self._order) if p in new), len(self._order))
+        others = [p for p in self._order if p not in new]
+        self._order = [*others[:place], *order, *others[place:]]
+        for position, p in enumerate(self._order):
+            if p in self._registry.offloaded:
+                self._registry.offloaded[p].deadline = position
+
+    def by_deadline(self) -> list[OffloadedParam]:
+        """All offloaded parameters by first use."""
+        return sorted(self._registry.offloaded.values(), key=lambda offloaded: offloaded.deadline)
+
+    def end_step(self, now: int) -> None:
+        """``now`` steps are over: land what cannot wait for a first use."""
+        closed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.closes]
+        self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
+        for offloaded in self._in_flight:
+            if self.read_elsewhere or offloaded.eager or offloaded.plan.blocking:
+                self.land(offloaded, now)
+        self._prefetch(now)
+
+    def before_use(self, offloaded: OffloadedParam, now: int) -> None:
+        """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
+        offloaded.uses += 1
+        self._make_visible(offloaded, now)
+        if offloaded.weights.counter.shared:
+            # A later update of a sharer would move the version of these weights after a graph has saved them, and the
+            # backward of that graph would raise.
+            for index in offloaded.weights.counter.sharers:
+                if index != offloaded.plan.index and index in self._registry.offloaded:
+                    self._make_visible(self._registry.offloaded[index], now)
+
+    def _make_visible(self, offloaded: OffloadedParam, now: int) -> None:
+        if offloaded.weights.written_by_others:
+            offloaded.notice_external_write(now)
+        if offloaded.host.closes and offloaded.due(now):
+            self._prefetch(now)
+            self.land(offloaded, now)
+
+    def is_current(self, now: int) -> bool:
+        """Whether no update is due after ``now`` steps; False also where that is unknown."""
+        return self._current_at == now
+
+    def apply_due(self, now: int, only: Collection[int] | None = None) -> None:
+        """Make every due update visible.
+
+        Args:
+            only: indices of the parameters to look at; None: all.
+
+        Raises:
+            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+        """
+        # Uncompiled modules ask one after another, for a few parameters each: do not look at all of them every time.
+        every = self._registry.offloaded
+        chosen = self.by_deadline() if only is None else [every[p] for p in sorted(only) if p in every]
+        for offloaded in chosen:
+            offloaded.raise_failures()
+            if not offloaded.weights.unverified:  # the weights that belong to a loaded state may be yet to come
+                offloaded.notice_external_write(now)
+            self.land(offloaded, now)
+        if only is None:
+            self._current_at = now  # an update becomes due only when a step ends
+
+    def land(self, offloaded: OffloadedParam, now: int) -> None:
+        """Make visible what is due, waiting for it."""
+        for close in offloaded.land(now):
+            if close.selection is not None:
+                self.selections += 1
+                self._recorder.mark("select", param=offloaded.plan.name)
+
+    def before_load(self, now: int) -> None:
+        """Weights are about to be loaded: land what is due, except over weights that somebody wrote already."""
+        for offloaded in self.by_deadline():
+            if offloaded.due(now) and not offloaded.weights.written_by_others:
+                with suppress(RuntimeError):  # what failed raises at the next step; loading may be the way out of it
+                    self.land(offloaded, now)
+
+    def finish(self, now: int, *, flush: bool) -> None:
+        """Apply every update, due or not.
+
+        Args:
+            flush: apply the gradients in open update windows, too; these windows are empty afterwards.
+
+        Raises:
+            RuntimeError: work in flight failed, or a weight was written or moved to another dtype or device while an
+                update of it was in flight (``LostUpdateError``, if nothing failed). The updates of the other parameters
+                were applied all the same.
+        """
+        self._withdraw()
+        errors: list[Exception] = []
+        lost: list[Exception] = []
+        dropped: list[str] = []
+        changed: list[str] = []
+        for offloaded in self.by_deadline():
+            try:
+                if self._registry.changed(offloaded.plan.index):  # moved or resized: its updates are of other weights
+                    if offloaded.due(now):
+                        lost.append(_lost_by_change(offloaded.plan.name))
+                    elif offloaded.host.closes or (flush and offloaded.window_holds_gradients):
+                        changed.append(offloaded.plan.name)
+                    offloaded.abandon()
+                    continue
+                offloaded.raise_if_partially_applied()
+                # Weights written since the last step stay as they are: the window's gradients belong to the old ones.
+                try:
+                    written = offloaded.notice_external_write(now)
+                except LostUpdateError as error:
+                    written = True
+                    lost.append(error)
+                if written and flush:
+                    if offloaded.drop_window():
+                        dropped.append(offloaded.plan.name)
+                elif flush:
+                    eps = self._registry.eps(offloaded.plan.index)
+                    close = offloaded.flush_window(at=now, eps=eps, selection=None, promptly=True)
+                    if close is not None:
+                        self._registry.transport.workers.submit(close.job)
+                self.land(offloaded, now + 1 + offloaded.plan.staleness)
+            except Exception as error:
+                errors.append(error)
+        for offloaded in self._registry.offloaded.values():  # no thread has waited for a job that the device waited for
+            try:
+                offloaded.host.wait()
+            except Exception as error:
+                errors.append(error)
+        if errors or lost:
+            raise [*errors, *lost][0]
+        by_hand = "written or loaded since the last step; to keep both, call optimizer.synchronize() after the write"
+        moved = "moved to another dtype, device or shape; call optimizer.flush() or close() before that"
+        for names, reason in ((dropped, by_hand), (changed, moved)):
+            if names:
+                warnings.warn(
+                    f"the gradients in the update windows of {len(names)} parameters ({names[0]}, ...) were dropped, "
+                    f"because these weights were {reason}",
+                    UserWarning,
+                    stacklevel=user_stacklevel(),
+                )
+        self._current_at = now
+
+    def abandon(self) -> None:
+        """A state is about to be loaded: what is in flight ends, whether it failed or not, and counts no more.
+
+        That includes copies that an interrupt has kept from being known to whoever started them.
+        """
+        self._in_flight = []
+        self._current_at = None
+        self._withdraw()
+        self._registry.transport.to_host.settle()
+        self._registry.transport.to_device.settle()
+
+    def _withdraw(self) -> None:
+        """Nobody waits for a job that an interrupt has kept from being queued, and no lane first of all."""
+        jobs = [job for offloaded in self._registry.offloaded.values() for job in offloaded.host.jobs]
+        self._registry.transport.workers.withdraw(jobs)
+
+    def _prefetch(self, now: int) -> None:
+        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.closes]
+        for offloaded in self._in_flight:
+            if self._registry.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
+                return
+            offloaded.start_upload(now)
+
+
+def _lost_by_change(name: str) -> LostUpdateError:
+    return LostUpdateError(
+        f"{name} was moved to another dtype, device or shape while an update of it was on its way, which is lost now; "
+        "call optimizer.synchronize() or close() before the model is changed"
+    )

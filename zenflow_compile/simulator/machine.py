@@ -1,0 +1,246 @@
+"""The simulated machine beside its device: copy lanes, workers, disk and peers, and what waits for each of them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.workload import HOST_PASS_BYTES, FlushedWindow, Part, Subgroup
+from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
+from zenflow_compile.simulator.clock import Clock, Span
+from zenflow_compile.simulator.nvme_cache import FileBlock, StateFiles
+from zenflow_compile.timeline.events import D2H, DISK, H2D
+
+PEERS = "peers"
+POOL = "workers"  # all workers together; they become a lane each when events are made
+
+COPY_TOUCHES = 3  # of a copy within host memory: read, written, and fetched before it is overwritten
+CHECKSUM_RATE = 2e9  # bytes per second and core of the checksums of state in files (zlib 1.2.13's CRC-32)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An event in seconds; ``step`` and ``param`` as in ``Event``."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    step: int
+    param: str
+    size: int
+
+
+@dataclass(slots=True)
+class Job:
+    """The update of what a part of a block closed with ``step``: gradients down, host update, weights up, merge.
+
+    Attributes:
+        position: of the block in the forward.
+        copies: gradients that are still on their way down.
+        final: when its gradient was; None before.
+        remaining: seconds of host update at full speed; reported: bytes of it that are in the timeline.
+        block: its state, where that is in a file.
+        updated: the host is done. here: the new weights are on the device, and gathered from the peers.
+    """
+
+    step: int
+    position: int
+    name: str
+    part: Part
+    close: FlushedWindow
+    copies: int = 0
+    final: float | None = None
+    remaining: float = 0.0
+    reported: int = 0
+    block: FileBlock | None = None
+    updated: bool = False
+    here: bool = False
+
+    def __lt__(self, other: Job) -> bool:
+        """Earliest step first, then earliest use."""
+        return (self.step, self.position) < (other.step, other.position)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Bytes that wait for a lane, at ``rate`` bytes/s while nothing slows them down."""
+
+    kind: str
+    size: int
+    rate: float
+    step: int
+    name: str
+    done: Callable[[], None]
+
+
+class Machine:
+    """Serves each lane's queue in its order; ``dispatch`` starts whatever can start.
+
+    Attributes:
+        rows: what happened so far.
+        step: the one that the device is in.
+        files: state that is not in host memory for good.
+        pool_rate: bytes of host memory per second that all workers of the device read and write at full speed.
+    """
+
+    def __init__(self, hardware: Hardware, workers: int, files: StateFiles) -> None:
+        self._on_host = hardware.device_cores is not None
+        self._workers = workers
+        self.clock = Clock(hardware.host_bandwidth / hardware.devices, hardware.cores if self._on_host else math.inf)
+        self.rows: list[Row] = []
+        self.step = 0
+        self.files = files
+        self._hardware = hardware
+        self.pool_rate = workers * hardware.adam_per_core * HOST_PASS_BYTES
+        self._down: deque[_Transfer] = deque()
+        self._peers: deque[_Transfer] = deque()
+        self._state_in: deque[_Transfer] = deque()
+        self._uploads: list[tuple[int, Job]] = []  # heap: by the step whose forward needs them
+        self._ready: list[Job] = []  # heap: host updates
+        self._updating: Job | None = None
+        self._in_upload_ring = 0
+        self._in_stream_buffers = 0
+        self._flushing: set[str] = set()  # subgroups whose state is on its way back
+
+    def copy_down(self, kind: str, size: int, step: int, name: str, done: Callable[[], None]) -> None:
+        """Queue a copy from device to host."""
+        self._down.append(_Transfer(kind, size, self._hardware.link_to_host, step, name, done))
+
+    def exchange(self, size: int, step: int, name: str, done: Callable[[], None]) -> None:
+        """Queue a collective in which this device sends ``size`` bytes; done at once where there are none."""
+        if not size:
+            done()
+            return
+        assert self._hardware.peer_bandwidth is not None
+        self._peers.append(_Transfer("copy", size, self._hardware.peer_bandwidth, step, name, done))
+
+    def stream_in(self, group: Subgroup, step: int, done: Callable[[], None]) -> None:
+        """Queue the copy of a subgroup's state into the next free buffer."""
+        rate = self._hardware.link_to_device
+        self._state_in.append(_Transfer("state", group.state, rate, step, group.name, done))
+
+    def stream_out(self, group: Subgroup, step: int) -> None:
+        """Queue the copy of a subgroup's state back; its buffer is free after it."""
+
+        def flushed() -> None:
+            self._in_stream_buffers -= 1
+            self._flushing.remove(group.name)
+
+        self._flushing.add(group.name)
+        self.copy_down("state", group.state, step, group.name, flushed)
+
+    def submit(self, job: Job) -> None:
+        """The job's gradients are in host memory, and final."""
+        if job.close.file:
+            begin = partial(self._begin_update, job)
+            job.block = self.files.need(job.step, job.position, job.close.params, begin)
+        else:
+            self._begin_update(job)
+
+    def queue_upload(self, job: Job, landing: int) -> None:
+        """New weights go up in the order of their use; the lane waits for a job that is not done.
+
+        Args:
+            landing: the step whose forward needs them first; the job's own, if the step itself waits.
+        """
+        heapq.heappush(self._uploads, (landing, job))
+
+    def merged(self) -> None:
+        """An upload was merged into its weights: its place in the ring is free."""
+        self._in_upload_ring -= 1
+
+    def dispatch(self) -> None:
+        """Start what can start now."""
+        if self._down and self.clock.idle(D2H):
+            self._start(D2H, self._down.popleft())
+        if self._peers and self.clock.idle(PEERS):
+            self._start(PEERS, self._peers.popleft())
+        if self.clock.idle(H2D):
+            self._dispatch_to_device()
+        if self.clock.idle(DISK) and (found := self.files.next_transfer()) is not None:
+            self._move(*found)
+        self._dispatch_workers()
+
+    def _dispatch_to_device(self) -> None:
+        """State first: the device cannot go on without it, while uploads of a blocking step come last in any case."""
+        state = self._state_in[0] if self._state_in else None
+        if state and state.name not in self._flushing and self._in_stream_buffers < STREAM_BUFFERS:
+            self._in_stream_buffers += 1
+            self._start(H2D, self._state_in.popleft())
+        elif self._uploads and self._uploads[0][1].updated and self._in_upload_ring < UPLOAD_RING:
+            _, job = heapq.heappop(self._uploads)
+            self._in_upload_ring += 1
+            size = job.close.upload
+            rate = self._hardware.link_to_device
+            self._start(H2D, _Transfer("copy", size, rate, job.step, job.name, lambda: self._gather(job)))
+
+    def _gather(self, job: Job) -> None:
+        def here() -> None:
+            job.here = True
+
+        self.exchange(job.close.upload * (self._hardware.devices - 1), job.step, job.name, here)
+
+    def _dispatch_workers(self) -> None:
+        """All workers take the job with the earliest deadline, also from under a later one: tasks are small."""
+        if not self._ready:
+            return
+        if (running := self._updating) is not None:
+            if not self._ready[0] < running:
+                return
+            span = self.clock.stop(POOL)
+            self._report(running, span.begin, span.seconds)
+            running.remaining = span.seconds
+            heapq.heappush(self._ready, running)
+        job = self._updating = heapq.heappop(self._ready)
+        span = Span(job.remaining, self.pool_rate, lambda: self._updated(job, span.begin), cores=self._workers)
+        self.clock.start(POOL, span)
+
+    def _updated(self, job: Job, begin: float) -> None:
+        self._updating = None
+        self._report(job, begin, 0.0)
+        job.updated = True
+        if job.block is not None:
+            self.files.changed(job.block)
+
+    def _report(self, job: Job, begin: float, remaining: float) -> None:
+        done = round(job.close.host - remaining * self.pool_rate)
+        if self.clock.now > begin:
+            size = done - job.reported
+            self.rows.append(Row(POOL, "host_update", begin, self.clock.now, job.step, job.name, size))
+            job.reported = done
+
+    def _begin_update(self, job: Job) -> None:
+        job.remaining = job.close.host / self.pool_rate
+        heapq.heappush(self._ready, job)
+
+    def _move(self, kind: str, block: FileBlock) -> None:
+        rate = self._hardware.disk_read if kind == "read" else self._hardware.disk_write
+        assert rate is not None
+        moved = partial(self.files.moved, block)
+        self._start(DISK, _Transfer(kind, block.size, rate / self._hardware.devices, self.step, block.name, moved))
+
+    def _start(self, lane: str, transfer: _Transfer) -> None:
+        def done() -> None:
+            row = Row(lane, transfer.kind, span.begin, self.clock.now, transfer.step, transfer.name, transfer.size)
+            self.rows.append(row)
+            transfer.done()
+
+        host_rate = 0.0 if lane == PEERS else transfer.rate * (COPY_TOUCHES if self._copies_within(lane) else 1)
+        span = Span(transfer.size / transfer.rate, host_rate, done, cores=self._cores_of(lane, transfer))
+        self.clock.start(lane, span)
+
+    def _cores_of(self, lane: str, transfer: _Transfer) -> float:
+        """What a transfer takes of cores that the device computes on, too: a copy is one thread's."""
+        if lane == DISK:
+            return transfer.rate / CHECKSUM_RATE
+        return float(self._copies_within(lane))
+
+    def _copies_within(self, lane: str) -> bool:
+        """Whether a copy has both ends in host memory."""
+        return self._on_host and lane in (D2H, H2D)
