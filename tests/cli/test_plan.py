@@ -374,7 +374,8 @@ def test_values_of_the_wrong_type(model: Any, hardware: Any, options: dict[str, 
 
 
 def test_only_the_command_line_measures() -> None:
-    with pytest.raises(ValueError, match=r"pass zenflow_compile\.cli\.doctor_hardware\.hardware_of\(findings\) with what"):
+    message = r"pass zenflow_compile\.cli\.doctor_hardware\.hardware_of\(findings\) with what"
+    with pytest.raises(ValueError, match=message):
         zf.plan("llama2-7b", "measured")
     with pytest.raises(ValueError, match=r"model=-1\.0 must be a finite number > 0"):
         zf.plan(-1.0, "h200")
