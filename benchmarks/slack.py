@@ -66,9 +66,7 @@ def every_step_on_the_host(active: bool) -> Iterator[None]:
     """While entered, what the zenflow planner would keep on the device gets host windows of one step."""
     planner = planners._PLANNERS["zenflow"]
 
-    def plan(
-        specs: Sequence[planners.ParamSpec], first: int, options: planners.PlanningOptions
-    ) -> list[ParamPlan]:
+    def plan(specs: Sequence[planners.ParamSpec], first: int, options: planners.PlanningOptions) -> list[ParamPlan]:
         plans = planner(specs, first, options)
         offloaded = next(plan for plan in plans if plan.offloaded)
         return [
@@ -144,7 +142,7 @@ def step_seconds(compiled: Callable[..., Tensor], data: Iterator[Tensor]) -> flo
 def slow_down(optimizer: zf.ZenFlowAdamW, seconds_per_step: float) -> None:
     """Make all host updates together take ``seconds_per_step`` on average."""
     offloaded = list(optimizer.engine.offloaded.values())
-    elements = sum(each.plan.rest * each.plan.length / each.plan.interval for each in offloaded)
+    elements = sum(each.plan.deferred * each.plan.length / each.plan.interval for each in offloaded)
     for each in offloaded:
         each.host.kernel = SlowHostAdam(each.host.kernel, seconds_per_step / elements)
 

@@ -88,11 +88,7 @@ class RunDisplay:
         """``done`` steps are finished; ``loss`` is that of the last one."""
         if done % _LOSS_EVERY == 0 or done == self._config.steps:
             median_ms = clock.median_ms()
-            pace = (
-                "warm-up"
-                if median_ms is None
-                else f"{tokens_per_second(self._config, median_ms):,.0f} tokens/s"
-            )
+            pace = "warm-up" if median_ms is None else f"{tokens_per_second(self._config, median_ms):,.0f} tokens/s"
             self._progress.update(self._bar, loss=f"{loss.item():.3f}", pace=pace)
         self._progress.update(self._bar, completed=done)
 

@@ -69,9 +69,7 @@ def build(config: FineTuneConfig) -> LlamaForCausalLM:
     )
 
 
-def finetune(
-    config: FineTuneConfig, *, text: Text | None = None, console: Console | None = None
-) -> list[float]:
+def finetune(config: FineTuneConfig, *, text: Text | None = None, console: Console | None = None) -> list[float]:
     """Train on the standard library's source and return the loss of every step, in nats per byte."""
     console = console or Console(quiet=True)
     text = text or load_text()
@@ -83,9 +81,7 @@ def finetune(
     losses = []
     with optimizer, zf.profile(optimizer) as profile:
         for step in range(config.steps):
-            tokens, _ = training_batch(
-                text, seed=config.seed, step=step, batch=config.batch, context=config.context
-            )
+            tokens, _ = training_batch(text, seed=config.seed, step=step, batch=config.batch, context=config.context)
             tokens = tokens.to(device)
             loss = compiled(input_ids=tokens, labels=tokens).loss  # Llama shifts the labels by itself
             loss.backward()

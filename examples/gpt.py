@@ -31,9 +31,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ValueError(
-                f"width={self.width} must be a multiple of heads={self.heads}; change one of the two"
-            )
+            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}; change one of the two")
 
 
 class Attention(nn.Module):
@@ -49,9 +47,7 @@ class Attention(nn.Module):
         """Mix tokens: ``[batch, time, width]`` in and out."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )  # [batch, heads, time, head width]
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, heads, time, head width]
         return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
 
 

@@ -40,7 +40,7 @@ class RecordingEngine:
         named = [(name, param) for name, param in named if param.requires_grad]
         self.id = next(_ids)
         self.worker_cores: tuple[int, ...] = ()
-        self.implicit = finalizes_in_backward
+        self.in_backward = finalizes_in_backward
         self.finalizes_in_backward = finalizes_in_backward
         self.weight_grad_bytes = weight_grad_bytes
         self.graphs: list[Any] = []
@@ -141,10 +141,10 @@ class RecordingEngine:
         self._note("split_columns", p)
         flat = grad.reshape(grad.shape[0], -1)
         important = flat[:, selected.long()].clone()
-        rest = flat.clone()
-        rest[:, selected.long()] = 0
-        rest[:, selected.long()] += important
-        self._staged[p] = rest.reshape(grad.shape)
+        deferred = flat.clone()
+        deferred[:, selected.long()] = 0
+        deferred[:, selected.long()] += important
+        self._staged[p] = deferred.reshape(grad.shape)
 
     def copy_to_host(self, p: int) -> None:
         self._note("copy_to_host", p)
@@ -167,9 +167,9 @@ def plan_of(p: int, name: str, param: Tensor, ratio: float, placement: Placement
     if param.dim() < 2:
         shape = tuple(param.shape)
         return ParamPlan(index=p, name=name, shape=shape, dtype=param.dtype, placement=Placement.DEVICE)
-    length, lines = param.shape[0], param[0].numel()
-    k = 0 if placement is Placement.HOST else max(1, int(ratio * lines))
+    length, slices = param.shape[0], param[0].numel()
+    k = 0 if placement is Placement.HOST else max(1, int(ratio * slices))
     return ParamPlan(
-        index=p, name=name, shape=tuple(param.shape), dtype=param.dtype, placement=placement, dim=1, lines=lines,
+        index=p, name=name, shape=tuple(param.shape), dtype=param.dtype, placement=placement, dim=1, slices=slices,
         length=length, k=k, interval=4, phase=p % 4,
     )  # fmt: skip

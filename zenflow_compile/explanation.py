@@ -103,7 +103,9 @@ def reason(node: Node, ctx: PassContext) -> str | None:
     if node.target is ops.BEGIN_BACKWARD or not isinstance(p, int):
         return template
     param = ctx.plan.params[p]
-    why = template.format(lines=param.lines, k=param.k, rest=param.rest, when=window(param, adaptive=ctx.plan.adaptive))
+    why = template.format(
+        lines=param.slices, k=param.k, rest=param.deferred, when=window(param, adaptive=ctx.plan.adaptive)
+    )
     return f"{param.name}: {why}"
 
 
@@ -225,12 +227,12 @@ def plan_table(plan: Plan) -> Table:
 
 def placement(param: ParamPlan, *, adaptive: bool) -> str:
     """Where state lives and when it is updated, short enough for a table."""
-    if param.interleaved:
+    if param.streamed:
         return f"host, streamed, {param.subgroup}"
     if not param.offloaded:
         return "device"
     unit = "columns" if param.dim == 1 else "rows"
-    where = f"{param.k}/{param.lines} {unit}" if param.k else "host"
+    where = f"{param.k}/{param.slices} {unit}" if param.k else "host"
     if param.blocking:
         return f"{where}, blocking"
     if adaptive:

@@ -54,7 +54,7 @@ class LazyEngine:
         self.built: Engine | None = None
         self._closed = False
         self._given = self._options = given
-        self._implicit = optimizer._steps_in_backward
+        self._updating_in_backward = optimizer._steps_in_backward
         self._backward_ended = backward_ended
         self._lock = threading.RLock()  # first gradients may arrive in several threads
         self._groups: list[dict[str, Any]] = optimizer.param_groups
@@ -159,8 +159,8 @@ class LazyEngine:
         device = self.claim.params[0].device
         refuse_sharded(self.claim.params)  # they may have become shards since construction
         check_devices(self.claim.params, device)
-        options = _resolved(self._given, named, implicit=self._implicit)
-        engine = Engine(self._groups, options, device, implicit=self._implicit)
+        options = _resolved(self._given, named, in_backward=self._updating_in_backward)
+        engine = Engine(self._groups, options, device, in_backward=self._updating_in_backward)
         try:
             for first, stop in pairwise((0, *self._calls)):
                 engine.add_params(named[first:stop], first)
@@ -209,9 +209,7 @@ def _left_open(options: Options) -> bool:
     return options.policy == "auto" or options.measures_stride
 
 
-def _resolved(
-    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, implicit: bool
-) -> Options:
+def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, in_backward: bool) -> Options:
     """``options`` with what is left to the performance model decided, on this machine as it is now."""
     if not _left_open(options):
         return options
@@ -223,7 +221,7 @@ def _resolved(
     if options.policy != "auto":
         return auto_policy.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
     assert options.tokens_per_step is not None
-    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=implicit)
+    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=in_backward)
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

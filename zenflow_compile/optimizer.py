@@ -111,7 +111,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._lazy_engine.claim.add(params)
 
     @classmethod
-    def _implicit(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
+    def _updating_in_backward(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
         """The optimizer of a model compiled with options and no optimizer object: steps at the end of each backward."""
         optimizer = cls.__new__(cls)
         optimizer._steps_in_backward = True
@@ -396,9 +396,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
 
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:
-    """A backward is over: in the implicit form so is the step, if it was the last of those declared."""
+    """A backward is over: in the optimizer-in-backward form so is the step, if it was the last of those declared."""
     engine = optimizer.engine
-    if not engine.implicit:
+    if not engine.in_backward:
         return
     if engine.backwards >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
         optimizer.step()

@@ -132,7 +132,7 @@ class Ours:
 
 
 def _elements_on_device(param: Any) -> int:
-    if param.interleaved:
+    if param.streamed:
         return 0
     return int(param.k * param.length if param.offloaded else param.numel)
 

@@ -99,7 +99,6 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.
     optimizer = ZenFlowAdamW(model.named_parameters(), **in_files)
     train(model, optimizer)
 
-
     def broken(*args: Any) -> int:
         raise OSError(5, "Input/output error")
 

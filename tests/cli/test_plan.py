@@ -305,7 +305,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--params", "1e8", "--hardware", "h200", "--flops", "1e12"], "goes with --hardware measured or --doctor"),
         (["--model", "7e9", "--hardware", "h200"], r"number of parameters \(--params on the command line\)"),
         (["--params", "1e8", "--hardware", "h200", "--sequence", "9000"], r"sequence=9000 must be .* in \[1, 8192\]"),
-        (["--params", "1e8", "--hardware", "h200", "--dtype", "int8"], 'dtype=\'int8\' is not one of "bf16"'),
+        (["--params", "1e8", "--hardware", "h200", "--dtype", "int8"], "dtype='int8' is not one of \"bf16\""),
         (["--params", "1e8", "--hardware", "h200", "--update-stride", "x"], "update_stride='x' must be an integer"),
         (["--params", "1e8", "--hardware", "h200", "--tokens", "0"], "tokens=0 must be an integer >= 1"),
         (["--params", "1e8", "--hardware", "h200", "--devices", "2"], r"devices=2 must be an integer in \[1, 1\]"),
@@ -353,7 +353,7 @@ def test_hardware_without_a_needed_number() -> None:
         zf.plan(model, machine(devices=2), tokens=1)
     with pytest.raises(ValueError, match="hardware='round' has no disk_read and disk_write"):
         zf.plan(model, machine(disk_read=None), tokens=1, policy="zero_infinity")
-    with pytest.raises(TypeError, match='unknown option \'topk\'; did you mean "topk_ratio"'):
+    with pytest.raises(TypeError, match="unknown option 'topk'; did you mean \"topk_ratio\""):
         zf.plan(model, machine(), tokens=1, topk=0.1)
 
 

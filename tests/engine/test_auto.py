@@ -34,7 +34,7 @@ def test_time_bounds_windows_from_the_third_step_on(entry: dict[str, Any] | None
     rates += [SLOW_HOST, FAST_HOST]
     slow, fast = Training(entry, AUTO), Training(entry, AUTO)
     count = len(slow.optimizer.engine.offloaded)
-    for training, bound, closes in ((slow, 5, 4), (fast, 1, 10)):
+    for training, bound, flushed in ((slow, 5, 4), (fast, 1, 10)):
         engine = training.optimizer.engine
         training.run(0, 2)
         assert engine.adaptive_windows.shortest is None
@@ -43,7 +43,7 @@ def test_time_bounds_windows_from_the_third_step_on(entry: dict[str, Any] | None
         assert engine.windows_flushed == count  # one of steps 0 and 1, by gradients alone
         training.run(3, 20)
         # At most 2 in the first window; then (2, 5), 5, 5, 5 or 2, 2, ...
-        assert engine.windows_flushed == closes * count
+        assert engine.windows_flushed == flushed * count
     assert rates == []
 
 

@@ -96,7 +96,7 @@ class HeadOutside(nn.Module):
 
 
 class Cut:
-    """A model with its head outside of the graphs in the implicit form, and AdamW of the same steps."""
+    """A model with its head outside of the graphs in the optimizer-in-backward form, and AdamW of the same steps."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(1)

@@ -50,8 +50,8 @@ def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None,
             adaptive = dict(zip(SCHEDULE, schedule.state(each.plan.index), strict=True))
             assert (adaptive["attempted"], adaptive["seen"], adaptive["latest_selected"]) == (0, 0, NONE)
             assert not each.host.open
-            assert not each.host.closes
-            assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
+            assert not each.host.flushed
+            assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.slots
         flushed.optimizer.close()
         assert_same(flushed.weights_as_they_are(), weights)
 
@@ -101,7 +101,7 @@ def test_flush_leaves_weights_that_were_loaded(name: str, tmp_path: Path) -> Non
     assert_same(training.weights_as_they_are(), list(best.values()))
     for each in training.optimizer.engine.offloaded.values():
         assert not each.host.open
-        assert each.held is None or each.held.window_sum is None or not each.held.window_sum.slots
+        assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.slots
     saved = training.saved()
     expected = training.run(7, 15).weights()
     assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(7, 15).weights(), expected)
@@ -137,13 +137,13 @@ def test_write_then_synchronize_keeps_gradients(entry: dict[str, Any] | None) ->
 def test_flush_over_a_lost_update_raises() -> None:
     """Every window is empty afterwards, and training may go on."""
     training = Training(EAGER_BACKEND, {"update_interval": "auto", "min_update_interval": 1}).run(0, 6)
-    due = [each for each in training.optimizer.engine.offloaded.values() if each.host.closes]
+    due = [each for each in training.optimizer.engine.offloaded.values() if each.host.flushed]
     assert due
     with torch.no_grad():
         due[0].param.add_(1.0)
     with pytest.raises(RuntimeError, match="which is lost now"):
         training.optimizer.flush()
-    assert not any(each.host.open or each.host.closes for each in training.optimizer.engine.offloaded.values())
+    assert not any(each.host.open or each.host.flushed for each in training.optimizer.engine.offloaded.values())
     training.run(6, 16)
 
 

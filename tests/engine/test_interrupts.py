@@ -123,7 +123,7 @@ def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
 
 
 def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
-    """In the implicit form no step() of the user's hears of it."""
+    """In the optimizer-in-backward form no step() of the user's hears of it."""
     model = nn.Linear(16, 32)
     keywords = {"inner": "eager", "policy": "zero_offload", "min_offload_size": 100, "host_kernel": "aten"}
     call = torch.compile(model, backend="zenflow", options=keywords)
@@ -146,7 +146,7 @@ ENDING = {
 
 
 def test_an_interrupt_at_the_end_of_a_backward_never_sums_two_batches() -> None:
-    """In the implicit form: the interrupted step has been made as a whole, or not at all, or training stops."""
+    """In the optimizer-in-backward form: the interrupted step is complete, or absent, or training stops."""
     keywords = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, "policy": "zero_offload", "max_grad_norm": 1e3}
     model = mlp()
     call = torch.compile(model, backend="zenflow", options=keywords)
@@ -454,7 +454,7 @@ def test_interrupted_step_takes_the_same_gradients(backwards: int, edited: bool)
 def test_no_buffer_is_lost_where_an_interrupt_comes_while_state_is_prefetched() -> None:
     training = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 2)
     training.optimizer.synchronize()
-    interleaved = training.optimizer.engine.registry.interleaved
+    interleaved = training.optimizer.engine.registry.streamed
 
     def each_buffer_is_free_or_loaded() -> None:
         buffers = [*interleaved._free, *(loaded.buffer for loaded in interleaved._loaded.values())]

@@ -76,14 +76,14 @@ class Pair:
         options: dict[str, Any],
         compiled: dict[str, Any] | None = EAGER_BACKEND,
         *,
-        implicit: bool = False,
+        in_backward: bool = False,
         build: Callable[[], nn.Module] = Net,
     ) -> None:
         torch._dynamo.reset()
         self.model, self.expected = build(), build()
         options = {**EXACT, **options}
-        self.optimizer = None if implicit else ZenFlowAdamW(self.model.named_parameters(), **options)
-        if implicit:
+        self.optimizer = None if in_backward else ZenFlowAdamW(self.model.named_parameters(), **options)
+        if in_backward:
             assert compiled is not None
             compiled = {**compiled, "options": {**compiled["options"], **options}}
         self.call = torch.compile(self.model, **compiled) if compiled else self.model
@@ -348,7 +348,7 @@ def of_policy(name: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ema_equals_adamws(policy: str, entry: str, tmp_path: Path) -> None:
     compiled = None if entry == "uncompiled" else EAGER_BACKEND
-    pair = Pair(of_policy(policy, tmp_path), compiled, implicit=entry == "in_backward")
+    pair = Pair(of_policy(policy, tmp_path), compiled, in_backward=entry == "in_backward")
     averages = [AveragedModel(model, avg_fn=get_ema_avg_fn(0.5)) for model in (pair.model, pair.expected)]
     for step in range(STEPS):
         pair.step(step)
@@ -376,7 +376,7 @@ def test_reads_by_hand_are_behind_with_overlap() -> None:
 @pytest.mark.parametrize("entry", ["uncompiled", "compiled", "in_backward"])
 def test_steps_without_overlap_leave_nothing_due(options: dict[str, Any], entry: str) -> None:
     compiled = None if entry == "uncompiled" else EAGER_BACKEND
-    pair = Pair({**options, "overlap_step": False}, compiled, implicit=entry == "in_backward")
+    pair = Pair({**options, "overlap_step": False}, compiled, in_backward=entry == "in_backward")
     for step in range(6):
         pair.step(step)
         before = parameters_to_vector(pair.model.parameters()).clone()

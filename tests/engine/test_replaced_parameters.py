@@ -88,9 +88,7 @@ def untie(model: Any) -> None:
 def test_other_changes_do_not_raise(change: Callable[[Any], None]) -> None:
     def build(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(1)
-        model = nn.Sequential(
-            nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10)
-        )
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10))
         model[3].weight = model[2].weight
         return model.to(dtype)
 

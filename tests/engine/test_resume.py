@@ -101,11 +101,7 @@ def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest
     lane = training.optimizer.engine.registry.transport.to_host
     lane.submit(torch.zeros(1), torch.ones(1), step=0, param="").settle()  # copies end in order
     late = training.optimizer.state_dict()["state"]
-    waiting = [
-        (index, f"window{place}")
-        for index, entry in late.items()
-        for place in range(int(entry.get("open", 0)))
-    ]
+    waiting = [(index, f"window{place}") for index, entry in late.items() for place in range(int(entry.get("open", 0)))]
     assert waiting
     for index, name in waiting:
         assert torch.equal(early[index][name], late[index][name])

@@ -93,7 +93,7 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     device, host, held = offloaded.device, offloaded.host, offloaded.held
     old = device.selection
     inside = torch.randperm(len(old.selected), generator=generator)
-    outside = torch.randperm(len(old.rest), generator=generator)
+    outside = torch.randperm(len(old.deferred), generator=generator)
     for block in device.state():
         block.copy_(block[inside])
     with host.acquire(write=True) as state:
@@ -109,7 +109,9 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
         held.residual.lost.copy_(held.residual.lost[outside])
     if held is not None and held.window_sum is not None:
         held.window_sum.total.copy_(held.window_sum.total[outside])
-    device.selection = Selection.of(old.selected[inside], old.lines, old.selected.device, rest=old.rest[outside])
+    device.selection = Selection.of(
+        old.selected[inside], old.slices, old.selected.device, deferred=old.deferred[outside]
+    )
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any], step: int) -> None:

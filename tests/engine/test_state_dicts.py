@@ -417,9 +417,7 @@ def test_state_continues_in_adamw(options: dict[str, Any], entry: dict[str, Any]
     theirs.optimizer.load_state_dict(through_file(training.optimizer.state_dict()))
     assert theirs.optimizer.param_groups[0]["lr"] == ADAM["lr"]
     theirs.run(STEP, END)
-    torch.testing.assert_close(
-        training.run(STEP, END).weights(), list(theirs.model.parameters()), atol=1e-6, rtol=0
-    )
+    torch.testing.assert_close(training.run(STEP, END).weights(), list(theirs.model.parameters()), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -59,7 +59,7 @@ def test_hysteresis_bounds_the_state_that_moves() -> None:
 
 
 def test_without_hysteresis_more_moves() -> None:
-    """The control: at every interval whatever the top lines are then; asked for, it is done."""
+    """The control: at every interval whatever the top slices are then; asked for, it is done."""
     share, selections = moved(**CONTROL)
     assert selections == pytest.approx((STEPS - MEASURED_FROM) / 16, abs=1.0)
     assert share > 1.3 * BOUND > moved()[0]

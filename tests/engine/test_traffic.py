@@ -20,11 +20,11 @@ from zenflow_compile.runtime.transfer import copy_lanes
 INTERVAL = 4
 RATIO = 0.1
 WINDOWS = 3
-FP32_STATE = 3 * 4  # bytes per element of a line that changes sides: master and two moments
+FP32_STATE = 3 * 4  # bytes per element of a slice that changes sides: master and two moments
 
 
 def matrices(dtype: torch.dtype) -> nn.Module:
-    """Nothing but matrices whose numbers of lines, 80, 160, 160 and 40, are multiples of ten."""
+    """Nothing but matrices whose numbers of slices, 80, 160, 160 and 40, are multiples of ten."""
     torch.manual_seed(1)
     layers = [nn.Linear(a, b, bias=False) for a, b in pairwise((16, 80, 160, 40, 10))]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(dtype)
@@ -34,7 +34,7 @@ class Counted:
     """Model sizes per step, over whole windows after the start.
 
     Attributes:
-        traffic: gradients and uploads, by copies. state: of re-selections, by lines that changed sides.
+        traffic: gradients and uploads, by copies. state: of re-selections, by slices that changed sides.
         summary: what the profiler says of the same steps.
     """
 
@@ -63,7 +63,7 @@ class Counted:
                 training.optimizer.synchronize()
                 for each, old in zip(offloaded, before, strict=True):
                     joined = set(each.device.selection.selected.tolist()) - old
-                    moved += 2 * len(joined) * each.plan.length * FP32_STATE  # as many lines leave
+                    moved += 2 * len(joined) * each.plan.length * FP32_STATE  # as many slices leave
         model_bytes = sum(param.nbytes for param in training.model.parameters())
         self.traffic = copied["bytes"] / model_bytes / steps
         self.state = moved / model_bytes / steps
@@ -91,7 +91,7 @@ def test_a_window_that_is_summed_moves_once(
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_compressed_gradients_are_a_byte_each(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
-    """And four per line for its scale, which are many here: lines are 10, 16, 40 and 80 elements long."""
+    """And four per slice for its scale, which are many here: slices are 10, 16, 40 and 80 elements long."""
     counted = Counted(monkeypatch, {"gradient_compression": "int8"}, entry, dtype)
     elements = {16: 80, 80: 160, 160: 40, 40: 10}
     scales = sum(4 * max(pair) for pair in elements.items()) / sum(a * b for a, b in elements.items())
@@ -149,22 +149,24 @@ def test_gradients_of_several_backwards(
     assert_same(training.weights(), expected)
 
 
-def test_no_line_gets_what_another_lost() -> None:
-    """A line that goes to the device forgets what it had lost, and so does the place of one that comes from there."""
+def test_no_slice_gets_what_another_lost() -> None:
+    """A slice that goes to the device forgets what it had lost, and so does the place of one that comes from there."""
     options = {"gradient_compression": "int8", "update_interval": 2, "topk_ratio": 0.3}
     settings = {**options, "select_strategy": "step", "select_interval": 2}
     training = Training(EAGER_BACKEND, settings, build=matrices)  # what closes lands after step()
     changed = 0
     engine = training.optimizer.engine
     for step in range(8):
-        residuals = [each.held.residual for each in engine.offloaded.values() if each.held and each.held.residual]
+        residuals = [
+            each.pending.residual for each in engine.offloaded.values() if each.pending and each.pending.residual
+        ]
         before = [
-            (each.device.selection.rest, residual.lost.clone())
+            (each.device.selection.deferred, residual.lost.clone())
             for each, residual in zip(engine.offloaded.values(), residuals, strict=True)
         ]
         engine.synchronize()
-        for each, residual, (lines, lost) in zip(engine.offloaded.values(), residuals, before, strict=True):
-            stays = each.device.selection.rest == lines
+        for each, residual, (slices, lost) in zip(engine.offloaded.values(), residuals, before, strict=True):
+            stays = each.device.selection.deferred == slices
             changed += int((~stays).sum())
             assert torch.equal(residual.lost[stays], lost[stays])
             assert not residual.lost[~stays].any()

@@ -31,7 +31,7 @@ def without_modules(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def forward(x: Tensor) -> Tensor:
         for layer in model[::2]:
-            x = nn.functional.linear(x, layer.weight, layer.bias)
+            x = nn.functional.slicear(x, layer.weight, layer.bias)
             x = x if layer is model[-1] else nn.functional.gelu(x)
         return x
 
@@ -54,7 +54,7 @@ def test_state_dict_of_a_compiled_model_sees_what_is_due(staleness: int) -> None
 
 
 def test_weights_are_behind_until_somebody_reads_them() -> None:
-    """The control of the tests above: without a reader, the host's lines wait for their first use."""
+    """The control of the tests above: without a reader, the deferred slices wait for their first use."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     before = training.weights_as_they_are()
     after = training.weights()
@@ -95,7 +95,7 @@ def test_two_forwards_alive_without_an_update_are_fine(entry: dict[str, Any] | N
 
 
 def test_training_outside_of_the_graph_in_between() -> None:
-    """A forward that fetches nothing, when a re-selection has not landed: no line changes hands under a gradient."""
+    """A forward that fetches nothing, when a re-selection has not landed: no slice changes hands under a gradient."""
     options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1, "topk_ratio": 0.3}
     training = Training(EAGER_BACKEND, options)
     reference = mlp()

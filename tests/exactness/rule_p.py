@@ -1,8 +1,8 @@
 """The oracle: windows, phases, selection, rule P and the mean step written down plainly, with no asynchrony.
 
 It shares nothing with the runtime but the plan, which says what is decided before anything runs: which parameters are
-split, along which dimension, into how many lines, and at which phase their windows close. Into how many groups the
-lines are divided for their selection is the oracle's own reckoning.
+split, along which dimension, into how many slices, and at which phase their windows close. Into how many groups the
+slices are divided for their selection is the oracle's own reckoning.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Hyper:
 
 @dataclass
 class SplitParam:
-    """One split parameter: fp32 state ``[lines, length]`` of all its lines, wherever they would live.
+    """One split parameter: fp32 state ``[slices, length]`` of all its slices, wherever they would live.
 
     Attributes:
-        selected: bool[lines], the lines that are updated at every step.
+        selected: bool[slices], the slices that are updated at every step.
         kept: under an adaptive selection, the share of them that would have stayed, found at the close before.
-        taken: gradients that the moments of selected lines, and at a close those of the others, have taken.
+        taken: gradients that the moments of selected slices, and at a close those of the others, have taken.
         window: the gradients that wait, with what their steps were to be taken with.
-        landing: (forward from which it is seen, lines, their new values), oldest first.
+        landing: (forward from which it is seen, slices, their new values), oldest first.
     """
 
     param: nn.Parameter
@@ -58,19 +58,19 @@ class SplitParam:
     kept: float = 1.0
 
     def __post_init__(self) -> None:
-        self.master = self.lines(self.param.detach()).float().clone()
+        self.master = self.slices(self.param.detach()).float().clone()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.selected = torch.arange(self.plan.lines) < self.plan.k
-        self.score = torch.zeros(self.plan.lines)
+        self.selected = torch.arange(self.plan.slices) < self.plan.k
+        self.score = torch.zeros(self.plan.slices)
 
-    def lines(self, tensor: Tensor) -> Tensor:
-        """A view ``[lines, length]``."""
+    def slices(self, tensor: Tensor) -> Tensor:
+        """A view ``[slices, length]``."""
         matrix = tensor.view(tensor.shape[0], -1)
         return matrix if self.plan.dim == 0 else matrix.t()
 
     def show(self, mask: Tensor, values: Tensor) -> None:
-        """Write lines into the parameter."""
-        self.lines(self.param.detach())[mask] = values
+        """Write slices into the parameter."""
+        self.slices(self.param.detach())[mask] = values
 
     def take(self, mask: Tensor, grad: Tensor, hyper: Hyper) -> None:
         """Let moments take a gradient."""
@@ -102,30 +102,30 @@ class SplitParam:
         at: int,
         *,
         warming_up: bool,
-        closes: bool,
+        flushed: bool,
         select_interval: int | None,
     ) -> None:
         """Step ``at``, perhaps without a gradient. In a warm-up what closes is seen at once."""
         if grad is not None:
-            grad = self.lines(grad.contiguous()).float()
+            grad = self.slices(grad.contiguous()).float()
             self.taken += 1
             self.score = SCORE_DECAY * self.score + (1 - SCORE_DECAY) * grad.square().sum(1)
             self.take(self.selected, grad, hyper)
             self.move(self.selected, [hyper])
             self.show(self.selected, self.master[self.selected])
             self.window.append((grad, hyper))
-        if closes and self.window:
-            rest = ~self.selected
+        if flushed and self.window:
+            deferred = ~self.selected
             if self.plan.summed:
-                self.take_mean(rest)
+                self.take_mean(deferred)
             else:
                 for waiting, its_hyper in self.window:
-                    self.take(rest, waiting, its_hyper)
-            self.move(rest, [its_hyper for _, its_hyper in self.window])
+                    self.take(deferred, waiting, its_hyper)
+            self.move(deferred, [its_hyper for _, its_hyper in self.window])
             self.window = []
             staleness = 0 if warming_up else self.plan.staleness
-            self.landing.append((at + 1 + staleness, rest, self.master[rest]))
-            if self.plan.rest and self.plan.k:
+            self.landing.append((at + 1 + staleness, deferred, self.master[deferred]))
+            if self.plan.deferred and self.plan.k:
                 if self.selected_at is None:
                     self.reselect(at, self.best())
                 elif select_interval is None:
@@ -135,40 +135,40 @@ class SplitParam:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Lines of each group: 16 groups, or as many fewer as lets each select four lines and leave four."""
-        fewer = min(self.plan.k, self.plan.rest) // 4
+        """Slices of each group: 16 groups, or as many fewer as lets each select four slices and leave four."""
+        fewer = min(self.plan.k, self.plan.deferred) // 4
         count = max(number for number in (1, 2, 4, 8, 16) if number <= max(1, fewer))
-        return [list(range(group, self.plan.lines, count)) for group in range(count)]
+        return [list(range(group, self.plan.slices, count)) for group in range(count)]
 
     def flush(self, at: int) -> None:
         """Apply the gradients in the update window before step ``at``, and every update. The selection stays."""
         if self.window:
-            rest = ~self.selected
+            deferred = ~self.selected
             if self.plan.summed:
-                self.take_mean(rest)
+                self.take_mean(deferred)
             else:
                 for waiting, its_hyper in self.window:
-                    self.take(rest, waiting, its_hyper)
-            self.move(rest, [its_hyper for _, its_hyper in self.window])
+                    self.take(deferred, waiting, its_hyper)
+            self.move(deferred, [its_hyper for _, its_hyper in self.window])
             self.window = []
-            self.landing.append((at, rest, self.master[rest]))
+            self.landing.append((at, deferred, self.master[deferred]))
         self.land(at + 1 + self.plan.staleness)
 
     def best(self) -> Tensor:
-        """bool[lines]: of each group, as many of the highest scores as it has among the first k lines."""
+        """bool[slices]: of each group, as many of the highest scores as it has among the first k slices."""
         best = torch.zeros_like(self.selected)
         for group in self.groups:
-            ranked = sorted(group, key=lambda line: -self.score[line].item())
-            best[ranked[: sum(line < self.plan.k for line in group)]] = True
+            ranked = sorted(group, key=lambda slice_index: -self.score[slice_index].item())
+            best[ranked[: sum(slice_index < self.plan.k for slice_index in group)]] = True
         return best
 
     def follow_drift(self, at: int) -> None:
-        """Re-select only if, at the close before, less than 80% of the lines would have stayed, and within a budget."""
+        """Re-select only if, at the flush before, under 80% of the slices would have stayed, and within a budget."""
         assert self.selected_at is not None
         waited, least = at - self.selected_at, max(16, self.plan.interval)
         drifted, self.kept = self.kept < 0.8, 1.0
-        line_bytes = 2 * 3 * 4 * self.plan.length  # fp32 master and moments, there and back
-        swaps = int(0.01 * waited * self.param.nbytes / line_bytes)
+        slice_bytes = 2 * 3 * 4 * self.plan.length  # fp32 master and moments, there and back
+        swaps = int(0.01 * waited * self.param.nbytes / slice_bytes)
         if waited >= least and drifted and swaps:
             self.reselect(at, self.after_swaps(self.swaps_of_groups(swaps, at)))
         elif waited + self.plan.interval >= least:
@@ -185,12 +185,16 @@ class SplitParam:
         return shares
 
     def after_swaps(self, at_most: Sequence[int]) -> Tensor:
-        """bool[lines]: in each group the worst selected lines give way to the best others that are a quarter better."""
+        """bool[slices]: in each group the worst selected slices give way to the best others, a quarter better."""
         wanted = self.selected.clone()
         for group, swaps in zip(self.groups, at_most, strict=False):
-            leaving = sorted((line for line in group if self.selected[line]), key=lambda line: self.score[line].item())
+            leaving = sorted(
+                (slice_index for slice_index in group if self.selected[slice_index]),
+                key=lambda slice_index: self.score[slice_index].item(),
+            )
             entering = sorted(
-                (line for line in group if not self.selected[line]), key=lambda line: -self.score[line].item()
+                (slice_index for slice_index in group if not self.selected[slice_index]),
+                key=lambda slice_index: -self.score[slice_index].item(),
             )
             for out, into in list(zip(leaving, entering, strict=False))[:swaps]:
                 if self.score[into] > 1.25 * self.score[out]:
@@ -245,7 +249,7 @@ class RuleP:
                 hyper,
                 self.at,
                 warming_up=warming_up,
-                closes=warming_up or self.at % each.plan.interval == each.plan.phase,
+                flushed=warming_up or self.at % each.plan.interval == each.plan.phase,
                 select_interval=self.select_interval,
             )
             each.param.grad = None

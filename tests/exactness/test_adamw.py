@@ -61,7 +61,7 @@ def test_zenflow_in_files_is_adamw_across_reselections(
 ) -> None:
     files = {"offload_device": "nvme", "nvme_path": tmp_path}
     run = train(member, inner, 40, topk_ratio=topk_ratio, **RESELECTING, **files)
-    assert (run.moved_lines > 0) == (topk_ratio > 0.0)
+    assert (run.moved_slices > 0) == (topk_ratio > 0.0)
     assert largest_difference(run, plain_adamw(member, inner, 40), member) < member.tolerance
 
 
@@ -86,7 +86,7 @@ def test_windows_of_one_step_are_adamw_across_reselections(member: Member) -> No
     run = train(member, "eager", 40, topk_ratio=0.2, **RESELECTING)
     check_in_graph(run)
     assert run.selections > 20
-    assert run.moved_lines > 10
+    assert run.moved_slices > 10
     assert largest_difference(run, plain_adamw(member, "eager", 40), member) < member.tolerance
 
 
@@ -96,7 +96,7 @@ def test_windows_of_one_step_are_adamw_across_reselections(member: Member) -> No
 def test_windows_of_one_step_are_adamw_at_any_ratio(member: Member, topk_ratio: float, inner: str | None) -> None:
     run = train(member, inner, 40, topk_ratio=topk_ratio, **RESELECTING)
     assert run.offloaded
-    assert (run.moved_lines > 0) == (0.0 < topk_ratio < 1.0)
+    assert (run.moved_slices > 0) == (0.0 < topk_ratio < 1.0)
     assert (run.windows_flushed > 0) == (topk_ratio < 1.0)
     assert largest_difference(run, plain_adamw(member, inner, 40), member) < member.tolerance
 
@@ -132,10 +132,10 @@ def test_evaluation_between_steps_sees_every_step(member: Member, inner: str | N
 def with_moments_reset(
     device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], selection: Selection, wanted: Tensor
 ) -> tuple[Selection, int]:
-    """What must not happen: a line that changes sides keeps its master and loses its moments."""
+    """What must not happen: a slice that changes sides keeps its master and loses its moments."""
     new, moved = exchange_slices(device_side, host_side, selection, wanted)
     joined = (new.selected != selection.selected).cpu()
-    left = (new.rest != selection.rest).cpu()
+    left = (new.deferred != selection.deferred).cpu()
     for on_device, on_host in zip(device_side[1:], host_side[1:], strict=True):
         on_device[joined] = 0.0
         on_host[left] = 0.0
@@ -148,7 +148,7 @@ def test_reset_moments_would_be_seen(member: Member, inner: str | None, monkeypa
     """The control of the tests above: the same run, wrong in one respect, misses by orders of magnitude."""
     monkeypatch.setattr(offloaded_param, "exchange_lines", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
-    assert run.moved_lines > 10
+    assert run.moved_slices > 10
     assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3
 
 

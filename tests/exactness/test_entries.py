@@ -1,4 +1,4 @@
-"""Invariant 4: graph nodes, hooks on ``.grad`` and the implicit form are three entries to one runtime."""
+"""Invariant 4: graph nodes, hooks on ``.grad`` and the optimizer-in-backward form are three entries to one runtime."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.exactness.zoo import Member
 def test_all_entries_give_the_same_trajectory(member: Member) -> None:
     in_graph = train(member, "eager", 30)
     through_grad = train(member, None, 30)
-    implicit = train_implicitly(member, "eager", 30)
-    assert in_graph.through_grad == implicit.through_grad == ()
+    in_backward = train_implicitly(member, "eager", 30)
+    assert in_graph.through_grad == in_backward.through_grad == ()
     assert in_graph.inserted >= 2
-    assert implicit.inserted >= 2
+    assert in_backward.inserted >= 2
     assert through_grad.inserted == 0
     assert in_graph.windows_flushed > 0
     assert in_graph.selections > 0
-    for other in (through_grad, implicit):
+    for other in (through_grad, in_backward):
         assert set(other.offloaded) == set(in_graph.offloaded)
         assert other.windows_flushed == in_graph.windows_flushed
         torch.testing.assert_close(other.losses, in_graph.losses, rtol=0, atol=1e-5)

@@ -129,7 +129,7 @@ def test_weights_are_roundings_of_exact_masters(
     with optimizer:
         on_host = case not in NOTHING_FOR_THE_HOST
         assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_flushed > 0) == on_host
-        assert bool(optimizer.engine.registry.interleaved.params) == ("streamed" in case)
+        assert bool(optimizer.engine.registry.streamed.params) == ("streamed" in case)
         assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")
         for each in optimizer.engine.offloaded.values():
             with each.host.acquire() as state:

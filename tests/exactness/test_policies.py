@@ -74,7 +74,7 @@ def test_mixtures_with_windows_of_one_step_are_adamw(member: Member, case: str, 
     run = train(member, inner, 20, **MIXTURES[case])
     assert run.flushes >= 20
     assert run.windows_flushed >= 20
-    assert run.moved_lines > 0
+    assert run.moved_slices > 0
     assert largest_difference(run, plain_adamw(member, inner, 20), member) < member.tolerance
 
 
@@ -118,11 +118,11 @@ def test_what_is_streamed_is_adamw_while_the_rest_waits_in_windows(inner: str | 
     )
     with optimizer:
         plans = optimizer.engine.plan.params
-        assert sum(plan.interleaved for plan in plans) == 1
+        assert sum(plan.streamed for plan in plans) == 1
         assert sum(plan.placement is Placement.SPLIT_COLUMNS for plan in plans) == 2
         for plan, weight, other in zip(plans, weights, expected, strict=True):
             difference = float((weight - other).abs().max())
-            if plan.name == "vector" or plan.interleaved:
+            if plan.name == "vector" or plan.streamed:
                 assert difference < 1e-6
             else:
                 assert difference > 1e-3  # and these are not: they moved once in four steps

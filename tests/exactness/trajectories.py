@@ -38,7 +38,7 @@ class Trajectory:
         through_grad: those of them whose gradients came through ``.grad``, not out of a graph.
         streamed: names of those whose state passed through the device.
         flushes: how often a subgroup's state came back from there.
-        moved_lines: lines that changed sides in all re-selections.
+        moved_lines: slices that changed sides in all re-selections.
         inserted: graphs that the passes rewrote.
     """
 
@@ -51,7 +51,7 @@ class Trajectory:
     flushes: int = 0
     windows_flushed: int = 0
     selections: int = 0
-    moved_lines: int = 0
+    moved_slices: int = 0
     inserted: int = 0
 
 
@@ -87,7 +87,7 @@ def train(member: Member, inner: str | None, steps: int, *, evaluate: bool = Fal
             optimizer.step()
             optimizer.zero_grad()
             after = _selected(optimizer)
-            result.moved_lines += sum(len(new - old) for old, new in zip(before, after, strict=True))
+            result.moved_slices += sum(len(new - old) for old, new in zip(before, after, strict=True))
             before = after
         assert optimizer.engine.registry.gradients.dense == 0
         return describe(result, model, optimizer)
@@ -146,7 +146,7 @@ def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> T
     result.weights = snapshot(model)
     result.offloaded = tuple(_offloaded(optimizer))
     result.through_grad = tuple(each.plan.name for each in engine.offloaded.values() if each.eager)
-    result.streamed = tuple(each.plan.name for each in engine.registry.interleaved.params.values())
+    result.streamed = tuple(each.plan.name for each in engine.registry.streamed.params.values())
     if engine.timeline is not None:
         moved = [event for event in engine.timeline.events() if event.lane == D2H and event.kind == "state"]
         result.flushes = sum(event.param.startswith("subgroup") for event in moved)

@@ -10,7 +10,5 @@ from examples.stdlib_text import Text
 
 @pytest.fixture(scope="session")
 def repeating_text() -> Text:
-    words = torch.frombuffer(
-        bytearray(b"def forward(self, x): return self.norm(x)\n" * 200), dtype=torch.uint8
-    )
+    words = torch.frombuffer(bytearray(b"def forward(self, x): return self.norm(x)\n" * 200), dtype=torch.uint8)
     return Text(train=words, validation=words[7:].clone())

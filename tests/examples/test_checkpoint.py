@@ -243,9 +243,7 @@ for step in range(1, 10**6):
 
 
 def test_killed_save_leaves_a_good_checkpoint(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         while len(list(tmp_path.glob("*.pt"))) < 2 and process.poll() is None:

@@ -187,9 +187,7 @@ def test_dynamic_shapes(recording: Callable[..., RecordingEngine]) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_two_models_of_one_class(
-    dynamic: bool, interleaved: bool, recording: Callable[..., RecordingEngine]
-) -> None:
+def test_two_models_of_one_class(dynamic: bool, interleaved: bool, recording: Callable[..., RecordingEngine]) -> None:
     """Same code, same shapes, no reset: each graph must run with its own parameters (RecordingEngine checks it)."""
     models = [MLP(), MLP()]
     references = copy.deepcopy(models)
@@ -400,9 +398,7 @@ def one_process_group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("optimize_ddp", [True, False])
 @pytest.mark.parametrize("compiled_inside", [False, True])
-def test_ddp_is_refused(
-    compiled_inside: bool, optimize_ddp: bool, recording: Callable[..., RecordingEngine]
-) -> None:
+def test_ddp_is_refused(compiled_inside: bool, optimize_ddp: bool, recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model)
     ddp = torch.nn.parallel.DistributedDataParallel
@@ -427,9 +423,7 @@ def test_ddp_is_refused(
         ({"inner": "eagre"}, ValueError, "inner"),
     ],
 )
-def test_bad_options_reach_the_user_as_they_are(
-    options: dict[str, Any], error: type[Exception], match: str
-) -> None:
+def test_bad_options_reach_the_user_as_they_are(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         torch.compile(MLP(), backend=zenflow, options=options)(vectors())
 

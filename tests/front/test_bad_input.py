@@ -329,10 +329,12 @@ REMEDIES = {
     "twinflow": ({"ratio": 0.9}, "a smaller ratio", None),
     "deep_optimizer_states": ({"update_stride": 1}, "a smaller ratio", None),
     "zero_infinity": ({"nvme_path": "."}, "a smaller host_window_bytes", None),
-    "zenflow": ({}, "a smaller update_interval.*or offload_device=\"nvme\" with nvme_path", "raise topk_ratio, "),
+    "zenflow": ({}, 'a smaller update_interval.*or offload_device="nvme" with nvme_path', "raise topk_ratio, "),
     "zenflow, auto": ({"update_interval": "auto"}, "a smaller max_update_interval", "raise topk_ratio, "),
     "zenflow, nvme": (
-        {"offload_device": "nvme", "nvme_path": "."}, "a smaller host_window_bytes", "raise topk_ratio, "
+        {"offload_device": "nvme", "nvme_path": "."},
+        "a smaller host_window_bytes",
+        "raise topk_ratio, ",
     ),
 }
 

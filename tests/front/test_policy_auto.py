@@ -68,7 +68,7 @@ def test_a_small_device_offloads_and_trains_as_the_choice_by_name_does(
     training = Training(entry, AUTO)
     chosen = training.optimizer.options
     assert chosen.policy not in ("resident", "auto")
-    assert training.optimizer.engine.offloaded or training.optimizer.engine.registry.interleaved.params
+    assert training.optimizer.engine.offloaded or training.optimizer.engine.registry.streamed.params
     by_name = {name: getattr(chosen, name) for name in ("policy", "ratio", "update_stride", "spare_device_bytes")}
     expected = Training(entry, {"update_interval": 1, **by_name}).run(0, 4).weights()
     assert_same(training.run(0, 4).weights(), expected)
@@ -177,9 +177,9 @@ def test_the_form_without_an_optimizer_object_chooses_as_well(
     assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_the_choice_knows_whether_updates_run_in_the_backward(
-    implicit: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
+    in_backward: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
     choose = auto_policy.choose
@@ -190,7 +190,7 @@ def test_the_choice_knows_whether_updates_run_in_the_backward(
 
     monkeypatch.setattr(auto_policy, "choose", noted)
     model = mlp()
-    if implicit:
+    if in_backward:
         compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})
         compiled(batch(0)[0])
         optimizer_of(compiled).close()
@@ -198,15 +198,15 @@ def test_the_choice_knows_whether_updates_run_in_the_backward(
         optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
         assert optimizer.options.policy != "auto"
         optimizer.close()
-    assert seen == [implicit]
+    assert seen == [in_backward]
 
 
-@pytest.mark.parametrize("implicit", [False, True])
-def test_this_machine_is_measured_and_random_numbers_stay_the_users(implicit: bool) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_this_machine_is_measured_and_random_numbers_stay_the_users(in_backward: bool) -> None:
     model = mlp()
     options = {**OFFLOAD_ALL, **AUTO, "workers": 1}
     given = torch.random.get_rng_state()
-    if implicit:
+    if in_backward:
         compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **options})
         compiled(batch(0)[0])
         optimizer = optimizer_of(compiled)

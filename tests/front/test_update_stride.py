@@ -66,7 +66,7 @@ def test_a_link_that_is_too_slow_either_way_streams_nothing(slow: str, machines:
     machines[0] = replace(V100, **{slow: 4e6})
     training = Training(None, STATES).run(0, 2)
     assert training.optimizer.options.update_stride == performance_model.NEVER
-    assert not training.optimizer.engine.registry.interleaved.params
+    assert not training.optimizer.engine.registry.streamed.params
     training.optimizer.close()
 
 
@@ -78,6 +78,6 @@ def test_a_state_of_another_stride_says_what_to_pass(machines: list[Hardware]) -
     expected = saving.run(3, 6).weights()
     machines[0] = V100  # measured on another machine, or on a busier day
     remedy = r"pass policy='deep_optimizer_states', update_stride=1$"
-    with pytest.raises(ValueError, match=rf"placement='host_interleaved'.*'host'.*{remedy}"):
+    with pytest.raises(ValueError, match=rf"placement='host_streamed'.*'host'.*{remedy}"):
         Training(None, STATES).load(saved)
     assert_same(Training(None, {**STATES, "update_stride": 1}).load(saved).run(3, 6).weights(), expected)

@@ -101,7 +101,7 @@ def test_compression_is_the_hosts(dtype):
     for device in ("cpu", "cuda"):
         residual = torch.full((100, 300), 0.01, dtype=dtype, device=device)
         scales, values = torch.empty(100, device=device), torch.empty(100, 300, dtype=torch.int8, device=device)
-        column_ops.quantize_lines_(gradient.to(device), residual, 0.3, scales, values)
+        column_ops.quantize_slices_(gradient.to(device), residual, 0.3, scales, values)
         received.append((values * scales[:, None]).cpu())
         exact = 0.3 * gradient.float() + torch.full((100, 300), 0.01, dtype=dtype).float()
         torch.testing.assert_close(received[-1] + residual.float().cpu(), exact, rtol=1e-5, atol=1e-4)

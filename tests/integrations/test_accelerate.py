@@ -69,9 +69,7 @@ class Run:
 def accelerator_of(precision: str = "no", accumulate: int = 1, **keywords: Any) -> Accelerator:
     """A new Accelerator on the CPU, whatever those before it set for the process."""
     forget_accelerate()
-    return Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate, **keywords
-    )
+    return Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate, **keywords)
 
 
 def loader_of(steps: int = STEPS) -> DataLoader[dict[str, Tensor]]:

@@ -192,6 +192,7 @@ def test_compiled_data_parallel_is_refused(entry: str, tmp_path: Path) -> None:
 
 # The wrapper: an instance of a class derived from ours, whose attributes are those of the wrapped optimizer.
 
+
 @pytest.mark.parametrize("entry", ["hooks", pytest.param("before", marks=LONG)])
 @pytest.mark.parametrize("first", FIRST_USES)
 def test_first_use_through_the_wrapper(first: str, entry: str) -> None:

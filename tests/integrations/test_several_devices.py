@@ -165,9 +165,7 @@ def fully_shard(rank: int, *, optimizer_first: bool, compiled: bool = False) -> 
     model = net()
     optimizer = adamw(model, EXACT) if optimizer_first else None
     shard(model, mesh=init_device_mesh("cpu", (2,)))
-    train(
-        torch.compile(model, **EAGER_BACKEND) if compiled else model, optimizer or adamw(model, EXACT), rank, steps=1
-    )
+    train(torch.compile(model, **EAGER_BACKEND) if compiled else model, optimizer or adamw(model, EXACT), rank, steps=1)
 
 
 def tensor_parallel(rank: int, *, optimizer_first: bool) -> None:

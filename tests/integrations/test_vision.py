@@ -203,9 +203,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "entry", [None, pytest.param(EAGER_BACKEND, marks=pytest.mark.long)], ids=ENTRY_IDS
-)
+@pytest.mark.parametrize("entry", [None, pytest.param(EAGER_BACKEND, marks=pytest.mark.long)], ids=ENTRY_IDS)
 @pytest.mark.parametrize("recipe", CLIPS.values(), ids=CLIPS)
 def test_timm_recipes_equal_adamw(recipe: Recipe, entry: dict[str, Any] | None) -> None:
     """Clips of single elements and of rows write values, which takes dense memory."""

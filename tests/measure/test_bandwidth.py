@@ -96,7 +96,7 @@ def test_where_the_device_is_the_cpu_one_thread_stands_for_the_link(monkeypatch:
 
 def test_device_rate_counts_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch, 0.5)
-    rate = bandwidth.device_rate(CPU, 1, lines=40, length=16)
+    rate = bandwidth.device_rate(CPU, 1, slices=40, length=16)
     assert rate == bandwidth.DeviceRate(parameters=2 * 4 * 16, bytes=28 * 2 * 4 * 16)
 
 
@@ -146,6 +146,6 @@ def test_on_cuda_pinned_and_unpinned_memory_are_measured() -> None:
     found = bandwidth.link_rates(device, 1 << 24, 2)
     assert [rates.memory for rates in found] == ["pinned", "unpinned"]
     assert all(rates.to_host > 0 and rates.to_device > 0 for rates in found)
-    assert bandwidth.device_rate(device, 2, lines=512, length=512).parameters > 0
+    assert bandwidth.device_rate(device, 2, slices=512, length=512).parameters > 0
     assert bandwidth.resident_rate(device, torch.bfloat16, 1 << 28).parameters > 0
     assert all(rate > 0 for rate in bandwidth.rates(device, (CORE,)))

@@ -51,9 +51,7 @@ def test_a_full_disk_is_said_to_be_too_small_for_a_measurement(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_a_transfer_that_fails_names_the_path(
-    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transfer_that_fails_names_the_path(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

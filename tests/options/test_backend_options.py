@@ -41,9 +41,7 @@ def test_options_are_split_by_whom_they_concern() -> None:
 
 def test_config_is_expanded_and_keywords_beside_it_win(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text(
-        json.dumps({"zero_optimization": {"zenflow": {"topk_ratio": 0.05, "update_interval": 2}}})
-    )
+    file.write_text(json.dumps({"zero_optimization": {"zenflow": {"topk_ratio": 0.05, "update_interval": 2}}}))
     split = split_backend_options({"config": str(file), "topk_ratio": 0.2, "lr": 1e-4})
     assert split.optimizer == {"policy": "zenflow", "topk_ratio": 0.2, "update_interval": 2, "lr": 1e-4}
 
@@ -64,9 +62,7 @@ def test_config_is_expanded_and_keywords_beside_it_win(tmp_path: Path) -> None:
         ({"inner": "eager", "max_autotune": True}, ValueError, "max_autotune would have no effect"),
     ],
 )
-def test_bad_backend_options_are_refused(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_backend_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         split_backend_options(options)
 

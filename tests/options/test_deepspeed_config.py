@@ -162,9 +162,7 @@ def test_what_is_out_of_range_is_named_where_it_is_used(zero: dict[str, Any], me
 
 def test_blanks_for_another_program_are_left_out() -> None:
     config = {
-        "zero_optimization": {
-            "zenflow": {"topk_ratio": "auto", "overlap_step": "auto", "update_interval": "auto"}
-        },
+        "zero_optimization": {"zenflow": {"topk_ratio": "auto", "overlap_step": "auto", "update_interval": "auto"}},
         "gradient_accumulation_steps": "auto",
     }
     assert read_quietly(config) == {"policy": "zenflow", "update_interval": "auto"}
@@ -231,9 +229,7 @@ def test_weight_decay_that_is_not_written_is_none_as_in_deepspeed() -> None:
 
 
 def test_values_are_checked_where_the_keywords_are_used() -> None:
-    keywords = read_quietly(
-        {"zero_optimization": {"zenflow": {"select_strategy": "epoch", "select_interval": 1}}}
-    )
+    keywords = read_quietly({"zero_optimization": {"zenflow": {"select_strategy": "epoch", "select_interval": 1}}})
     with pytest.raises(ValueError, match="steps_per_epoch"):
         Options.from_keywords(**keywords)
     assert Options.from_keywords(**keywords, steps_per_epoch=50).resolved_select_interval() == 50

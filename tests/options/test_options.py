@@ -212,14 +212,10 @@ def test_every_option_is_documented() -> None:
     documented = Options.__doc__ or ""
     table = (Path(__file__).parents[2] / "docs/options.md").read_text()
     for field in fields(Options):
-        assert re.search(rf"^        {field.name}: ", documented, re.MULTILINE), (
-            f"{field.name} in the docstring"
-        )
+        assert re.search(rf"^        {field.name}: ", documented, re.MULTILINE), f"{field.name} in the docstring"
         row = re.search(rf"^\| `{field.name}` \| (?:[^|]|\\\|)+ \| `([^`]*)` \|", table, re.MULTILINE)
         assert row, f"{field.name} in docs/options.md"
-        written = (
-            json.dumps(field.default) if not isinstance(field.default, bool | None) else repr(field.default)
-        )
+        written = json.dumps(field.default) if not isinstance(field.default, bool | None) else repr(field.default)
         assert row[1] == written, f"default of {field.name} in docs/options.md"
 
 

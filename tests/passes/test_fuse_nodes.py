@@ -27,11 +27,13 @@ READABLE_OPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("implicit", [False, True])
-def test_one_op_per_gradient_and_one_for_all_updates(implicit: bool, recording: Callable[..., RecordingEngine]) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_one_op_per_gradient_and_one_for_all_updates(
+    in_backward: bool, recording: Callable[..., RecordingEngine]
+) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
-    engine = recording(model, finalizes_in_backward=implicit)
+    engine = recording(model, finalizes_in_backward=in_backward)
     capture = Capture(engine, PIPELINES)
     capture.run(model, x)
 
@@ -48,7 +50,7 @@ def test_one_op_per_gradient_and_one_for_all_updates(implicit: bool, recording: 
         assert node.prev is grad, "a gradient leaves as soon as it exists"
         torch.testing.assert_close(engine.received[p], expected[list(expected)[p]])
     updates = graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)
-    assert len(updates) == implicit
+    assert len(updates) == in_backward
     for node in updates:
         assert set(engine.runs("update_parameters")) == set(node.args[-1])
         assert written_inputs(graph) == set(node.args[0])

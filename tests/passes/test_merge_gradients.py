@@ -182,5 +182,3 @@ def test_each_input_is_fetched(recording: Recording) -> None:
     assert len(fetched) == 2
     assert engine.runs("copy_to_device_") == {0: 2}
     capture.assert_idempotent(Phase.FORWARD)
-
-

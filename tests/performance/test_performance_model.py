@@ -332,17 +332,17 @@ LOWER_BOUND = 2.0
 """How much longer than the equations' a simulated step may be: rings that are full, blocks that are waited for."""
 
 
-@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("machine", ["4xa100-40g-pcie4", "h200"])
-def test_the_equations_of_a_plan_are_its_forecast(machine: str, implicit: bool) -> None:
+def test_the_equations_of_a_plan_are_its_forecast(machine: str, in_backward: bool) -> None:
     node, model, tokens = hardware(machine), named_model("llama2-7b"), 2048
-    recompute = not implicit
+    recompute = not in_backward
     flops = flops_per_token(model, model.context) * tokens
     options = Options(nvme_path="scratch", update_interval=2)
-    for each in auto_policy.compare(options, node, model, tokens=tokens, recompute=recompute, implicit=implicit):
+    for each in auto_policy.compare(options, node, model, tokens=tokens, recompute=recompute, in_backward=in_backward):
         chosen = Options.from_keywords(**each.options)
         plan = node_plan(chosen, node, model)
-        knobs = Knobs.of(chosen, plan, final_at_step=not implicit, recompute=recompute)
+        knobs = Knobs.of(chosen, plan, final_at_step=not in_backward, recompute=recompute)
         assert PLAN_TRAFFIC.evaluate(**knobs.values()) == pytest.approx(each.traffic, rel=0.01), each.label
         found = bytes_per_parameter(knobs)
         on_host = each.needs.host["optimizer state"] + each.needs.host["gradients and uploads"]

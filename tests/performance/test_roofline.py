@@ -17,7 +17,7 @@ WEIGHT = ParamPlan(
     dtype=torch.bfloat16,
     placement=Placement.SPLIT_COLUMNS,
     dim=1,
-    lines=1000,
+    slices=1000,
     length=1000,
     k=100,
     interval=4,
@@ -56,7 +56,7 @@ def test_windows_of_different_lengths_add_up() -> None:
 
 def test_streamed_state_crosses_both_ways_at_every_step() -> None:
     """fp32 master and moments of a bf16 weight, apart from its gradient, which stays; fp32 weights are their master."""
-    streamed = replace(WEIGHT, index=2, placement=Placement.HOST_INTERLEAVED, lines=0, length=0, k=0, interval=1)
+    streamed = replace(WEIGHT, index=2, placement=Placement.HOST_STREAMED, slices=0, length=0, k=0, interval=1)
     alone, both = traffic(replace(PLAN, params=(streamed,))), traffic(replace(PLAN, params=(WEIGHT, BIAS, streamed)))
     assert (alone.state, alone.to_host, alone.to_device, alone.host, alone.disk) == (12_000_000, 0, 0, 0, 0)
     assert both == replace(traffic(), state=12_000_000)

@@ -14,39 +14,39 @@ SIZES = [1, 2, 3, 7, 10, 16, 31, 33, 64, 65, 127, 320, 768, 1000, 4096, 11008]
 RATIOS = [0.01, 0.1, 0.25, 0.5, 0.9, 0.99]
 
 
-def plan_of(lines: int, k: int) -> ParamPlan:
+def plan_of(slices: int, k: int) -> ParamPlan:
     return ParamPlan(
-        index=0, name="w", shape=(lines, 1), dtype=torch.float32, placement=Placement.SPLIT_COLUMNS,
-        dim=0, lines=lines, length=1, k=k,
+        index=0, name="w", shape=(slices, 1), dtype=torch.float32, placement=Placement.SPLIT_COLUMNS,
+        dim=0, slices=slices, length=1, k=k,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("lines", SIZES)
-def test_every_group_selects_and_leaves_some(lines: int, ratio: float) -> None:
+@pytest.mark.parametrize("slices", SIZES)
+def test_every_group_selects_and_leaves_some(slices: int, ratio: float) -> None:
     """The most groups, as a power of two up to 16, of which each has four slices on either side; or one group."""
-    k = min(lines, max(1, round(ratio * lines)))
-    groups = plan_of(lines, k).groups
+    k = min(slices, max(1, round(ratio * slices)))
+    groups = plan_of(slices, k).groups
     assert groups in (1, 2, 4, 8, 16)
 
     def least(count: int) -> int:
         selected = [len(range(group, k, count)) for group in range(count)]
-        slices = [len(range(group, lines, count)) for group in range(count)]
-        return min(min(chosen, total - chosen) for chosen, total in zip(selected, slices, strict=True))
+        sizes = [len(range(group, slices, count)) for group in range(count)]
+        return min(min(chosen, total - chosen) for chosen, total in zip(selected, sizes, strict=True))
 
     assert groups == 1 or least(groups) >= 4
     # A group more than its share can be uneven by one: the rule counts whole shares of both sides.
-    assert groups == 16 or min(k, lines - k) < 4 * 2 * groups
+    assert groups == 16 or min(k, slices - k) < 4 * 2 * groups
 
 
 def test_group_counts_of_usual_sizes() -> None:
-    tenth = {lines: group_count(lines, round(0.1 * lines)) for lines in (32, 64, 128, 256, 512, 768, 4096, 32000)}
+    tenth = {slices: group_count(slices, round(0.1 * slices)) for slices in (32, 64, 128, 256, 512, 768, 4096, 32000)}
     assert tenth == {32: 1, 64: 1, 128: 2, 256: 4, 512: 8, 768: 16, 4096: 16, 32000: 16}
 
 
-@pytest.mark.parametrize(("lines", "k"), [(0, 0), (64, 0), (64, 64), (1, 1)])
-def test_no_choice_is_one_group(lines: int, k: int) -> None:
-    assert group_count(lines, k) == 1
+@pytest.mark.parametrize(("slices", "k"), [(0, 0), (64, 0), (64, 64), (1, 1)])
+def test_no_choice_is_one_group(slices: int, k: int) -> None:
+    assert group_count(slices, k) == 1
 
 
 def test_plans_of_a_policy_have_their_groups() -> None:

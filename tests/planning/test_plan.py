@@ -1,4 +1,4 @@
-"""What a plan says of bytes, lines and slots."""
+"""What a plan says of bytes, slices and slots."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from zenflow_compile.runtime.parameters.host_state import HostState
 
 
 def split(dtype: torch.dtype = torch.bfloat16, **changes: int) -> ParamPlan:
-    sizes = {"lines": 100, "length": 40, "k": 10, "interval": 4, "staleness": 0, **changes}
+    sizes = {"slices": 100, "length": 40, "k": 10, "interval": 4, "staleness": 0, **changes}
     return ParamPlan(index=0, name="w", shape=(40, 100), dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=1, **sizes)
 
 
-def test_lines_are_selected_or_the_rest() -> None:
+def test_slices_are_selected_or_the_rest() -> None:
     plan = split()
-    assert (plan.rest, plan.numel, plan.offloaded) == (90, 4000, True)
-    assert split(k=0).rest == 100
-    assert split(k=100).rest == 0
+    assert (plan.deferred, plan.numel, plan.offloaded) == (90, 4000, True)
+    assert split(k=0).deferred == 100
+    assert split(k=100).deferred == 0
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_summed_window_has_one_slot_on_the_host_and_its_sum_on_the_device(staleness: int) -> None:
     plan = split(interval=4, staleness=staleness, summed=True)
-    assert (plan.slots, plan.uploads) == (1 + staleness, 1 + staleness)
-    assert plan.host_bytes == (12 + 2 * (plan.slots + plan.uploads)) * 3600
+    assert (plan.gradient_buffers, plan.uploads) == (1 + staleness, 1 + staleness)
+    assert plan.host_bytes == (12 + 2 * (plan.gradient_buffers + plan.uploads)) * 3600
     assert plan.device_bytes == split(interval=4).device_bytes + 4 * 3600
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_line(dtype: torch.dtype) -> None:
+def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_slice(dtype: torch.dtype) -> None:
     plan, plain = split(dtype, compressed=True), split(dtype)
-    assert plan.slot_bytes == 90 * (40 + 4)
-    assert plain.slot_bytes == 90 * 40 * dtype.itemsize
-    assert plain.host_bytes - plan.host_bytes == 4 * (plain.slot_bytes - plan.slot_bytes)
+    assert plan.buffer_bytes == 90 * (40 + 4)
+    assert plain.buffer_bytes == 90 * 40 * dtype.itemsize
+    assert plain.host_bytes - plan.host_bytes == 4 * (plain.buffer_bytes - plan.buffer_bytes)
     residual = Residual.allocate(plan, torch.device("cpu"))
     assert plan.device_bytes - plain.device_bytes == residual.lost.nbytes
 
@@ -50,7 +50,7 @@ def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_line(dtype:
 def test_slots_and_uploads(interval: int, staleness: int) -> None:
     """One more of each per step of staleness: what closed still waits for its merge."""
     plan = split(interval=interval, staleness=staleness)
-    assert plan.slots == interval + staleness
+    assert plan.gradient_buffers == interval + staleness
     assert plan.uploads == 1 + staleness
 
 
@@ -70,7 +70,7 @@ def test_host_bytes_per_parameter() -> None:
 def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostState.arena_bytes(plan))
-    kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_slots=plan.slots)
+    kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_slots=plan.gradient_buffers)
     host = HostState.allocate(plan, arena, kernel)
     tensors = [*host.state(), *host.gradients, *host.uploads]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes

@@ -158,20 +158,20 @@ def test_what_cannot_be_served_stays_on_the_device(spec: ParamSpec, offloaded: b
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "lines", "length"),
+    ("shape", "dim", "slices", "length"),
     [((64, 32), 0, 64, 32), ((32, 64), 1, 64, 32), ((64, 64), 0, 64, 64), ((8, 4, 3, 3), 1, 36, 8)],
 )
-def test_lines_run_along_the_longer_side(shape: tuple[int, ...], dim: int, lines: int, length: int) -> None:
+def test_slices_run_along_the_longer_side(shape: tuple[int, ...], dim: int, slices: int, length: int) -> None:
     param = plan_of([shape], device_share=0.0, min_offload_size=1).params[0]
-    assert (param.dim, param.lines, param.length) == (dim, lines, length)
+    assert (param.dim, param.slices, param.length) == (dim, slices, length)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "lines", "k"),
+    ("ratio", "slices", "k"),
     [(0.0, 100, 0), (1.0, 100, 100), (0.1, 100, 10), (0.1, 104, 10), (0.1, 106, 11), (0.001, 99, 1), (0.999, 99, 99)],
 )
-def test_selection_size_is_rounded_and_at_least_one_line(ratio: float, lines: int, k: int) -> None:
-    assert plan_of([(10, lines)], device_share=0.0, min_offload_size=1, topk_ratio=ratio).params[0].k == k
+def test_selection_size_is_rounded_and_at_least_one_slice(ratio: float, slices: int, k: int) -> None:
+    assert plan_of([(10, slices)], device_share=0.0, min_offload_size=1, topk_ratio=ratio).params[0].k == k
 
 
 def test_options_reach_the_plan() -> None:
@@ -199,7 +199,7 @@ def resident_elements(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("policy", ["twinflow", "deep_optimizer_states"])
-def test_twinflows_share_is_exact_to_a_line(policy: str) -> None:
+def test_twinflows_share_is_exact_to_a_slice(policy: str) -> None:
     """Whatever the ratio; and it comes last in the order of updates, with one parameter cut at most."""
     rng = random.Random(3)
     cut = 0
@@ -215,7 +215,7 @@ def test_twinflows_share_is_exact_to_a_line(policy: str) -> None:
         first = next((i for i, param in enumerate(places) if param.placement is Placement.DEVICE), len(places))
         assert all(param.placement is Placement.DEVICE for param in places[first:])
         split = [param for param in places if param.fixed]
-        assert all(param is places[first - 1] and 0 < param.k < param.lines and param.blocking for param in split)
+        assert all(param is places[first - 1] and 0 < param.k < param.slices and param.blocking for param in split)
         assert 0 <= missing < (places[first - 1].length if first else 1)
         cut += len(split)
     assert cut > 20
@@ -230,7 +230,7 @@ def test_twinflows_ends_are_zero_offload_and_resident(ratio: float, expected: li
 
 def test_a_fixed_share_selects_nothing() -> None:
     cut = plan_of([(64, 64)] * 2, policy="twinflow", ratio=0.75).params[1]
-    assert (cut.k, cut.rest, cut.selects, cut.interval) == (32, 32, False, 1)
+    assert (cut.k, cut.deferred, cut.selects, cut.interval) == (32, 32, False, 1)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
@@ -250,8 +250,8 @@ def test_every_kth_subgroup_is_streamed(stride: int, size: int) -> None:
     for param in host:
         assert param.subgroup is not None
         streamed = param.subgroup % stride == stride - 1
-        assert param.placement is (Placement.HOST_INTERLEAVED if streamed else Placement.HOST)
-        assert (param.interleaved, param.offloaded, param.blocking) == (streamed, not streamed, not streamed)
+        assert param.placement is (Placement.HOST_STREAMED if streamed else Placement.HOST)
+        assert (param.streamed, param.offloaded, param.blocking) == (streamed, not streamed, not streamed)
 
 
 @pytest.mark.parametrize(("stride", "together"), [(1, 10), (2, 5), (3, 3), (5, 2), (7, 1), (1000, 1)])
@@ -260,7 +260,7 @@ def test_a_small_model_has_four_strides_of_subgroups(stride: int, together: int)
     shapes: Shapes = [(64,), *[(64, 64)] * 40]
     plan = plan_of(shapes, policy="deep_optimizer_states", update_stride=stride)
     assert [param.subgroup for param in plan.params] == [None, *(index // together for index in range(40))]
-    streamed = sum(param.interleaved for param in plan.params)
+    streamed = sum(param.streamed for param in plan.params)
     assert streamed == sum(index // together % stride == stride - 1 for index in range(40))
 
 
@@ -276,13 +276,13 @@ def test_subgroups_go_on_counting_when_parameters_are_added() -> None:
     options = Options(policy="deep_optimizer_states", update_stride=2, sub_group_size=1)
     both = extend_plan(make_plan(specs([(64, 64)] * 3), options), specs([(64, 64)] * 3), options)
     assert [param.subgroup for param in both.params] == list(range(6))
-    assert [param.interleaved for param in both.params] == [False, True] * 3
+    assert [param.streamed for param in both.params] == [False, True] * 3
 
 
 def test_zenflows_host_side_may_be_streamed_or_in_files() -> None:
     common: dict[str, Any] = {"update_stride": 2, "sub_group_size": 1, "device_share": 0.0}
     plan = plan_of([(64, 64)] * 6, **common)
-    assert [param.interleaved for param in plan.params] == [False, True] * 3
+    assert [param.streamed for param in plan.params] == [False, True] * 3
     assert [param.k > 0 for param in plan.params] == [True, False] * 3
     assert {param.interval for param in plan.params if param.offloaded} == {4}
     filed = plan_of([(64, 64)] * 6, **common, offload_device="nvme", nvme_path="/tmp")
@@ -359,7 +359,7 @@ def load_of(plan: Plan) -> list[int]:
     for param in plan.params:
         if param.offloaded:
             assert 0 <= param.phase < param.interval
-            load[param.phase] += param.rest * param.length
+            load[param.phase] += param.deferred * param.length
     return load
 
 
@@ -371,7 +371,7 @@ def test_phases_are_balanced_by_bytes() -> None:
         interval = rng.randint(1, 6)
         plan = plan_of(shapes, device_share=0.0, min_offload_size=1, update_interval=interval)
         load = load_of(plan)
-        largest = max(param.rest * param.length for param in plan.params)
+        largest = max(param.deferred * param.length for param in plan.params)
         assert max(load) - min(load) <= largest
     plan = plan_of(gpt(12), device_share=0.0)
     assert max(load_of(plan)) < 1.1 * sum(load_of(plan)) / 4
@@ -387,7 +387,7 @@ def test_extending_keeps_what_is_planned() -> None:
         assert both.params[: len(first.params)] == first.params
         assert [param.index for param in both.params] == list(range(len(both.params)))
         assert all(param.offloaded for param in both.params[len(first.params) :])  # slack was judged at the beginning
-        largest = max((param.rest * param.length for param in both.params), default=0)
+        largest = max((param.deferred * param.length for param in both.params), default=0)
         assert max(load_of(both)) - min(load_of(both)) <= max(largest, max(load_of(first)) - min(load_of(first)))
 
 

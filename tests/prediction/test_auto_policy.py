@@ -160,7 +160,7 @@ def test_a_model_that_begins_with_a_scalar() -> None:
 
 
 def test_an_optimizer_object_updates_when_the_backward_is_over() -> None:
-    """A host that needs two thirds of a step has all of it in the implicit form, and the forward in the other."""
+    """A host that needs two thirds of a step has it in the optimizer-in-backward form, the forward in the other."""
     hardware = machine(adam_per_core=0.4e6)
     steps = {}
     for implicit in (False, True):

@@ -63,9 +63,7 @@ def test_lanes_are_named_in_order():
     assert names == [
         "step", "compute", "windows", "D2H", "D2H (2)", "H2D", "worker 0", "worker 1", "worker 2", "worker 10"
     ]  # fmt: skip
-    order = [
-        entry["args"]["sort_index"] for entry in by_phase(trace, "M") if entry["name"] == "thread_sort_index"
-    ]
+    order = [entry["args"]["sort_index"] for entry in by_phase(trace, "M") if entry["name"] == "thread_sort_index"]
     assert order == sorted(order)
 
 

@@ -25,14 +25,10 @@ def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, steps=3, **changes
         ]
         for index, (start, ms) in enumerate(waits):
             events.append(
-                event(
-                    "compute", "wait", origin + start, origin + start + ms, step=step, param=f"layers.{index}"
-                )
+                event("compute", "wait", origin + start, origin + start + ms, step=step, param=f"layers.{index}")
             )
         for index, (start, ms) in enumerate(workers):
-            events.append(
-                event(f"worker {index}", "host_update", origin + start, origin + start + ms, step=step)
-            )
+            events.append(event(f"worker {index}", "host_update", origin + start, origin + start + ms, step=step))
     return recording(events, **changes)
 
 
@@ -167,8 +163,6 @@ def test_long_times_are_seconds():
     assert milliseconds(12_345) == "12.3 s"
 
 
-@pytest.mark.parametrize(
-    ("share", "text"), [(0, "0%"), (0.001, "<1%"), (0.994, ">99%"), (1.0, "100%"), (0.5, "50%")]
-)
+@pytest.mark.parametrize(("share", "text"), [(0, "0%"), (0.001, "<1%"), (0.994, ">99%"), (1.0, "100%"), (0.5, "50%")])
 def test_percent(share, text):
     assert percent(share) == text

@@ -23,7 +23,7 @@ def test_block_of(param: str, block: str) -> None:
     assert block_of(param) == block
 
 
-def closes() -> list:  # type: ignore[type-arg]
+def flushed() -> list:  # type: ignore[type-arg]
     return [
         # Block 0: the second of two closes is late by 2 ms, in two tasks.
         event("slack", "slack", 10, 16, step=1, param="layers.0.a"),
@@ -41,16 +41,16 @@ def closes() -> list:  # type: ignore[type-arg]
 
 
 def test_slack_and_time_taken_by_block() -> None:
-    found = slack_by_block(closes(), {1, 2})
+    found = slack_by_block(flushed(), {1, 2})
     assert list(found) == ["layers.0", "layers.1"]
     assert found["layers.0"] == {"slack_ms": 6.0, "taken_ms": 5.5, "margin_ms": -2.0}
     assert found["layers.1"] == {"slack_ms": 30.0, "taken_ms": 12.0, "margin_ms": 18.0}
-    assert list(slack_by_block(closes(), {1})) == ["layers.0", "layers.1"]
-    assert slack_by_block(closes(), {3}) == {}
+    assert list(slack_by_block(flushed(), {1})) == ["layers.0", "layers.1"]
+    assert slack_by_block(flushed(), {3}) == {}
 
 
 def test_the_report_names_the_tightest_block() -> None:
-    run = recording(closes())
+    run = recording(flushed())
     assert list(summarize(run)["slack_by_block"]) == ["layers.0", "layers.1"]
     from rich.console import Console
 
@@ -58,7 +58,7 @@ def test_the_report_names_the_tightest_block() -> None:
     with console.capture() as capture:
         console.print(render(run, width=100))
     assert "layers.0: 6.00 ms until its next use, 5.50 ms taken" in capture.get()
-    blocking = recording(closes(), blocking=True)
+    blocking = recording(flushed(), blocking=True)
     with console.capture() as capture:
         console.print(render(blocking, width=100))
     assert "until its next use" not in capture.get()

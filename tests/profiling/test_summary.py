@@ -66,8 +66,8 @@ def test_known_run():
 
 def test_mean_window_is_taken_parameter_by_parameter():
     """One closes at steps 0, 3 and 4, another at 2 and 6, a third only once: 8 steps in 3 windows."""
-    closes = [("a", 0), ("a", 3), ("a", 4), ("b", 2), ("b", 6), ("c", 5)]
-    events = [event("windows", "close", 10 * s, 10 * s, step=s, param=param) for param, s in closes]
+    flushed = [("a", 0), ("a", 3), ("a", 4), ("b", 2), ("b", 6), ("c", 5)]
+    events = [event("windows", "close", 10 * s, 10 * s, step=s, param=param) for param, s in flushed]
     events += [event("step", "step", 10 * s, 10 * s + 10, step=s) for s in range(7)]
     run = recording(events, adaptive_windows=AdaptiveWindows(shortest=1, longest=4, measured=True))
     summary = summarize(run)
@@ -97,9 +97,7 @@ def test_events_without_a_finished_step_are_not_measured():
 
 
 def test_no_host_work_has_no_hidden_fraction_but_no_stall():
-    summary = summarize(
-        recording([event("step", "step", 0, 10), event("compute", "forward", 0, 5)], norms=None)
-    )
+    summary = summarize(recording([event("step", "step", 0, 10), event("compute", "forward", 0, 5)], norms=None))
     assert summary["hidden_fraction"] is None
     assert summary["host_update_gb_per_s"] is None
     assert summary["stall_ms_per_step"] == 0.0
@@ -190,8 +188,7 @@ def test_unknown_model_size_and_zero_gradients():
 
 def test_simulated_clocks_may_start_anywhere():
     shifted = [
-        dataclasses.replace(e, start_ns=e.start_ns - 10**12, end_ns=e.end_ns - 10**12)
-        for e in known_run().events
+        dataclasses.replace(e, start_ns=e.start_ns - 10**12, end_ns=e.end_ns - 10**12) for e in known_run().events
     ]
     summary, moved = summarize(known_run()), summarize(recording(shifted))
     assert moved == summary

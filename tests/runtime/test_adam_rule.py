@@ -44,9 +44,7 @@ def literal_rule_p(
 def test_one_slot_is_adamw(make: Make, dtype: torch.dtype, tolerance: float) -> None:
     weight = make(33, 17, dtype=dtype)
     parameter = torch.nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW(
-        [parameter], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False
-    )
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False)
     exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
     for step in range(1, 41):
         lr = 1e-2 / step
@@ -68,9 +66,7 @@ def test_windows_equal_the_literal_rule(make: Make, slots_per_window: int) -> No
     step = 0
     for window in range(3):
         slots = [
-            StepCoefficients(
-                lr=1e-2 / (1 + i), beta1=0.9 - 0.02 * i, beta2=0.99, weight_decay=0.1 * i, grad_scale=0.5
-            )
+            StepCoefficients(lr=1e-2 / (1 + i), beta1=0.9 - 0.02 * i, beta2=0.99, weight_decay=0.1 * i, grad_scale=0.5)
             for i in range(slots_per_window - window % 2 if slots_per_window > 1 else 1)
         ]
         gradients = [make(size, dtype=torch.float64) for _ in slots]

@@ -19,9 +19,9 @@ FRACTIONS = [0.0, 0.1, 0.7, 1.0]
 SLOT = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
 
 
-def selection_of(lines: int, fraction: float) -> Selection:
-    """Selected lines in no particular order."""
-    return Selection.of(torch.randperm(lines)[: round(fraction * lines)], lines, CPU)
+def selection_of(slices: int, fraction: float) -> Selection:
+    """Selected slices in no particular order."""
+    return Selection.of(torch.randperm(slices)[: round(fraction * slices)], slices, CPU)
 
 
 def norms_of(matrix: Tensor, dim: int) -> Tensor:
@@ -31,7 +31,7 @@ def norms_of(matrix: Tensor, dim: int) -> Tensor:
 
 def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor, Tensor]:
     length = matrix.shape[1 - dim]
-    return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.rest), length), 9)
+    return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.deferred), length), 9)
 
 
 @pytest.fixture(
@@ -58,35 +58,35 @@ def test_split_norms_and_unsplit(
     elif layout == "strided":
         matrix = torch.stack([matrix, matrix], dim=-1)[..., 0]
     selection = selection_of(shape[dim], fraction)
-    selected, rest = blocks_like(matrix, dim, selection)
-    norms = column_ops.norms_and_split(matrix, dim, selection, selected, rest)
-    lines = matrix if dim == 0 else matrix.t()
-    assert torch.equal(selected, lines[selection.selected.long()])
-    assert torch.equal(rest, lines[selection.rest.long()])
+    selected, deferred = blocks_like(matrix, dim, selection)
+    norms = column_ops.norms_and_split(matrix, dim, selection, selected, deferred)
+    slices = matrix if dim == 0 else matrix.t()
+    assert torch.equal(selected, slices[selection.selected.long()])
+    assert torch.equal(deferred, slices[selection.deferred.long()])
     assert norms.dtype == torch.float32
     torch.testing.assert_close(norms, matrix.double().square().sum(1 - dim).float())
     assert torch.equal(norms, norms_of(matrix, dim))
     rebuilt = torch.empty_like(matrix)
-    column_ops.unsplit_columns(rebuilt, dim, selection, selected, rest)
+    column_ops.unsplit_columns(rebuilt, dim, selection, selected, deferred)
     assert torch.equal(rebuilt, matrix)
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_writes_its_lines_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float) -> None:
+def test_merge_writes_its_slices_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float) -> None:
     surrounding = torch.randn(41, 3, 60).to(dtype)
     matrix = surrounding[:, 1]  # a view whose rows lie apart
     matrix[:, 5] = float("nan")
     matrix[7] = float("nan")
     expected = surrounding.clone()
-    lines = selection_of(matrix.shape[dim], fraction).selected
-    values = torch.randn(len(lines), matrix.shape[1 - dim]).to(dtype)
+    slices = selection_of(matrix.shape[dim], fraction).selected
+    values = torch.randn(len(slices), matrix.shape[1 - dim]).to(dtype)
     if dim == 0:
-        expected[lines.long(), 1] = values
+        expected[slices.long(), 1] = values
     else:
-        expected[:, 1, lines.long()] = values.t()
-    column_ops.merge_columns(matrix, dim, lines, values)
+        expected[:, 1, slices.long()] = values.t()
+    column_ops.merge_columns(matrix, dim, slices, values)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(surrounding.view(bits), expected.view(bits))
 
@@ -94,7 +94,9 @@ def test_merge_writes_its_lines_and_nothing_else(dtype: torch.dtype, dim: int, f
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adam_updates_state_and_casts_it_into_the_selected_lines(dtype: torch.dtype, dim: int, fraction: float) -> None:
+def test_adam_updates_state_and_casts_it_into_the_selected_slices(
+    dtype: torch.dtype, dim: int, fraction: float
+) -> None:
     matrix = torch.randn(31, 45).to(dtype)
     before = matrix.clone()
     selection = selection_of(matrix.shape[dim], fraction)
@@ -107,9 +109,9 @@ def test_adam_updates_state_and_casts_it_into_the_selected_lines(dtype: torch.dt
     column_ops.adam_columns_([SliceState(matrix, dim, selection, gradient, *state, 5)], SLOT, eps=1e-8)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-6)
-    lines, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
-    assert torch.equal(lines[selection.selected.long()], state[0].to(dtype))
-    assert torch.equal(lines[selection.rest.long()], old[selection.rest.long()])
+    slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
+    assert torch.equal(slices[selection.selected.long()], state[0].to(dtype))
+    assert torch.equal(slices[selection.deferred.long()], old[selection.deferred.long()])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,29 +153,27 @@ def test_low_precision_gradients_are_summed_in_fp32() -> None:
     matrix = torch.full((4096, 8), 1e-3, dtype=torch.float16)
     exact = matrix.double().square().sum(0).float()
     torch.testing.assert_close(norms_of(matrix, 1), exact)
-    torch.testing.assert_close(
-        norms_of(torch.full((4, 8), 3e4, dtype=torch.float16), 1)[0].item(), 3.6e9
-    )
+    torch.testing.assert_close(norms_of(torch.full((4, 8), 3e4, dtype=torch.float16), 1)[0].item(), 3.6e9)
 
 
-def test_a_selection_knows_where_every_line_is() -> None:
+def test_a_selection_knows_where_every_slice_is() -> None:
     selection = Selection.of(torch.tensor([4, 1], dtype=torch.int32), 6, CPU)
-    assert selection.rest.tolist() == [0, 2, 3, 5]
+    assert selection.deferred.tolist() == [0, 2, 3, 5]
     assert selection.position.tolist() == [2, 1, 3, 4, 0, 5]
-    assert selection.lines == 6
+    assert selection.slices == 6
     assert selection.nbytes == 4 * 12
-    kept_order = Selection.of(torch.tensor([4, 1]), 6, CPU, rest=torch.tensor([5, 0, 3, 2]))
-    assert kept_order.rest.tolist() == [5, 0, 3, 2]
+    kept_order = Selection.of(torch.tensor([4, 1]), 6, CPU, deferred=torch.tensor([5, 0, 3, 2]))
+    assert kept_order.deferred.tolist() == [5, 0, 3, 2]
     assert kept_order.position.tolist() == [3, 1, 5, 4, 0, 2]
-    assert {kept_order.selected.dtype, kept_order.rest.dtype, kept_order.position.dtype} == {torch.int32}
+    assert {kept_order.selected.dtype, kept_order.deferred.dtype, kept_order.position.dtype} == {torch.int32}
 
 
 @pytest.mark.parametrize(
-    ("selected", "rest"), [([0, 0], None), ([6], None), ([-1], None), ([0], [1, 2, 3]), ([0], [0, 1, 2, 3, 4])]
+    ("selected", "deferred"), [([0, 0], None), ([6], None), ([-1], None), ([0], [1, 2, 3]), ([0], [0, 1, 2, 3, 4])]
 )
-def test_a_selection_holds_each_line_once(selected: list[int], rest: list[int] | None) -> None:
-    with pytest.raises(ValueError, match="line"):
-        Selection.of(torch.tensor(selected), 6, CPU, rest=None if rest is None else torch.tensor(rest))
+def test_a_selection_holds_each_slice_once(selected: list[int], deferred: list[int] | None) -> None:
+    with pytest.raises(ValueError, match="slice"):
+        Selection.of(torch.tensor(selected), 6, CPU, deferred=None if deferred is None else torch.tensor(deferred))
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
@@ -186,8 +186,8 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match="must be contiguous"):
             column_ops.unsplit_columns(matrix, 1, selection, good, bad)
         with pytest.raises(ValueError, match="must be contiguous"):
-            column_ops.merge_columns(matrix, 1, selection.rest, bad)
-    with pytest.raises(ValueError, match="4 lines"):
+            column_ops.merge_columns(matrix, 1, selection.deferred, bad)
+    with pytest.raises(ValueError, match="4 slices"):
         column_ops.norms_and_split(matrix, 0, selection, good, good)
 
 

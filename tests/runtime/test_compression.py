@@ -1,4 +1,4 @@
-"""int8 gradients: what rounding loses of a line is bounded, is sent later, and never reaches another line."""
+"""int8 gradients: what rounding loses of a slice is bounded, is sent later, and never reaches another slice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 def plan_of(dtype: torch.dtype) -> ParamPlan:
     return ParamPlan(
-        index=0, name="w", shape=(LENGTH, 32), dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=1, lines=32,
+        index=0, name="w", shape=(LENGTH, 32), dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=1, slices=32,
         length=LENGTH, k=32 - REST, compressed=True,
     )  # fmt: skip
 
@@ -29,7 +29,7 @@ def slot(grad_scale: float = 1.0) -> StepCoefficients:
 
 
 def block_of(plan: ParamPlan) -> Tensor:
-    return torch.full(plan.slot_shape, 55, dtype=plan.slot_dtype)
+    return torch.full(plan.buffer_shape, 55, dtype=plan.buffer_dtype)
 
 
 def received(block: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def received(block: Tensor) -> Tensor:
 
 
 def gradient_of(dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Lines of very different magnitude."""
+    """Slices of very different magnitude."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.logspace(-3, 1, REST).unsqueeze(1)
     return (magnitudes * torch.randn(REST, LENGTH, generator=generator)).to(dtype)
@@ -47,7 +47,7 @@ def gradient_of(dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-16])
-def test_a_line_loses_at_most_half_of_its_own_quantum(dtype: torch.dtype, scale: float) -> None:
+def test_a_slice_loses_at_most_half_of_its_own_quantum(dtype: torch.dtype, scale: float) -> None:
     plan = plan_of(dtype)
     residual, block, gradient = Residual.allocate(plan, torch.device("cpu")), block_of(plan), gradient_of(dtype)
     kept = gradient.clone()
@@ -87,7 +87,7 @@ def test_what_is_lost_is_sent_later(dtype: torch.dtype) -> None:
     assert ((without_feedback - exact).abs() > 2 * quantum).any(), "the control: without feedback errors add up"
 
 
-def test_zeros_infinities_and_nans_stay_in_their_lines() -> None:
+def test_zeros_infinities_and_nans_stay_in_their_slices() -> None:
     plan = plan_of(torch.float32)
     residual, block, gradient = Residual.allocate(plan, torch.device("cpu")), block_of(plan), gradient_of(torch.float32)
     gradient[3], gradient[4, 1], gradient[5, 2], gradient[6] = 0.0, math.inf, math.nan, 1e-44
@@ -101,7 +101,7 @@ def test_zeros_infinities_and_nans_stay_in_their_lines() -> None:
     torch.testing.assert_close(result[6] + residual.lost[6], gradient[6], atol=0, rtol=0)
 
 
-def test_lines_that_changed_have_lost_nothing() -> None:
+def test_slices_that_changed_have_lost_nothing() -> None:
     plan = plan_of(torch.float32)
     residual = Residual.allocate(plan, torch.device("cpu"))
     residual.compress(gradient_of(torch.float32), slot(), block_of(plan))
@@ -133,7 +133,7 @@ def test_a_block_is_one_piece_of_memory() -> None:
     plan = plan_of(torch.bfloat16)
     block = block_of(plan)
     scales, values = scales_and_values(block)
-    assert scales.nbytes + values.nbytes == block.nbytes == plan.slot_bytes == REST * (LENGTH + 4)
+    assert scales.nbytes + values.nbytes == block.nbytes == plan.buffer_bytes == REST * (LENGTH + 4)
     scales.fill_(2.0)
     values.fill_(-3)
     assert torch.equal(received(block), torch.full((REST, LENGTH), -6.0))

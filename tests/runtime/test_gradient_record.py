@@ -237,15 +237,15 @@ def test_dropping_changes_only_engine_memory(state: GradientState) -> None:
 
 def test_any_tensor_of_a_record_holds_it() -> None:
     record = record_in(PARTS, Source())
-    assert not record.held
+    assert not record.has_tensor
     first = OffloadedGradient.of(record)
     second = OffloadedGradient.of(record)
     del first
-    assert record.held
+    assert record.has_tensor
     del second
-    assert not record.held
+    assert not record.has_tensor
     third = OffloadedGradient.of(record)
-    assert record.held
+    assert record.has_tensor
     del third
 
 

@@ -28,7 +28,7 @@ PLAN = ParamPlan(
     dtype=torch.float32,
     placement=Placement.SPLIT_COLUMNS,
     dim=1,
-    lines=32,
+    slices=32,
     length=8,
     k=8,
     interval=3,
@@ -38,7 +38,7 @@ COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.
 
 
 def host_of(plan: ParamPlan = PLAN) -> HostState:
-    kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.slots)
+    kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.gradient_buffers)
     return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel)
 
 
@@ -88,7 +88,7 @@ def test_a_window_closes_as_rule_p() -> None:
         torch.testing.assert_close(close.upload, host.state().master, atol=0, rtol=0)
         assert host.taken == taken
         assert host.open == []
-        host.closes.pop(0)
+        host.flushed.pop(0)
 
 
 def test_a_slot_that_was_not_committed_is_used_again() -> None:
@@ -149,22 +149,22 @@ def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(actual, expected)
 
 
-def test_compressed_gradients_are_expanded_by_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_gradients_are_expanded_by_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A close on int8 blocks is rule P on what they stand for, however it is cut into tasks and pieces."""
     plan = replace(PLAN, compressed=True)
-    monkeypatch.setattr(host_state, "EXPANDED_ELEMENTS", 20)  # two lines of eight
+    monkeypatch.setattr(host_state, "EXPANDED_ELEMENTS", 20)  # two slices of eight
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)  # four of these pieces
     host = HostState.allocate(
         plan,
         HostArena(HostState.arena_bytes(plan)),
-        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.slots),
+        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.gradient_buffers),
     )
     torch.manual_seed(0)
     host.state().master.normal_()
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
     gradients = []
     for number in range(3):
-        block = torch.empty(plan.slot_shape, dtype=plan.slot_dtype)
+        block = torch.empty(plan.buffer_shape, dtype=plan.buffer_dtype)
         scales, values = scales_and_values(block)
         scales.uniform_()
         values.random_(-127, 128)
@@ -277,7 +277,7 @@ def test_clearing_waits_for_those_who_use_the_memory() -> None:
     host.clear_windows()
     assert close.job.done()
     assert late.done()
-    assert (host.open, host.closes) == ([], [])
+    assert (host.open, host.flushed) == ([], [])
     assert host.free_slot()[0] == 0
     host.wait()
     host.raise_failures()

@@ -19,7 +19,7 @@ from zenflow_compile.runtime.step import min_window
 from zenflow_compile.runtime.step.min_window import ShortestWindow, host_rate, shortest_window
 
 CPU = torch.device("cpu")
-# 80 remaining lines of 100: 8000 elements, at S = 1, 2, 3, 4 closes of 28, 30, 32, 34 bytes each in bf16.
+# 80 deferred slices of 100: 8000 elements, at S = 1, 2, 3, 4 closes of 28, 30, 32, 34 bytes each in bf16.
 PLAN = ParamPlan(
     index=0,
     name="w",
@@ -27,7 +27,7 @@ PLAN = ParamPlan(
     dtype=torch.bfloat16,
     placement=Placement.SPLIT_COLUMNS,
     dim=1,
-    lines=100,
+    slices=100,
     length=100,
     k=20,
     interval=4,
@@ -63,8 +63,8 @@ class Measuring:
 
     def __init__(self, *, whole_step: bool = False, plan: ParamPlan = PLAN) -> None:
         self.clock = Clock()
-        self.closes: list[Any] = []
-        offloaded = SimpleNamespace(plan=plan, host=SimpleNamespace(kernel=None, closes=self.closes))
+        self.flushed: list[Any] = []
+        offloaded = SimpleNamespace(plan=plan, host=SimpleNamespace(kernel=None, flushed=self.flushed))
         registry: Any = SimpleNamespace(offloaded={0: offloaded}, transport=SimpleNamespace(workers=None))
         self.bound = ShortestWindow(registry, self.clock, whole_step=whole_step)
 
@@ -130,11 +130,11 @@ def test_a_step_that_compiles_is_not_measured(graphs: tuple[int, int], rate: lis
 
 def test_a_step_that_begins_with_an_update_in_flight_is_not_measured(rate: list[float]) -> None:
     run = Measuring()
-    run.closes.append(object())
+    run.flushed.append(object())
     run.step(100.0, 100.0)
     assert rate == []  # nor is the host, whose workers are busy
     run.step(100.0, 100.0)
-    run.closes.clear()
+    run.flushed.clear()
     run.step(100.0, 100.0)
     run.step(fits(2), 1.0)
     assert run.step(100.0, 100.0) == 2

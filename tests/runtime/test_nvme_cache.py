@@ -20,16 +20,16 @@ from zenflow_compile.runtime.recorder import Recorder
 pytestmark = pytest.mark.timeout(60)
 
 
-def plan_of(index: int, lines: int = 40, interval: int = 1) -> ParamPlan:
-    """``lines`` of 64 elements: 768 bytes of state each."""
+def plan_of(index: int, slices: int = 40, interval: int = 1) -> ParamPlan:
+    """``slices`` of 64 elements: 768 bytes of state each."""
     return ParamPlan(
         index=index,
         name=f"p{index}",
-        shape=(lines, 64),
+        shape=(slices, 64),
         dtype=torch.float32,
         placement=Placement.FILE,
         dim=0,
-        lines=lines,
+        slices=slices,
         length=64,
         interval=interval,
         in_file=True,
@@ -73,7 +73,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_blocks_of_all_sizes_pass_through_the_smallest_window(make: Make) -> None:
-    plans = [plan_of(index, lines) for index, lines in enumerate([3, 90, 1, 17, 55, 90, 8])]
+    plans = [plan_of(index, slices) for index, slices in enumerate([3, 90, 1, 17, 55, 90, 8])]
     window, homes = make(plans, block_bytes(plans[1]))
     order = random.Random(0)
     expected = [float(number) for number in range(len(homes))]
@@ -81,7 +81,7 @@ def test_blocks_of_all_sizes_pass_through_the_smallest_window(make: Make) -> Non
         number = order.randrange(len(homes))
         assert values(homes[number]) == {expected[number]}
         with homes[number].acquire(write=True) as state:
-            assert state.master.shape == (plans[number].rest, 64)
+            assert state.master.shape == (plans[number].deferred, 64)
             assert state.master.data_ptr() % 64 == 0
             for tensor in state:
                 tensor.add_(1.0)

@@ -28,7 +28,7 @@ PLAN = ParamPlan(
     dtype=torch.float32,
     placement=Placement.SPLIT_COLUMNS,
     dim=1,
-    lines=200,
+    slices=200,
     length=2,
     k=20,
     interval=2,
@@ -44,13 +44,13 @@ class Run:
         self.schedule.make_room(3)
         self.device = DeviceState.allocate(plan, CPU)
 
-    def select(self, lines: Tensor, at: int) -> None:
-        self.device.selection = column_ops.Selection.of(lines, self.plan.lines, CPU)
+    def select(self, slices: Tensor, at: int) -> None:
+        self.device.selection = column_ops.Selection.of(slices, self.plan.slices, CPU)
         self.device.selected_at = at
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:
         """Whether the window closed, and what it selected."""
-        closed = self.schedule.closes(self.plan, self.device, step, present=present, unscale=unscale)
+        closed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=unscale)
         wanted = self.schedule.selection(self.plan, self.device, step) if closed else None
         if wanted is not None:
             self.select(wanted, step)
@@ -68,15 +68,15 @@ class Run:
 
 
 def scores(entering: int, factor: float) -> Tensor:
-    """Lines 0 to 19 have score 1; of the others ``entering`` have ``factor``, and the rest next to nothing."""
-    score = torch.full((PLAN.lines,), 1e-3)
+    """Slices 0 to 19 have score 1; of the others ``entering`` have ``factor``, and the rest next to nothing."""
+    score = torch.full((PLAN.slices,), 1e-3)
     score[: PLAN.k] = 1.0
     score[PLAN.k : PLAN.k + entering] = factor
     return score
 
 
 def settled(**options: Any) -> Run:
-    """A run whose first selection, at step 0, was lines 0 to 19."""
+    """A run whose first selection, at step 0, was slices 0 to 19."""
     run = Run(**options)
     run.device.score.copy_(scores(0, 0.0))
     assert run.step(0)[1].tolist() == list(range(PLAN.k))  # type: ignore[union-attr]
@@ -107,13 +107,13 @@ def test_a_drift_that_has_passed_counts_only_at_its_lag() -> None:
 
 
 @pytest.mark.parametrize(("entering", "expected"), [(4, []), (5, [16])])
-def test_few_lines_are_not_worth_it(entering: int, expected: list[int]) -> None:
+def test_few_slices_are_not_worth_it(entering: int, expected: list[int]) -> None:
     assert math.isclose(RESELECT_BELOW, 0.8)
     assert settled().reselections(1, 40, lambda step: scores(entering, 4.0)) == expected
 
 
-def test_lines_enter_only_by_a_margin() -> None:
-    """Scores that take turns in leading swap lines back and forth without the margin, and none with it."""
+def test_slices_enter_only_by_a_margin() -> None:
+    """Scores that take turns in leading swap slices back and forth without the margin, and none with it."""
     below, above = 1.0 + 0.9 * ENTRY_MARGIN, 1.0 + 1.1 * ENTRY_MARGIN
     assert settled().reselections(1, 100, lambda step: scores(20, below)) == []
     assert settled().reselections(1, 20, lambda step: scores(20, above)) == [16]
@@ -122,7 +122,7 @@ def test_lines_enter_only_by_a_margin() -> None:
     assert turns == [16, 32, 48, 64, 80, 96]
 
 
-def test_only_those_lines_enter_that_are_ahead_of_the_ones_they_replace() -> None:
+def test_only_those_slices_enter_that_are_ahead_of_the_ones_they_replace() -> None:
     run = settled()
     score = scores(5, 4.0)
     score[25:30] = 1.1  # ahead of what stays, but by less than the margin
@@ -137,14 +137,14 @@ def test_an_interval_that_was_asked_for_is_kept() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 20, 100])
-@pytest.mark.parametrize("lines", [20, 200])
-def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int, lines: int) -> None:
+@pytest.mark.parametrize("slices", [20, 200])
+def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int, slices: int) -> None:
     """Where everything drifts all the time: with a share of the parameter's bytes, whatever its shape and dtype."""
-    plan = replace(PLAN, dtype=dtype, shape=(2, lines), lines=lines, k=min(k, lines // 2))
+    plan = replace(PLAN, dtype=dtype, shape=(2, slices), slices=slices, k=min(k, slices // 2))
     run = Run(plan)
     swaps, selected, steps = 0, None, 600
     for step in range(steps):
-        score = torch.rand(lines, generator=torch.Generator().manual_seed(step // 5)) ** 4
+        score = torch.rand(slices, generator=torch.Generator().manual_seed(step // 5)) ** 4
         run.device.score.copy_(score)
         wanted = run.step(step)[1]
         if wanted is not None:
@@ -175,7 +175,7 @@ def closes_of(run: Run, steps: int, *, void: frozenset[int] = frozenset(), first
 
 
 def norms_at(step: int) -> Tensor:
-    norms = torch.rand(PLAN.lines, generator=torch.Generator().manual_seed(step))
+    norms = torch.rand(PLAN.slices, generator=torch.Generator().manual_seed(step))
     norms[: PLAN.k] *= 4.0
     return norms
 
@@ -235,7 +235,7 @@ def test_a_restored_schedule_decides_alike(position: int) -> None:
     """At every position: with norms and a drift that were computed and not used yet."""
 
     def score_at(step: int) -> Tensor:
-        return torch.rand(PLAN.lines, generator=torch.Generator().manual_seed(step // 7))
+        return torch.rand(PLAN.slices, generator=torch.Generator().manual_seed(step // 7))
 
     def go_on(run: Run, first: int) -> list[tuple[bool, list[int] | None]]:
         done = []

@@ -90,7 +90,7 @@ def test_the_first_selection_is_one_by_groups(slices: int, k: int, groups: int) 
     """Before there are scores the first k slices are selected: as many of each group as later."""
     plan = ParamPlan(
         index=0, name="w", shape=(slices, 1), dtype=torch.float32, placement=Placement.SPLIT_COLUMNS,
-        dim=0, lines=slices, length=1, k=k,
+        dim=0, slices=slices, length=1, k=k,
     )  # fmt: skip
     device = DeviceState.allocate(plan, CPU)
     assert device.best_slices().tolist() == device.selection.selected.tolist()  # of equal scores the lower slices
@@ -178,7 +178,7 @@ def test_swap_budget_is_divided_evenly_over_time(groups: int) -> None:
 
 def test_mask_does_not_depend_on_the_order_of_rows() -> None:
     one = Selection.of(torch.tensor([4, 1]), 6, CPU)
-    other = Selection.of(torch.tensor([1, 4]), 6, CPU, rest=torch.tensor([5, 0, 3, 2]))
+    other = Selection.of(torch.tensor([1, 4]), 6, CPU, deferred=torch.tensor([5, 0, 3, 2]))
     assert one.mask.tolist() == other.mask.tolist() == [False, True, False, False, True, False]
 
 

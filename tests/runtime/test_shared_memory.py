@@ -18,7 +18,7 @@ OVERLAPPING: dict[str, Views] = {
     "same": lambda flat: (flat.view(8, 12), flat.view(12, 8)),
     "part": lambda flat: (flat[:48].view(6, 8), flat[40:].view(7, 8)),
     "transposed": lambda flat: (flat.view(8, 12), flat.view(8, 12).t()),
-    "line": lambda flat: (flat.view(8, 12)[:, 3], flat[:12].view(3, 4)),
+    "slice": lambda flat: (flat.view(8, 12)[:, 3], flat[:12].view(3, 4)),
     "other dtype": lambda flat: (flat[:48].view(6, 8), flat.view(torch.bfloat16)[94:142].view(6, 8)),
 }
 APART: dict[str, Views] = {

@@ -60,7 +60,7 @@ def test_streamed_state_is_resident_state_bit_for_bit(
 ) -> None:
     expected = Training(entry, RESIDENT, dtype).run(0, 8)
     streamed = Training(entry, {**ALL, "sub_group_size": sub_group_size}, dtype).run(0, 8)
-    assert len(streamed.optimizer.engine.registry.interleaved.params) == 3
+    assert len(streamed.optimizer.engine.registry.streamed.params) == 3
     assert_same(streamed.weights(), expected.weights())
     states = streamed.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"]
     assert states[0].keys() == states[1].keys()
@@ -165,7 +165,7 @@ def test_parameters_that_come_later_get_subgroups_of_their_own() -> None:
             training.optimizer.zero_grad()
             training.backward(step)
         weights.append([*training.weights(), late.detach().clone()])
-        subgroups = [param.subgroup for param in training.optimizer.engine.plan.params if param.interleaved]
+        subgroups = [param.subgroup for param in training.optimizer.engine.plan.params if param.streamed]
         assert len(set(subgroups)) == len(subgroups)
         training.optimizer.close()
     assert subgroups == [0, 1, 2, 3]
@@ -181,10 +181,10 @@ def test_all_state_of_every_kth_subgroup_crosses_once_each_way(
     entry: dict[str, Any] | None, stride: int, streamed: int
 ) -> None:
     training = Training(entry, {**ALL, "update_stride": stride}, torch.bfloat16, chain).run(0, 2)
-    state = sum(param.whole_state_bytes for param in training.optimizer.engine.plan.params if param.interleaved)
-    ahead = len(training.optimizer.engine.registry.interleaved._loaded)
+    state = sum(param.whole_state_bytes for param in training.optimizer.engine.plan.params if param.streamed)
+    ahead = len(training.optimizer.engine.registry.streamed._loaded)
     events = recorded(training, 2, 6)
-    ahead_after = len(training.optimizer.engine.registry.interleaved._loaded)
+    ahead_after = len(training.optimizer.engine.registry.streamed._loaded)
     assert ahead == ahead_after  # what was there before the first of these steps is there again after the last
     for lane in (D2H, H2D):
         assert len(on(lane, events)) == 4 * streamed
@@ -206,7 +206,7 @@ def test_device_memory_is_three_buffers_whatever_the_number_of_subgroups() -> No
         assert training.optimizer.host_bytes == training.optimizer.engine.plan.host_bytes
     assert len(sizes) == 1
     one = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 1)
-    assert len(one.optimizer.engine.registry.interleaved._buffers) == 1
+    assert len(one.optimizer.engine.registry.streamed._buffers) == 1
 
 
 def test_a_buffer_takes_part_in_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(copy_lanes, "copy_without_gil", meeting)
-        assert len(training.optimizer.engine.registry.interleaved._loaded) == STREAM_BUFFERS  # prefetched before that
+        assert len(training.optimizer.engine.registry.streamed._loaded) == STREAM_BUFFERS  # prefetched before that
         training.step(2)
         training.optimizer.synchronize()
     assert began["zenflow-D2H"] == 9
@@ -303,7 +303,7 @@ def test_the_first_subgroups_come_in_before_their_gradients(
     options: dict[str, Any], entry: dict[str, Any] | None
 ) -> None:
     training = Training(entry, options, build=chain).run(0, 2)
-    streamed = training.optimizer.engine.registry.interleaved
+    streamed = training.optimizer.engine.registry.streamed
     seen: list[int] = []
     loss = training.loss(2)
     for each in streamed.params.values():

@@ -38,14 +38,14 @@ fractions = pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
 SLOT = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
 
 
-def selection_of(lines: int, fraction: float, device: str) -> Selection:
-    """Selected lines in no particular order."""
-    return Selection.of(torch.randperm(lines)[: round(fraction * lines)], lines, torch.device(device))
+def selection_of(slices: int, fraction: float, device: str) -> Selection:
+    """Selected slices in no particular order."""
+    return Selection.of(torch.randperm(slices)[: round(fraction * slices)], slices, torch.device(device))
 
 
 def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor, Tensor]:
     length = matrix.shape[1 - dim]
-    return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.rest), length), 9)
+    return matrix.new_full((len(selection.selected), length), 9), matrix.new_full((len(selection.deferred), length), 9)
 
 
 @on_devices
@@ -103,16 +103,16 @@ def test_any_strides(dim: int, device: str) -> None:
 @fractions
 @dims
 @dtypes
-def test_merge_writes_its_lines_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
+def test_merge_writes_its_slices_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     surrounding = torch.randn(66, 3, 70, device=device).to(dtype)
     surrounding[3:5] = float("inf")
     expected = surrounding.clone()
-    lines = selection_of(surrounding.shape[2 * dim], fraction, device).selected
-    values = torch.randn(len(lines), surrounding.shape[2 - 2 * dim], device=device).to(dtype)
-    column_ops.reference_merge_columns(expected[:, 1], dim, lines, values)
-    triton_kernels.merge_columns(surrounding[:, 1], dim, lines, values)
+    slices = selection_of(surrounding.shape[2 * dim], fraction, device).selected
+    values = torch.randn(len(slices), surrounding.shape[2 - 2 * dim], device=device).to(dtype)
+    column_ops.reference_merge_columns(expected[:, 1], dim, slices, values)
+    triton_kernels.merge_columns(surrounding[:, 1], dim, slices, values)
     assert torch.equal(surrounding, expected)
 
 
@@ -137,13 +137,13 @@ def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, frac
         triton_kernels.adam_columns_(matrix, dim, selection.selected, gradient, *state, SLOT, step=step, eps=1e-8)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
-    lines, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
+    slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
     weights = state[0].to(dtype)
     if INTERPRETED and dtype == torch.bfloat16:
         # The interpreter keeps bf16 as bits and casts to it by cutting bits off; hardware rounds to nearest.
         weights = (state[0].view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(lines[selection.selected.long()], weights)
-    assert torch.equal(lines[selection.rest.long()], old[selection.rest.long()])
+    assert torch.equal(slices[selection.selected.long()], weights)
+    assert torch.equal(slices[selection.deferred.long()], old[selection.deferred.long()])
 
 
 @on_devices
@@ -191,8 +191,8 @@ def test_more_elements_than_int32_counts(dim: int) -> None:
         pytest.skip("needs 14 GiB of free device memory")
     matrix = torch.ones(rows, columns, dtype=torch.bfloat16, device="cuda")
     matrix[-1, -1] = 3
-    lines, length = matrix.shape[dim], matrix.shape[1 - dim]
-    selection = Selection.of(torch.tensor([0, lines - 1]), lines, matrix.device)
+    slices, length = matrix.shape[dim], matrix.shape[1 - dim]
+    selection = Selection.of(torch.tensor([0, slices - 1]), slices, matrix.device)
     blocks = blocks_like(matrix, dim, selection)
     norms = triton_kernels.norms_and_split(matrix, dim, selection, *blocks)
     assert blocks[0][1, -1] == 3
@@ -217,7 +217,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     selection = selection_of(8, 0.5, "cuda")
     blocks = blocks_like(matrix, dim, selection)
     column_ops.norms_and_split(matrix, dim, selection, *blocks)
-    column_ops.merge_columns(matrix, dim, selection.rest, blocks[1])
+    column_ops.merge_columns(matrix, dim, selection.deferred, blocks[1])
     column_ops.adam_columns_([SliceState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], SLOT, eps=1e-8)
     assert ran == ["norms_and_split", "merge_columns", "adam_columns_"]
 
@@ -274,9 +274,9 @@ tile = dict(BLOCK_LINES=64, BLOCK_LENGTH=64)
 for dim in (0, 1):
     matrix = dict(matrix="*bf16", stride_row="i32", stride_column=1)
     split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", rest_out="*bf16",
-                partials="*fp32", lines="i32", length="i32", k="i32", DIM=dim, TILES=8, **tile)
+                partials="*fp32", slices="i32", length="i32", k="i32", DIM=dim, TILES=8, **tile)
     place = ptx(kernels._place_lines_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
-                lines="i32", length="i32", k="i32", DIM=dim, BOTH=False, **tile)
+                slices="i32", length="i32", k="i32", DIM=dim, BOTH=False, **tile)
     for name, code in (("split", split), ("place", place)):
         assert "ld.global.v4" in code, (name, dim)
         assert "st.global.v4" in code, (name, dim)
@@ -286,5 +286,5 @@ for dim in (0, 1):
                beta2="fp32", one_minus_beta2="fp32", decay="fp32", step_size="fp32", bias_correction2_sqrt="fp32",
                eps="fp32", DIM=dim, BLOCK_LINES=32, BLOCK_LENGTH=64)
     assert "fma.rn.f32" not in adam
-ptx(kernels._sum_partials_kernel, partials="*fp32", out="*fp32", strips="i32", lines="i32", BLOCK=128)
+ptx(kernels._sum_partials_kernel, partials="*fp32", out="*fp32", strips="i32", slices="i32", BLOCK=128)
 """

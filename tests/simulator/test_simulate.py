@@ -117,8 +117,8 @@ def test_windows_close_at_their_phase_and_land_before_the_next_use() -> None:
     assert spans(recording, "compute", "wait", 4) == []
     assert spans(recording, "slack", "slack", 2) == [("layer0", 6.0, 6.0)]
     assert spans(recording, "slack", "slack", 3) == [("layer1", 7.0, 10.0)]
-    closes = [(event.step, event.param) for event in recording.events if event.kind == "close"]
-    assert closes == [(2, "layer0"), (3, "layer1"), (4, "layer0"), (5, "layer1")]
+    flushed = [(event.step, event.param) for event in recording.events if event.kind == "close"]
+    assert flushed == [(2, "layer0"), (3, "layer1"), (4, "layer0"), (5, "layer1")]
     clipped = simulate(plan, hardware, model, tokens=1, steps=4, final_at_step=True)
     assert step_times(clipped) == {2: 7.0, 3: 9.0, 4: 7.0, 5: 9.0}
 
@@ -313,7 +313,7 @@ def test_what_moves_is_what_the_plan_says(case: tuple[Plan, Recording, float]) -
         assert moved["host"] == pytest.approx(steps * traffic.host, abs=steps)
         assert moved["D2H copy"] == pytest.approx(steps * traffic.to_host, abs=steps)
         assert moved["H2D copy"] == pytest.approx(steps * traffic.to_device, abs=steps)
-    streamed = steps * sum(param.whole_state_bytes for param in plan.params if param.interleaved)
+    streamed = steps * sum(param.whole_state_bytes for param in plan.params if param.streamed)
     assert moved["H2D state"] == moved["D2H state"] == streamed == steps * (traffic.state if traffic else 0)
     closed = steps * sum(param.file_bytes / param.interval for param in plan.params)
     assert moved["disk write"] == pytest.approx(closed)
@@ -324,16 +324,16 @@ def test_what_moves_is_what_the_plan_says(case: tuple[Plan, Recording, float]) -
 def test_every_close_is_updated_and_comes_back(case: tuple[Plan, Recording, float]) -> None:
     plan, recording, _ = case
     names = {param.name: param for param in plan.params}
-    closes = [event for event in recording.events if event.kind == "close"]
+    flushed = [event for event in recording.events if event.kind == "close"]
     steps = step_times(recording)
     for param in plan.params:
-        own = sorted(event.step for event in closes if event.param == param.name)
-        due = [step for step in steps if param.offloaded and param.rest and step % param.interval == param.phase]
+        own = sorted(event.step for event in flushed if event.param == param.name)
+        due = [step for step in steps if param.offloaded and param.deferred and step % param.interval == param.phase]
         assert own == due, param.name
     weights: dict[int, int] = defaultdict(int)
-    for event in closes:
+    for event in flushed:
         param = names[event.param]
-        weights[event.step] += param.rest * param.length * param.dtype.itemsize
+        weights[event.step] += param.deferred * param.length * param.dtype.itemsize
     uploaded: dict[int, int] = defaultdict(int)
     for event in recording.events:
         if event.lane == "H2D" and event.kind == "copy":

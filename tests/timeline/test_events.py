@@ -32,9 +32,7 @@ class FakeDeviceEvent:
 @pytest.fixture
 def device_clock(monkeypatch):
     """Device time 1000 ms is host time 5 s."""
-    monkeypatch.setattr(
-        timeline_module, "_reference", lambda device: (FakeDeviceEvent(1000.0), 5_000_000_000)
-    )
+    monkeypatch.setattr(timeline_module, "_reference", lambda device: (FakeDeviceEvent(1000.0), 5_000_000_000))
 
 
 def test_events_come_back_by_start_with_all_fields():
@@ -100,9 +98,7 @@ def test_nothing_is_lost_between_threads_while_another_reads():
 def test_device_events_are_put_on_the_host_clock(device_clock):
     timeline = Timeline()
     timeline.add("compute", "forward", 4_995_000_000, 4_996_000_000, step=0)
-    timeline.add_device(
-        "D2H", "copy", FakeDeviceEvent(990.0), FakeDeviceEvent(992.5), step=0, param="w", bytes=9
-    )
+    timeline.add_device("D2H", "copy", FakeDeviceEvent(990.0), FakeDeviceEvent(992.5), step=0, param="w", bytes=9)
     copy, forward = timeline.events()
     assert (copy.start_ns, copy.end_ns) == (4_990_000_000, 4_992_500_000)
     assert (copy.param, copy.bytes, copy.lane) == ("w", 9, "D2H")

@@ -73,9 +73,7 @@ def check_number(name: str, value: Any, at_least: float, at_most: float) -> floa
     return number
 
 
-def check_integer(
-    name: str, value: Any, at_least: int, at_most: int | None = None, *, remedy: str = ""
-) -> int:
+def check_integer(name: str, value: Any, at_least: int, at_most: int | None = None, *, remedy: str = "") -> int:
     """``value`` as an int in [at_least, at_most]. ``remedy`` ends the message, with its own punctuation."""
     allowed = f"an integer >= {at_least}" if at_most is None else f"an integer in [{at_least}, {at_most}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

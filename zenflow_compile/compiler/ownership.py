@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Engine(ops.EngineOps, Protocol):
     """What the front door uses of an engine besides its nodes."""
 
-    implicit: bool
+    in_backward: bool
     graphs: list[Any]
 
     @property
@@ -90,7 +90,7 @@ def claim(
         gm: Dynamo's graph.
         inputs: what it is called with: the parameters themselves.
         sources: where Dynamo found them.
-        keywords: of ``ZenFlowAdamW`` for the implicit form; None if parameters have optimizers of their own.
+        keywords: of ``ZenFlowAdamW`` for the optimizer-in-backward form; None if the parameters have optimizers.
 
     Raises:
         ValueError: parameters are inside the graph instead of among its inputs, or ``keywords`` have no effect since
@@ -137,7 +137,7 @@ def refuse_ddp(call: private.CompileCall | None = None) -> None:
     """
     if private.in_ddp_forward() if call is None else private.active_ddp(call):
         raise ValueError(
-            'the model is wrapped in DistributedDataParallel, whose reducer would wait forever for gradients that '
+            "the model is wrapped in DistributedDataParallel, whose reducer would wait forever for gradients that "
             'backend="zenflow" takes to the host inside the backward graph; compile and train the bare module '
             "(model.module) in one process, or train under DistributedDataParallel without torch.compile"
         )
@@ -176,7 +176,7 @@ def ensure_implicit_optimizer(
     if optimizer is None:
         from zenflow_compile.optimizer import ZenFlowAdamW
 
-        optimizer = ZenFlowAdamW._implicit(unowned, **keywords)
+        optimizer = ZenFlowAdamW._updating_in_backward(unowned, **keywords)
         if call.wrapper is not None:
             setattr(call.wrapper, KEEPER_ATTRIBUTE, weakref.ref(optimizer))
     elif any(cast(Engine, engine).optimizer is optimizer for engine in ops.live_engines()):
@@ -199,7 +199,7 @@ def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], 
         ValueError: none of ``trained``, which all have owners, is of an optimizer that the backend made.
     """
     owners = [owner for _, param in trained if (owner := ops.owner_of(param)) is not None]
-    if owners and not any(cast(Engine, engine).implicit for engine, _ in owners):
+    if owners and not any(cast(Engine, engine).in_backward for engine, _ in owners):
         named = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
         raise ValueError(
             f"options of torch.compile set up an optimizer ({named}), but a ZenFlowAdamW owns every parameter of the "
@@ -208,7 +208,7 @@ def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], 
 
 
 def optimizer_of(compiled_model: Any) -> Any:
-    """The optimizer that serves a compiled model, also the one that the implicit form made.
+    """The optimizer that serves a compiled model, also the one that the optimizer-in-backward form made.
 
     Args:
         compiled_model: what ``torch.compile`` returned, or the module it was given.

@@ -165,19 +165,19 @@ def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkR
     return [*found, _link(device, unpinned, "unpinned", size_bytes, rounds)]
 
 
-def device_rate(device: torch.device, rounds: int, lines: int | None = None, length: int = 4096) -> DeviceRate:
-    """Rate of ``adam_columns_`` on a tenth of the columns of a bf16 matrix ``[length, lines]``.
+def device_rate(device: torch.device, rounds: int, slices: int | None = None, length: int = 4096) -> DeviceRate:
+    """Rate of ``adam_columns_`` on a tenth of the columns of a bf16 matrix ``[length, slices]``.
 
     Args:
-        lines: None takes what is beyond a GPU's cache, and less where the device is the CPU.
+        slices: None takes what is beyond a GPU's cache, and less where the device is the CPU.
     """
     on_gpu = device.type == "cuda"
     calls = 10 if on_gpu else 1  # a call on a GPU is short beside what it takes to wait for it
-    lines = lines or (16384 if on_gpu else 4096)
-    k = max(1, lines // _SELECTED)
-    matrix = torch.zeros(length, lines, dtype=torch.bfloat16, device=device)
-    spread = torch.arange(k, dtype=torch.int32) * (lines // k)  # over all of the matrix, as a selection is
-    selection = column_ops.Selection.of(spread, lines, device)
+    slices = slices or (16384 if on_gpu else 4096)
+    k = max(1, slices // _SELECTED)
+    matrix = torch.zeros(length, slices, dtype=torch.bfloat16, device=device)
+    spread = torch.arange(k, dtype=torch.int32) * (slices // k)  # over all of the matrix, as a selection is
+    selection = column_ops.Selection.of(spread, slices, device)
     gradient = torch.ones(k, length, dtype=torch.bfloat16, device=device)
     master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))
     state = column_ops.SliceState(matrix, 1, selection, gradient, master, exp_avg, exp_avg_sq, step=1)

@@ -82,7 +82,7 @@ def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores
         options = replace(options, policy="zenflow")  # whose windows the others do not have: a pass hardly differs
     steps = options.longest_window
     plan = ParamPlan(
-        index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, lines=1, length=1, interval=steps
+        index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps
     )
     kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_slots=steps)
     pool = WorkerPool(len(cores), Recorder(device), cores)

@@ -161,8 +161,7 @@ def _read_adam(
     for name, value in needed.items():
         if parameters.get(name, value) not in (value, "auto"):
             raise ValueError(
-                f"optimizer.params.{name}={parameters[name]!r} in {where} must be {value}: "
-                "the update is AdamW's"
+                f"optimizer.params.{name}={parameters[name]!r} in {where} must be {value}: the update is AdamW's"
             )
     known = (*_ADAM_KEYWORDS, *_ADAM_SWITCHES)
     ignored += [f"optimizer.params.{name}" for name in parameters if name not in known]

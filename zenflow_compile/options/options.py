@@ -391,7 +391,7 @@ class BackendOptions:
 
     Attributes:
         optimizer: Keywords for ``ZenFlowAdamW``, already checked against ``Options``, when the backend is to
-            make the optimizer itself (the implicit form); None when the parameters have an optimizer of their
+            make the optimizer itself (optimizer-in-backward form); None when the parameters have an optimizer of their
             own.
         inner: What compiles the rewritten graphs: ``"inductor"``, or ``"eager"`` for no code generation.
         inductor: Inductor's own settings: the mode's, and the explicit ones over them.
@@ -402,9 +402,7 @@ class BackendOptions:
     inductor: dict[str, Any] = field(default_factory=dict)
 
 
-def split_backend_options(
-    options: Mapping[str, Any] | None = None, mode: str | None = None
-) -> BackendOptions:
+def split_backend_options(options: Mapping[str, Any] | None = None, mode: str | None = None) -> BackendOptions:
     """Takes the options of ``torch.compile(backend="zenflow")`` apart, before anything is compiled.
 
     ``torch.compile`` refuses ``mode=`` beside ``options=``, so ``options`` may hold a ``"mode"`` of its own.

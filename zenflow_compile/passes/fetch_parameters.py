@@ -13,7 +13,7 @@ from zenflow_compile.torch_internals import torch_private_compiler as private
 
 @dataclass(frozen=True, slots=True)
 class FetchParameters:
-    """Wait for and merge the host's lines of a parameter before its first use, be it a view, a read or a save.
+    """Wait for and merge the deferred slices of a parameter before its first use, be it a view, a read or a save.
 
     Before::
 

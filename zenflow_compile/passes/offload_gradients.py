@@ -52,9 +52,7 @@ class OffloadGradients:
         output = graph.output_node()
         values = list(output.args[0])  # type: ignore[arg-type]
         for p, grad, position, selected in todo:
-            split = insert_after(
-                graph, selected, ops.SPLIT_COLUMNS, (start, grad, selected, ctx.engine_id, p)
-            )
+            split = insert_after(graph, selected, ops.SPLIT_COLUMNS, (start, grad, selected, ctx.engine_id, p))
             insert_after(graph, split, ops.COPY_TO_HOST, (start, ctx.engine_id, p))
             values[position] = None
         output.args = (tuple(values),)

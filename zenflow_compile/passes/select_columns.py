@@ -1,4 +1,4 @@
-"""Backward: which lines of each gradient are important."""
+"""Backward: which slices of each gradient are important."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SelectColumns:
 
         token = zenflow.begin_backward(engine)            # the graph's first node
         grad = mm(...)
-        norms = zenflow.column_norms(grad, engine, p)     # f32[lines]
+        norms = zenflow.column_norms(grad, engine, p)     # f32[slices]
         selected = zenflow.select_columns(norms, engine, p)  # i32[k]
 
     The token is also made where all gradients of the engine stay on the device: an optimizer without ``step()`` learns

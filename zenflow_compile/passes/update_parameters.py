@@ -14,9 +14,7 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
-def emit_updates(
-    graph: Graph, start: Node, params: Sequence[tuple[int, Node]], plan: Plan, engine_id: int
-) -> None:
+def emit_updates(graph: Graph, start: Node, params: Sequence[tuple[int, Node]], plan: Plan, engine_id: int) -> None:
     """Write the update of ``(p, parameter node)`` pairs at the graph's insertion point.
 
     Everything that the engine needs beyond the parameter it has itself; the parameter is an argument, so that the

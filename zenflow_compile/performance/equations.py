@@ -27,7 +27,7 @@ from zenflow_compile.planning.plan import STATE_BYTES
 # What a plan decides: see ``shares``.
 offloaded, streamed, selected, resident, in_files = positive_symbols("offloaded streamed selected resident in_files")
 kept_in_window, prefetched, copied_first = positive_symbols("kept_in_window prefetched copied_first")
-slot_bytes, summed, slots = positive_symbols("slot_bytes summed slots")
+buffer_bytes, summed, slots = positive_symbols("buffer_bytes summed slots")
 held_bytes, uploads_kept, weight_bytes = positive_symbols("held_bytes uploads_kept weight_bytes")
 whole_state, update_interval = positive_symbols("whole_state update_interval")
 # What a model and a machine bring. A device owns the optimizer state of ``owned`` parameters and has its own link;
@@ -41,7 +41,7 @@ disk_read_byte, disk_write_byte = positive_symbols("disk_read_byte disk_write_by
 _ALLOCATED = "what ParamPlan counts and the runtime allocates"
 _FLUID = "fluid limit, a lower bound: no lane works less, and no phase is shorter than its busiest lane"
 _CLOSING = offloaded / update_interval  # updated on the host in one step, on average
-_SENT = slot_bytes * (1 - summed + summed / update_interval)  # per step, of a gradient that is offloaded
+_SENT = buffer_bytes * (1 - summed + summed / update_interval)  # per step, of a gradient that is offloaded
 
 
 # The stride of Deep Optimizer States, and ZenFlow's traffic.
@@ -106,7 +106,7 @@ BYTES: Mapping[str, Formula] = {
     ),
     "host": Formula(
         "host_bytes [per parameter]",
-        offloaded * (STATE_BYTES * (1 - in_files) + slots * slot_bytes + uploads_kept * weight_bytes)
+        offloaded * (STATE_BYTES * (1 - in_files) + slots * buffer_bytes + uploads_kept * weight_bytes)
         + streamed * whole_state,
         "state, gradient slots and upload buffers of what is offloaded, and state of what is streamed",
         _ALLOCATED,
@@ -121,7 +121,7 @@ BYTES: Mapping[str, Formula] = {
 
 _NODE = devices * owned
 # A host update reads and writes.
-_WINDOW_BYTES = 2 * STATE_BYTES + slot_bytes * (update_interval * (1 - summed) + summed) + weight_bytes
+_WINDOW_BYTES = 2 * STATE_BYTES + buffer_bytes * (update_interval * (1 - summed) + summed) + weight_bytes
 _PASSING_FILES = STATE_BYTES * in_files * (2 - kept_in_window)  # a read fills host memory, a write empties it
 _WORK: Mapping[str, tuple[Expr, str]] = {
     "gradients": (owned * offloaded * _SENT / link_to_host, "gradients to the host"),
@@ -226,8 +226,7 @@ OVERLAPPED_STEP = Formula(
 FINAL_AT_STEP_TIME = Formula(
     "step [s]",
     Max(
-        _COPIED_BACKWARD
-        + Max(_DEVICE_UPDATE + _FORWARD, _LANE["late_uploads"], _LANE["cores"], _LANE["late_memory"]),
+        _COPIED_BACKWARD + Max(_DEVICE_UPDATE + _FORWARD, _LANE["late_uploads"], _LANE["cores"], _LANE["late_memory"]),
         *_BUSY,
     ),
     "gradients are final only after the backward, so that the host has the device's update and the next forward",

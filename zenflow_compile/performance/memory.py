@@ -9,7 +9,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.plan import GRADIENT_RING, STATE_BYTES, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
 
-LINE_BYTES = 16  # of an offloaded parameter's line: squared norm and score in fp32, its number and place in int32
+SLICE_BYTES = 16  # of an offloaded parameter's slice: squared norm and score in fp32, its number and place in int32
 
 LAYER_BYTES = 34
 """Bytes of activations per token and unit of width that a layer keeps for its backward, in 16 bits and without the
@@ -54,7 +54,7 @@ def needs_of(
         staging_bytes: the option, of each device.
     """
     weights = sum(param.numel * param.dtype.itemsize for param in plan.params)
-    offloaded = [param for param in plan.params if param.offloaded and param.rest]
+    offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     return Needs(
         device={
             "weights": weights,
@@ -62,7 +62,7 @@ def needs_of(
             "activations": activation_bytes(model, tokens=tokens, recompute=recompute),
             "optimizer state": plan.device_bytes // devices,
             "rings and buffers": _device_buffers(plan, offloaded, devices, staging_bytes) // devices,
-            "selection": LINE_BYTES * sum(param.lines for param in plan.params if param.offloaded) // devices,
+            "selection": SLICE_BYTES * sum(param.slices for param in plan.params if param.offloaded) // devices,
         },
         host={
             "optimizer state": sum(_host_state(param) for param in plan.params),
@@ -83,12 +83,12 @@ def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:
 def _gradients(plan: Plan, devices: int) -> int:
     """Those that wait for the step, in shares, and the largest at its moment.
 
-    Of an offloaded one the selected lines wait, and the others only where they are held.
+    Of an offloaded one the selected slices wait, and the others only where they are held.
     """
     largest = max((param.numel * param.dtype.itemsize for param in plan.params), default=0)
     waiting = 0
     for param in plan.params:
-        split = param.k + (param.rest if param.held else 0)
+        split = param.k + (param.deferred if param.keeps_gradient else 0)
         elements = split * param.length if param.offloaded else param.numel
         waiting += elements * param.dtype.itemsize
     return waiting // devices + largest
@@ -99,7 +99,7 @@ def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, stagin
 
     What is held passes through no ring of gradients.
     """
-    gradients = GRADIENT_RING * max((_block_bytes(param) for param in offloaded if not param.held), default=0)
+    gradients = GRADIENT_RING * max((_block_bytes(param) for param in offloaded if not param.keeps_gradient), default=0)
     largest = max(map(_block_bytes, offloaded), default=0)
     slots = UPLOAD_RING
     if staging_bytes is not None and largest:
@@ -107,21 +107,21 @@ def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, stagin
         slots = min(max(1, staging_bytes * devices // largest), uploads)
     streamed: dict[int | None, int] = {}
     for param in plan.params:
-        if param.interleaved:
+        if param.streamed:
             streamed[param.subgroup] = streamed.get(param.subgroup, 0) + param.whole_state_bytes
     passing = min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
     return gradients + slots * largest + passing
 
 
 def _block_bytes(param: ParamPlan) -> int:
-    """What one gradient or upload of the host's lines takes on the device."""
-    return param.rest * param.length * param.dtype.itemsize
+    """What one gradient or upload of the deferred slices takes on the device."""
+    return param.deferred * param.length * param.dtype.itemsize
 
 
 def _host_state(param: ParamPlan) -> int:
     """fp32 state that stays in host memory."""
-    if param.interleaved:
+    if param.streamed:
         return param.whole_state_bytes
     if not param.offloaded or param.in_file:
         return 0
-    return param.rest * param.length * STATE_BYTES
+    return param.deferred * param.length * STATE_BYTES

@@ -85,24 +85,24 @@ class Limit:
 
 def traffic_of(plan: Plan) -> Traffic | None:
     """What ``plan`` moves between its windows' first and last step; None if all state stays on the device."""
-    offloaded = [param for param in plan.params if param.offloaded and param.rest]
-    state = sum(param.whole_state_bytes for param in plan.params if param.interleaved)
+    offloaded = [param for param in plan.params if param.offloaded and param.deferred]
+    state = sum(param.whole_state_bytes for param in plan.params if param.streamed)
     if not offloaded and not state:
         return None
     host = to_host = to_device = disk = 0.0
     per_window = per_gradient = uploads = 0
     for param in offloaded:
-        elements = param.rest * param.length
+        elements = param.deferred * param.length
         weights = elements * param.dtype.itemsize
         window = elements * 2 * STATE_BYTES + weights
-        gradient = param.slot_bytes
+        gradient = param.buffer_bytes
         if param.summed:  # it comes once per window
             window, gradient = window + gradient, 0
         per_window += window
         uploads += weights
         per_gradient += gradient
         host += window / param.interval + gradient
-        to_host += param.slot_bytes / param.interval if param.summed else gradient
+        to_host += param.buffer_bytes / param.interval if param.summed else gradient
         to_device += weights / param.interval
         disk += param.file_bytes / param.interval
     # What stays in the window of files until its next use is not read again.

@@ -44,7 +44,7 @@ SHARES: Mapping[str, Shares] = {
     ),
     "zero_infinity": Shares(offloaded=S.One),
 }
-"""By policy; ``interleaved`` is one over the stride, and zero without one. Small parameters, and those that ``zenflow``
+"""By policy; ``streamed`` is one over the stride, and zero without one. Small parameters, and those that ``zenflow``
 keeps whole, are left out: a plan's own shares have them."""
 
 
@@ -57,7 +57,7 @@ class PlanShares:
         kept_in_window: of that, the share that stays in the window of files until it is needed again.
         prefetched: of what is streamed, the share whose state comes in while the backward runs.
         copied_first: share of the gradients that are copied before the backward can end: the last ones fill a ring.
-        slot_bytes: of a gradient as it goes to the host, per offloaded element.
+        buffer_bytes: of a gradient as it goes to the host, per offloaded element.
         summed: of these bytes, the share that goes once per window instead of at every step.
         slots: gradients of that size that the host keeps.
         held_bytes: what the device keeps of an offloaded element's gradients beyond the step.
@@ -72,7 +72,7 @@ class PlanShares:
     kept_in_window: float
     prefetched: float
     copied_first: float
-    slot_bytes: float
+    buffer_bytes: float
     summed: float
     slots: float
     held_bytes: float
@@ -83,10 +83,10 @@ class PlanShares:
         """The shares of a plan of at least one parameter."""
         total = sum(param.numel for param in plan.params)
         split = [param for param in plan.params if param.offloaded]
-        rest = sum(param.rest * param.length for param in split)
+        rest = sum(param.deferred * param.length for param in split)
         selected = sum(param.k * param.length for param in split)
-        streamed = sum(param.numel for param in plan.params if param.interleaved)
-        slot_bytes = sum(param.slot_bytes for param in split)
+        streamed = sum(param.numel for param in plan.params if param.streamed)
+        buffer_bytes = sum(param.buffer_bytes for param in split)
         held = sum(param.device_bytes - param.k * param.length * STATE_BYTES for param in split)
         return cls(
             offloaded=rest / total,
@@ -97,9 +97,9 @@ class PlanShares:
             kept_in_window=_over(plan.file_window_bytes, plan.file_bytes),
             prefetched=_prefetched(plan.params),
             copied_first=_copied_first(plan.params),
-            slot_bytes=_over(slot_bytes, rest),
-            summed=_over(sum(param.slot_bytes for param in split if param.summed), slot_bytes),
-            slots=_over(sum(param.slots * param.slot_bytes for param in split), slot_bytes),
+            buffer_bytes=_over(buffer_bytes, rest),
+            summed=_over(sum(param.buffer_bytes for param in split if param.summed), buffer_bytes),
+            slots=_over(sum(param.gradient_buffers * param.buffer_bytes for param in split), buffer_bytes),
             held_bytes=_over(held, rest),
             stride_weight_bytes=stride_weight_bytes(plan.params),
         )
@@ -108,18 +108,18 @@ class PlanShares:
 def _prefetched(params: Sequence[ParamPlan]) -> float:
     sizes: dict[int | None, int] = {}
     for param in params:
-        if param.interleaved:
+        if param.streamed:
             sizes[param.subgroup] = sizes.get(param.subgroup, 0) + param.numel
     return _over(sum(list(sizes.values())[:STREAM_BUFFERS]), sum(sizes.values()))
 
 
 def _copied_first(params: Sequence[ParamPlan]) -> float:
     """What is held goes down after the backward; so may the two largest blocks, in whatever order blocks come."""
-    sent = [param.slot_bytes if param.offloaded and not param.held else 0 for param in params]
+    sent = [param.buffer_bytes if param.offloaded and not param.keeps_gradient else 0 for param in params]
     start, period, stop = repeated_blocks([param.shape for param in params]) or (0, 1, len(params))
     blocks = [range(start), *(range(first, first + period) for first in range(start, stop, period))]
     sizes = sorted(sum(sent[index] for index in block) for block in (*blocks, range(stop, len(params))))
-    return _over(sum(sizes[:-GRADIENT_RING]), sum(param.slot_bytes for param in params if param.offloaded))
+    return _over(sum(sizes[:-GRADIENT_RING]), sum(param.buffer_bytes for param in params if param.offloaded))
 
 
 def _over(part: float, whole: float) -> float:
@@ -225,7 +225,7 @@ class Knobs:
             kept_in_window=0.0,
             prefetched=0.0,
             copied_first=1.0,
-            slot_bytes=self.weight_bytes,
+            buffer_bytes=self.weight_bytes,
             summed=0.0,
             slots=self.window + (self.staleness if self.policy == "zenflow" else 0),
             held_bytes=0.0,

@@ -155,7 +155,7 @@ def workload_of(
                 parts=_parts(params, devices, steps, overlap),
             )
         )
-    own = sum(_own_elements(param) for param in plan.params if not param.interleaved)
+    own = sum(_own_elements(param) for param in plan.params if not param.streamed)
     return Workload(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
@@ -246,13 +246,13 @@ def _to_peers(size: int, devices: int) -> int:
 def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int], overlap: bool) -> tuple[Part, ...]:
     alike: dict[tuple[bool, int], list[ParamPlan]] = {}
     for param in params:
-        if param.offloaded and param.rest:
+        if param.offloaded and param.deferred:
             alike.setdefault((param.blocking or not overlap, param.staleness), []).append(param)
     return tuple(
         Part(
             blocking=blocking,
             staleness=staleness,
-            down=sum(param.slot_bytes // devices for param in group if not param.held),
+            down=sum(param.buffer_bytes // devices for param in group if not param.keeps_gradient),
             held=tuple(_held_bytes(group, step, devices) for step in steps),
             closes=tuple(_close(group, step, devices) for step in steps),
         )
@@ -268,7 +268,7 @@ def _held_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
     """Compressed gradients go down every step, sums only when their window closes."""
     going = [param for param in params if param.compressed]
     going += [param for param in _closing(params, step) if param.summed]
-    return sum(param.slot_bytes // devices for param in going)
+    return sum(param.buffer_bytes // devices for param in going)
 
 
 def _close(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindow | None:
@@ -277,9 +277,9 @@ def _close(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindo
         return None
     host = upload = file = 0
     for param in closing:
-        elements = param.rest * param.length
+        elements = param.deferred * param.length
         weights = elements * param.dtype.itemsize
-        gradients = param.slot_bytes * (1 if param.summed else param.interval)
+        gradients = param.buffer_bytes * (1 if param.summed else param.interval)
         host += (elements * 2 * STATE_BYTES + gradients + weights) // devices
         upload += weights // devices
         file += param.file_bytes // devices
@@ -289,7 +289,7 @@ def _close(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindo
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
     members: dict[int | None, list[ParamPlan]] = {}
     for param in plan.params:
-        if param.interleaved:
+        if param.streamed:
             members.setdefault(param.subgroup, []).append(param)
     share = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
     return tuple(

@@ -14,15 +14,15 @@ SELECTED_PER_GROUP = 4
 """A group selects at least so many slices, and leaves as many, or there are fewer groups."""
 
 
-def group_count(lines: int, k: int) -> int:
+def group_count(slices: int, k: int) -> int:
     """Number of groups, a power of two.
 
     Args:
-        lines: slices of the parameter.
+        slices: slices of the parameter.
         k: selected slices. Group ``g`` selects ``k // groups`` of them, one more where ``g < k % groups``; so do the
             first ``k`` slices, which are selected before there are scores.
     """
     groups = MOST_GROUPS
-    while groups > 1 and min(k, lines - k) < SELECTED_PER_GROUP * groups:
+    while groups > 1 and min(k, slices - k) < SELECTED_PER_GROUP * groups:
         groups //= 2
     return groups

@@ -53,32 +53,32 @@ class Placement(StrEnum):
 
     DEVICE = "device"  # state and update on the device, every step
     HOST = "host"  # state and update on the host, blocking at the step
-    HOST_INTERLEAVED = "host_interleaved"  # state on the host, streamed through the device around an update there
+    HOST_STREAMED = "host_streamed"  # state on the host, streamed through the device around an update there
     FILE = "file"  # state in a file behind a window of host memory, update on the host, blocking at the step
-    SPLIT_COLUMNS = "split_columns"  # selected lines on the device, the rest on the host, asynchronously
+    SPLIT_COLUMNS = "split_columns"  # selected slices on the device, the rest on the host, asynchronously
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlan:
     """What happens to one parameter.
 
-    A *line* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view ``[shape[0], -1]``. All state of
-    an offloaded parameter is laid out ``[line, length]``, on both sides.
+    A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view ``[shape[0], -1]``. All state of
+    an offloaded parameter is laid out ``[slice, length]``, on both sides.
 
     Attributes:
         index: position in the optimizer's list of parameters, for good.
         name: the parameter's name, or ``param<index>`` where none is known.
-        lines: number of lines; length: elements per line.
-        k: lines whose state is on the device; ``rest`` = lines - k are the host's.
+        slices: number of slices; length: elements per slice.
+        k: slices whose state is on the device; ``deferred`` = slices - k are the host's.
         interval: steps per window (upper bound where the interval adapts).
         phase: the window closes at the steps t with t % interval == phase.
         staleness: whole steps after which a closed window becomes visible, beyond the next forward.
         blocking: the step waits for the host update instead of the parameter's next use.
-        fixed: the device's lines are the first ``k`` for good.
+        fixed: the device's slices are the first ``k`` for good.
         in_file: the host's state lives in a file, and in host memory only around its update.
         subgroup: which subgroup its update belongs to, in update order; None where there are none.
-        summed: the window's remaining gradients are summed on the device, and their mean is copied once.
-        compressed: remaining gradients are copied as int8, with a scale per line.
+        summed: the window's deferred gradients are summed on the device, and their mean is copied once.
+        compressed: deferred gradients are copied as int8, with a scale per slice.
     """
 
     index: int
@@ -87,7 +87,7 @@ class ParamPlan:
     dtype: torch.dtype
     placement: Placement
     dim: int = 1
-    lines: int = 0
+    slices: int = 0
     length: int = 0
     k: int = 0
     interval: int = 1
@@ -101,29 +101,29 @@ class ParamPlan:
     compressed: bool = False
 
     @property
-    def rest(self) -> int:
-        """Lines whose state lives on the host."""
-        return self.lines - self.k
+    def deferred(self) -> int:
+        """Slices whose state lives on the host."""
+        return self.slices - self.k
 
     @property
     def offloaded(self) -> bool:
         """Whether the host updates any of it, so that its gradient goes there."""
-        return self.placement not in (Placement.DEVICE, Placement.HOST_INTERLEAVED)
+        return self.placement not in (Placement.DEVICE, Placement.HOST_STREAMED)
 
     @property
-    def interleaved(self) -> bool:
+    def streamed(self) -> bool:
         """Whether the device updates it, with state that is the host's between updates."""
-        return self.placement is Placement.HOST_INTERLEAVED
+        return self.placement is Placement.HOST_STREAMED
 
     @property
     def selects(self) -> bool:
-        """Whether there are lines to choose from, and the choice may move."""
-        return self.k > 0 and self.rest > 0 and not self.fixed
+        """Whether there are slices to choose from, and the choice may move."""
+        return self.k > 0 and self.deferred > 0 and not self.fixed
 
     @property
     def groups(self) -> int:
         """Groups of slices inside which slices are selected, where ``selects``."""
-        return group_count(self.lines, self.k)
+        return group_count(self.slices, self.k)
 
     @property
     def numel(self) -> int:
@@ -134,23 +134,23 @@ class ParamPlan:
         return count
 
     @property
-    def slots(self) -> int:
+    def gradient_buffers(self) -> int:
         """Gradient slots of the window; one more per step of staleness, since those still wait for their merge."""
         return (1 if self.summed else self.interval) + self.staleness
 
     @property
-    def held(self) -> bool:
-        """Whether the remaining gradient stays on the device until it is final, because it is not copied as it is."""
-        return self.rest > 0 and (self.summed or self.compressed)
+    def keeps_gradient(self) -> bool:
+        """Whether the deferred gradient stays on the device until it is final, because it is not copied as it is."""
+        return self.deferred > 0 and (self.summed or self.compressed)
 
     @property
-    def slot_shape(self) -> tuple[int, int]:
-        """Shape of a gradient slot, in ``slot_dtype``."""
-        return self.rest, self.length + (FP32_BYTES if self.compressed else 0)
+    def buffer_shape(self) -> tuple[int, int]:
+        """Shape of a gradient slot, in ``buffer_dtype``."""
+        return self.deferred, self.length + (FP32_BYTES if self.compressed else 0)
 
     @property
-    def slot_dtype(self) -> torch.dtype:
-        """Of a gradient slot: the model's, or int8 with room for a scale per line."""
+    def buffer_dtype(self) -> torch.dtype:
+        """Of a gradient slot: the model's, or int8 with room for a scale per slice."""
         if not self.compressed:
             return self.dtype
         import torch  # see ``planning.dtypes``
@@ -158,9 +158,9 @@ class ParamPlan:
         return torch.int8
 
     @property
-    def slot_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of a gradient slot."""
-        return self.slot_shape[0] * self.slot_shape[1] * (1 if self.compressed else self.dtype.itemsize)
+        return self.buffer_shape[0] * self.buffer_shape[1] * (1 if self.compressed else self.dtype.itemsize)
 
     @property
     def uploads(self) -> int:
@@ -175,21 +175,21 @@ class ParamPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in a file: the fp32 state of the ``rest`` lines."""
-        return self.rest * self.length * STATE_BYTES if self.in_file else 0
+        """Bytes in a file: the fp32 state of the ``deferred`` slices."""
+        return self.deferred * self.length * STATE_BYTES if self.in_file else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: fp32 state, the window's gradient slots and the upload buffers of the ``rest`` lines.
+        """Host memory: fp32 state, the window's gradient slots and the upload buffers of the ``deferred`` slices.
 
         State in a file is not counted: the window that it passes through is shared by all.
         """
-        if self.interleaved:
+        if self.streamed:
             return self.whole_state_bytes
         if not self.offloaded:
             return 0
         per_element = (0 if self.in_file else STATE_BYTES) + self.uploads * self.dtype.itemsize
-        return self.rest * self.length * per_element + self.slots * self.slot_bytes
+        return self.deferred * self.length * per_element + self.gradient_buffers * self.buffer_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -198,11 +198,11 @@ class ParamPlan:
         Where a window's gradients are summed, their sum in fp32, too; where they are compressed, what that lost.
         What state passes through on its way is shared by all, and not counted.
         """
-        if self.interleaved:
+        if self.streamed:
             return 0
         if self.offloaded:
-            per_rest = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
-            return self.k * self.length * STATE_BYTES + self.rest * self.length * per_rest
+            per_deferred = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
+            return self.k * self.length * STATE_BYTES + self.deferred * self.length * per_deferred
         return self.whole_state_bytes
 
 

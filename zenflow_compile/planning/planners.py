@@ -66,7 +66,7 @@ class PlanningOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What planning may know of a parameter. ``splittable``: it is trained and contiguous, so lines can be written.
+    """What planning may know of a parameter. ``splittable``: it is trained and contiguous, so slices can be written.
 
     The name is for errors and reports, and is made printable: those of a model may hold control characters.
     """
@@ -133,7 +133,7 @@ def _plan_zero_infinity(specs: Sequence[ParamSpec], first: int, options: Plannin
 
 
 def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
-    """The last ``1 - ratio`` of all elements stay on the device for good; the parameter at the cut is split by lines.
+    """The last ``1 - ratio`` of all elements stay on the device for good; the parameter at the cut is split by slices.
 
     The device's share comes last in the order of updates, so that it runs while the host's is under way (Deep Optimizer
     States, section 4.1).
@@ -185,7 +185,7 @@ def _streamed(plan: ParamPlan) -> ParamPlan:
         name=plan.name,
         shape=plan.shape,
         dtype=plan.dtype,
-        placement=Placement.HOST_INTERLEAVED,
+        placement=Placement.HOST_STREAMED,
     )
 
 
@@ -211,7 +211,7 @@ def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptio
             )
         )
     if options.offload_device == "nvme":
-        return [replace(plan, in_file=plan.offloaded and plan.rest > 0) for plan in plans]
+        return [replace(plan, in_file=plan.offloaded and plan.deferred > 0) for plan in plans]
     return plans
 
 
@@ -260,7 +260,7 @@ def _split(
         dtype=spec.dtype,
         placement=placement,
         dim=dim,
-        lines=max(rows, columns),
+        slices=max(rows, columns),
         length=min(rows, columns),
         k=k,
         interval=interval,
@@ -275,11 +275,11 @@ def _two_dimensional(spec: ParamSpec) -> tuple[int, int]:
     return spec.shape[0], spec.numel // spec.shape[0]
 
 
-def _selection_size(lines: int, topk_ratio: float) -> int:
+def _selection_size(slices: int, topk_ratio: float) -> int:
     """At least one line for any ratio above zero: rounding down would silently turn selection off for small weights."""
     if topk_ratio == 0.0:
         return 0
-    return min(lines, max(1, round(lines * topk_ratio)))
+    return min(slices, max(1, round(slices * topk_ratio)))
 
 
 def _offloadable(spec: ParamSpec, options: PlanningOptions) -> bool:
@@ -388,7 +388,7 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
         if plan.offloaded:
             _add_load(load, plan, plan.phase)
     phases: dict[int, int] = {}
-    for plan in sorted(new, key=lambda plan: -plan.rest * plan.length):
+    for plan in sorted(new, key=lambda plan: -plan.deferred * plan.length):
         if plan.offloaded:
             phase = min(range(plan.interval), key=lambda phase: max(load[phase :: plan.interval]))
             _add_load(load, plan, phase)
@@ -398,4 +398,4 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:
     for step in range(phase, len(load), plan.interval):
-        load[step] += plan.rest * plan.length * plan.dtype.itemsize
+        load[step] += plan.deferred * plan.length * plan.dtype.itemsize

@@ -143,9 +143,7 @@ def _machine(hardware: object) -> Hardware:
         )
     if isinstance(hardware, str):
         return machines.hardware(hardware)
-    raise TypeError(
-        f"hardware={hardware!r} must be a name or a Hardware; it is of type {type(hardware).__name__}"
-    )
+    raise TypeError(f"hardware={hardware!r} must be a name or a Hardware; it is of type {type(hardware).__name__}")
 
 
 def _in_use(machine: Hardware, devices: int | None, device_bytes: float | None, host_bytes: float | None) -> Hardware:

@@ -86,9 +86,7 @@ def _no_stall(summary: Summary, step_ms: float) -> str:
     # Half the interval is at most twice the closes and uploads; gradients go down every step in any case.
     busiest = max(summary["worker_busy_share"] or 0.0, summary["h2d_busy_share"] or 0.0)
     if interval > 1 and 2 * busiest < _SATURATED:
-        return (
-            f"{sentence}; there is room for update_interval={interval // 2}, which is closer to exact AdamW."
-        )
+        return f"{sentence}; there is room for update_interval={interval // 2}, which is closer to exact AdamW."
     return f"{sentence}; no offloading knob would make it faster."
 
 

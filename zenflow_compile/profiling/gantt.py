@@ -89,9 +89,7 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     lanes = [COMPUTE, D2H, H2D, *recording.worker_lanes, *disk]
     label_width = max(len(lane) for lane in lanes) + 2
     cells = max(_MIN_CELLS, width - label_width)
-    rows = [
-        Row(lane, _cells(_of_lane(recording.events, lane, start, end), start, end, cells)) for lane in lanes
-    ]
+    rows = [Row(lane, _cells(_of_lane(recording.events, lane, start, end), start, end, cells)) for lane in lanes]
     return Gantt(
         ruler=_ruler(shown, start, end, cells),
         rows=tuple(rows),

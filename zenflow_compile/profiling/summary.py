@@ -184,9 +184,7 @@ def summarize(recording: Recording) -> Summary:
         update_ms_per_step=compute_ms("update"),
         merge_ms_per_step=compute_ms("merge"),
         select_ms_per_step=compute_ms("select"),
-        host_update_ms_per_step=ms_per_step(
-            sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())
-        ),
+        host_update_ms_per_step=ms_per_step(sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())),
         hidden_fraction=sum(length_ns(subtract(own, waits)) for own in busy) / busy_ns if busy_ns else None,
         workers=len(recording.worker_lanes),
         worker_busy_share=busy_ns / (len(busy) * total_ns) if busy and total_ns else None,
@@ -231,9 +229,7 @@ def _compute_kinds(events: Iterable[Event], time: Intervals) -> dict[str, Interv
     return exclusive((kind, intersect(_spans(spans[kind]), time)) for kind in innermost_first)
 
 
-def _early_share(
-    events: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals
-) -> float | None:
+def _early_share(events: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals) -> float | None:
     """Share of the stall that began within the first quarter of its step's forward, by work done before."""
     starts = [start for start, _ in forward]
     done = [0, *accumulate(end - start for start, end in forward)]

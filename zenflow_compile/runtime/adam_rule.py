@@ -48,12 +48,12 @@ class PaddedTail(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> PaddedTail:
         """Cut 1-D tensors; ``put_back`` after the update of ``padded``."""
-        rest = tensors[0].numel() % VECTOR_ELEMENTS
-        if not rest:
+        deferred = tensors[0].numel() % VECTOR_ELEMENTS
+        if not deferred:
             return cls(list(tensors), [], [])
-        tail = [tensor[-rest:] for tensor in tensors]
-        padded = [torch.nn.functional.pad(each, (0, VECTOR_ELEMENTS - rest)) for each in tail]
-        return cls([tensor[:-rest] for tensor in tensors], tail, padded)
+        tail = [tensor[-deferred:] for tensor in tensors]
+        padded = [torch.nn.functional.pad(each, (0, VECTOR_ELEMENTS - deferred)) for each in tail]
+        return cls([tensor[:-deferred] for tensor in tensors], tail, padded)
 
     def put_back(self, count: int) -> None:
         """Copy the first ``count`` of ``padded`` into their places."""

@@ -2,6 +2,7 @@
 
 Parameters live longer than engines, so nothing here keeps an engine alive through its parameters.
 """
+
 from __future__ import annotations
 
 import weakref

@@ -61,15 +61,17 @@ class Engine(UnfusedOps):
         in_child: whether this is a forked child's copy, which has neither the threads nor the host memory.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, implicit: bool) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, in_backward: bool
+    ) -> None:
         self.id = next(_ids)
         self.groups = groups
         self.options = options
-        self.implicit = implicit
+        self.in_backward = in_backward
         self.device = device
         self.recorder = Recorder(device)
         self.registry = ParamRegistry(
-            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not implicit
+            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )
         self.offloaded = self.registry.offloaded
         self.landing = UploadScheduler(self.registry, self.recorder)
@@ -173,7 +175,7 @@ class Engine(UnfusedOps):
     @property
     def finalizes_in_backward(self) -> bool:
         """Whether updates may sit in the backward graph."""
-        return self.implicit and self.options.max_grad_norm is None
+        return self.in_backward and self.options.max_grad_norm is None
 
     @property
     def weight_grad_bytes(self) -> int:
@@ -204,7 +206,7 @@ class Engine(UnfusedOps):
             thread = threading.get_ident()
             self._concurrent = self._graph_task is not None and thread != self._thread
             self._thread = thread
-            if self.implicit:
+            if self.in_backward:
                 self._begin_in_backward(arrived)
             self._graph_task = task
             self._contributed = False
@@ -212,7 +214,7 @@ class Engine(UnfusedOps):
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
             self.recorder.begin_phase("backward")
-            self.registry.interleaved.prefetch()  # behind the forward, whose weights come the same way
+            self.registry.streamed.prefetch()  # behind the forward, whose weights come the same way
 
     def _begin_in_backward(self, arrived: int | None) -> None:
         """A backward begins that steps at its end: nothing may be left of the one before."""
@@ -239,7 +241,7 @@ class Engine(UnfusedOps):
             self._graph_task = None  # nothing is left of it
 
     def end_backward(self, *, nested: bool) -> None:
-        """Autograd's last callback: the backward is over; in the implicit form so is the step, if it was the last.
+        """Autograd's last callback: the backward is over, and so is the step of the optimizer-in-backward form.
 
         A backward that was asked for no gradient of ours (``torch.autograd.grad(loss, x)``) does not count.
 
@@ -248,7 +250,7 @@ class Engine(UnfusedOps):
         """
         if nested:
             self._graph_task = None
-            if self.implicit:
+            if self.in_backward:
                 errors.refuse_nested_backward()
             return
         self.recorder.end_phase()
@@ -277,7 +279,7 @@ class Engine(UnfusedOps):
         accumulates = asked is torch_private.Asked.ACCUMULATE
         if accumulates:
             self._contributed = True
-            if self.implicit:
+            if self.in_backward:
                 errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
         if accumulates and not offloaded.leaves_to_autograd:
             return True
@@ -307,7 +309,7 @@ class Engine(UnfusedOps):
         """
         with self._accumulating:
             self.begin_backward(p)
-            self.registry.interleaved.prefetch()
+            self.registry.streamed.prefetch()
             name, param = self.plan.params[p].name, self.params[p]
             if p not in self.offloaded:
                 self._contributed = True
@@ -319,13 +321,13 @@ class Engine(UnfusedOps):
                 return  # a graph's node has taken it, or ``accumulate_grad``
             self._contributed = True
             errors.refuse_sparse_grad(param, name)
-            if self.implicit:
+            if self.in_backward:
                 errors.refuse_gradient_hooks(param, name)
             if self._concurrent:
                 errors.refuse_concurrent_backward()  # it may add to what is in ``.grad`` while we take that out
             self._arrived_through_autograd(offloaded)
             # A tensor that others can see stays where it is, and the optimizer step takes it from there.
-            if self.implicit or torch_private.only_parameter_holds_grad(param):
+            if self.in_backward or torch_private.only_parameter_holds_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
                 offloaded.offload(grad, split_now=self._split_now)
@@ -385,13 +387,13 @@ class Engine(UnfusedOps):
         self.used = True
         self.registry.check_groups()
         self.registry.check_gradients()
-        self.registry.interleaved.raise_failures()
+        self.registry.streamed.raise_failures()
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
-            if offloaded.state is not GradientState.CONSUMED or not self.implicit:  # else its step has begun
+            if offloaded.state is not GradientState.CONSUMED or not self.in_backward:  # else its step has begun
                 offloaded.notice_external_write(self.step)
-                if offloaded.host.closes:
+                if offloaded.host.flushed:
                     self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
                 offloaded.take_from_grad()
         self.registry.read_factors()
@@ -424,19 +426,19 @@ class Engine(UnfusedOps):
             raise
 
     def _update_on_host(self, params: Iterable[OffloadedParam], now: Coefficients) -> None:
-        closes: list[FlushedWindow] = []
+        flushed: list[FlushedWindow] = []
         try:
             for offloaded in params:
                 if not (self._may_update(offloaded) or (self._updating and offloaded.record is None)):
                     continue
                 if (close := end_on_host(offloaded, now, self.schedule, self.step)) is not None:
-                    closes.append(close)
+                    flushed.append(close)
                     self.recorder.mark("close", param=offloaded.plan.name)
-            self.registry.transport.workers.submit(*(close.job for close in closes))
+            self.registry.transport.workers.submit(*(close.job for close in flushed))
         except BaseException as error:  # ``UploadScheduler`` withdraws what was not queued, before any wait
             self.failure = error
             raise
-        self.windows_flushed += len(closes)
+        self.windows_flushed += len(flushed)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
         """Whether the parameter has a gradient that is final now."""
@@ -456,7 +458,7 @@ class Engine(UnfusedOps):
             offloaded.finish_step()
         self.landing.end_step(self.step)
         if not self.offloaded:  # nothing comes up in the next forward, and no node will tell of its end
-            self.registry.interleaved.prefetch()
+            self.registry.streamed.prefetch()
         self.schedule.end_step()
         if self.schedule.shortest_window is None:
             self._time_bound.end_step(len(self.graphs))
@@ -483,7 +485,7 @@ class Engine(UnfusedOps):
     def discard(self) -> None:
         """Forget gradients that are not in ``.grad``."""
         self._begin_anew()
-        if not self.implicit:
+        if not self.in_backward:
             self._graph_task = None  # of a backward that failed
         self.leftovers.forget()
         for offloaded in self.offloaded.values():
@@ -557,7 +559,7 @@ class Engine(UnfusedOps):
         for offloaded in self.landing.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
-        self.registry.interleaved.wait()
+        self.registry.streamed.wait()
 
     def check_unchanged(self) -> None:
         """
@@ -614,7 +616,7 @@ class Engine(UnfusedOps):
         try:
             self.schedule.restart_windows()
             self.landing.finish(self.step, flush=True)
-            self.registry.interleaved.wait()
+            self.registry.streamed.wait()
         except errors.LostUpdateError:
             raise
         except BaseException as error:
@@ -677,7 +679,7 @@ class Engine(UnfusedOps):
         if not self._finished:
             try:
                 self.landing.finish(self.step, flush=flush and self.failure is None)
-                self.registry.interleaved.wait()
+                self.registry.streamed.wait()
             except Exception:
                 self._finished = True
                 raise

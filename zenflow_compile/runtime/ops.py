@@ -8,7 +8,7 @@ step is an argument: the op runs every step and the engine decides what it does.
 pass inserts afterwards would be free to move. ``begin_backward`` therefore returns a token that the following ops
 mutate: a plain data dependency, which keeps FX order and protects the ops from dead-code elimination.
 
-[Note: staged gradients] Selected and remaining gradients live in engine-owned memory and are never op outputs: Inductor
+[Note: staged gradients] Selected and deferred gradients live in engine-owned memory and are never op outputs: Inductor
 reuses the buffer of an op's output inside the graph while Python still holds a reference to it.
 
 [Note: two forms] Passes insert one node for each thing that is done: the readable form, which ``explain`` shows. The
@@ -216,12 +216,12 @@ def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[in
 
 def _plan_of(engine_id: int, p: int) -> tuple[int, int]:
     param = engine(engine_id).plan.params[p]
-    return param.lines, param.k
+    return param.slices, param.k
 
 
 def _fake_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
-    lines, _ = _plan_of(engine_id, p)
-    return grad.new_empty((lines,), dtype=torch.float32)
+    slices, _ = _plan_of(engine_id, p)
+    return grad.new_empty((slices,), dtype=torch.float32)
 
 
 def _fake_selection(norms: Tensor, engine_id: int, p: int) -> Tensor:

@@ -17,7 +17,7 @@ class UnfusedOps(ABC):
     offloaded: dict[int, OffloadedParam]
 
     def column_norms(self, p: int, grad: Tensor) -> Tensor:
-        """Squared norms f32[lines] of the gradient that was split last: of this one, unless it accumulates."""
+        """Squared norms f32[slices] of the gradient that was split last: of this one, unless it accumulates."""
         offloaded = self.offloaded[p]
         if self._takes(p, grad):
             offloaded.receive(grad, split_now=self._split_now)

@@ -133,9 +133,7 @@ def steady_step(
     ``simulate`` has it.
     """
     check_fits_together(plan, hardware, model)
-    work = workload_of(
-        plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap, coarse=True
-    )
+    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap, coarse=True)
     run = SteadyRun(work, hardware, _threads(hardware, workers), final_at_step, steps=work.cycle, whole=True)
     rows = list(run.rows())
 

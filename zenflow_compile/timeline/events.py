@@ -168,9 +168,7 @@ class Timeline:
         # One transfer per device instead of one per tensor.
         selected = _read_scalars([pair[0] for pair in pairs])
         total = _read_scalars([pair[1] for pair in pairs])
-        finite = [
-            (s, t) for s, t in zip(selected, total, strict=True) if math.isfinite(s) and math.isfinite(t)
-        ]
+        finite = [(s, t) for s, t in zip(selected, total, strict=True) if math.isfinite(s) and math.isfinite(t)]
         return NormSums(math.fsum(s for s, _ in finite), math.fsum(t for _, t in finite))
 
     def clear(self) -> None:

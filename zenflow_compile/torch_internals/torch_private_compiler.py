@@ -343,9 +343,7 @@ def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> 
         values: Any = output.args[0]
         keep = set(written)
         output.meta["user_visible_output_idxs"] = [
-            i
-            for i, value in enumerate(values)
-            if isinstance(value, torch.fx.Node) and (i in visible or value in keep)
+            i for i, value in enumerate(values) if isinstance(value, torch.fx.Node) and (i in visible or value in keep)
         ]
 
 

@@ -34,7 +34,7 @@ _NAMES: dict[str, tuple[Any, ...]] = {
     "placement": (
         Placement.DEVICE,
         Placement.HOST,
-        Placement.HOST_INTERLEAVED,
+        Placement.HOST_STREAMED,
         Placement.FILE,
         Placement.SPLIT_COLUMNS,
     ),
@@ -60,7 +60,7 @@ def state_dtype(plan: ParamPlan) -> torch.dtype:
 
 def window_places(plan: ParamPlan) -> int:
     """Most gradients that an update window holds between two steps: the last one of a window flushes it."""
-    return plan.interval - 1 if plan.offloaded and plan.rest else 0
+    return plan.interval - 1 if plan.offloaded and plan.deferred else 0
 
 
 def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
@@ -69,7 +69,7 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
     Args:
         adaptive: gradient values decide when update windows are flushed.
     """
-    count, shape, per_slice = Field((), torch.int64), plan.shape, (plan.lines, 1)
+    count, shape, per_slice = Field((), torch.int64), plan.shape, (plan.slices, 1)
     dense = Field(shape, state_dtype(plan))
     fields = {"step": Field((), torch.float32), "exp_avg": dense, "exp_avg_sq": dense}
     if plan.offloaded or plan.dtype != dense.dtype:
@@ -87,9 +87,9 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
             fields[f"window{place}"] = Field(shape, torch.int8 if plan.compressed else plan.dtype)
             if plan.compressed:
                 fields[f"scale{place}"] = Field(per_slice, torch.float32)
-    if plan.held and plan.compressed:
+    if plan.keeps_gradient and plan.compressed:
         fields["residual"] = Field(shape, torch.float32 if plan.dtype == torch.float32 else torch.bfloat16)
-    if plan.offloaded and plan.rest and plan.staleness:
+    if plan.offloaded and plan.deferred and plan.staleness:
         fields["visible_at"] = Field((plan.staleness,), torch.int64)
         fields["shown"] = Field(shape, plan.dtype)
     if plan.offloaded and (adaptive or plan.selects):
@@ -124,7 +124,7 @@ def chosen(entry: Tensor) -> dict[str, Any]:
 
 
 def in_slices(plan: ParamPlan, tensor: Tensor) -> Tensor:
-    """A tensor of the parameter's shape as [lines, length], a view where it can be."""
+    """A tensor of the parameter's shape as [slices, length], a view where it can be."""
     matrix = tensor.reshape(plan.shape[0], -1)
     return matrix if plan.dim == 0 else matrix.t()
 
@@ -135,16 +135,16 @@ def in_shape(plan: ParamPlan, parts: Sequence[tuple[Tensor, Tensor]], dtype: tor
     Args:
         parts: indices i[n] of slices, and their values [n, length].
     """
-    slices = torch.zeros((plan.lines, plan.length), dtype=dtype)
+    slices = torch.zeros((plan.slices, plan.length), dtype=dtype)
     for indices, values in parts:
         slices[indices.cpu().long()] = values.to(device="cpu", dtype=dtype)
     return (slices if plan.dim == 0 else slices.t()).reshape(plan.shape).contiguous()
 
 
 def per_slice(plan: ParamPlan, indices: Tensor, values: Tensor | bool) -> Tensor:
-    """[lines, 1] on the host: ``values`` [n] at ``indices``, zero elsewhere."""
+    """[slices, 1] on the host: ``values`` [n] at ``indices``, zero elsewhere."""
     dtype = values.dtype if isinstance(values, Tensor) else torch.bool
-    entry = torch.zeros((plan.lines, 1), dtype=dtype)
+    entry = torch.zeros((plan.slices, 1), dtype=dtype)
     entry[indices.cpu().long(), 0] = values.cpu() if isinstance(values, Tensor) else torch.tensor(values)
     return entry
 

@@ -109,7 +109,7 @@ def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
     with offloaded.host.acquire() as on_host_side:
         return {
             name: in_shape(
-                offloaded.plan, [(selection.selected, on_device), (selection.rest, on_host)], torch.float32
+                offloaded.plan, [(selection.selected, on_device), (selection.deferred, on_host)], torch.float32
             )
             for name, on_device, on_host in zip(_STATE, offloaded.device.state(), on_host_side, strict=True)
         }
@@ -201,33 +201,33 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     if window_places(plan):
         found.update(_window_entries(offloaded))
     if (residual := _residual(offloaded)) is not None:
-        found["residual"] = in_shape(plan, [(selection.rest, residual.lost)], residual.lost.dtype)
-    if plan.staleness and plan.rest:
-        waiting = [close.visible_at for close in host.closes]
+        found["residual"] = in_shape(plan, [(selection.deferred, residual.lost)], residual.lost.dtype)
+    if plan.staleness and plan.deferred:
+        waiting = [close.visible_at for close in host.flushed]
         found["visible_at"] = torch.tensor(waiting + [NONE] * (plan.staleness - len(waiting)))
-        shown = [(selection.rest, offloaded.weights.shown(selection))] if waiting else []
+        shown = [(selection.deferred, offloaded.weights.shown(selection))] if waiting else []
         found["shown"] = in_shape(plan, shown, plan.dtype)
     return found
 
 
 def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """The gradients that the update window holds, oldest first, and zeros in its empty places."""
-    host, plan, rest = offloaded.host, offloaded.plan, offloaded.device.selection.rest
+    host, plan, deferred = offloaded.host, offloaded.plan, offloaded.device.selection.deferred
     slots = _coefficients(offloaded)
     empty = (0.0,) * len(StepCoefficients._fields)
     coefficients = torch.tensor([*slots, *([empty] * (window_places(plan) - len(slots)))], dtype=torch.float64)
     found = {"open": torch.tensor(len(slots)), "coefficients": coefficients}
     if (window_sum := _window_sum(offloaded)) is not None:
-        found["window_sum"] = in_shape(plan, [(rest, window_sum.total)] if slots else [], torch.float32)
+        found["window_sum"] = in_shape(plan, [(deferred, window_sum.total)] if slots else [], torch.float32)
         return found
     for place in range(window_places(plan)):
         gradient = host.gradients[host.open[place].index] if place < len(slots) else None
         if plan.compressed:
             scales, values = (None, None) if gradient is None else scales_and_values(gradient)
-            found[f"scale{place}"] = per_slice(plan, rest, torch.zeros(plan.rest) if scales is None else scales)
-            found[f"window{place}"] = in_shape(plan, [] if values is None else [(rest, values)], torch.int8)
+            found[f"scale{place}"] = per_slice(plan, deferred, torch.zeros(plan.deferred) if scales is None else scales)
+            found[f"window{place}"] = in_shape(plan, [] if values is None else [(deferred, values)], torch.int8)
         else:
-            found[f"window{place}"] = in_shape(plan, [] if gradient is None else [(rest, gradient)], plan.dtype)
+            found[f"window{place}"] = in_shape(plan, [] if gradient is None else [(deferred, gradient)], plan.dtype)
     return found
 
 
@@ -238,11 +238,11 @@ def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
 
 
 def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
-    return None if offloaded.held is None else offloaded.held.window_sum
+    return None if offloaded.pending is None else offloaded.pending.window_sum
 
 
 def _residual(offloaded: OffloadedParam) -> Residual | None:
-    return None if offloaded.held is None else offloaded.held.residual
+    return None if offloaded.pending is None else offloaded.pending.residual
 
 
 # Offloaded parameters: loading.
@@ -273,10 +273,10 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
     selected = torch.arange(plan.k)
     if "mask" in entry:
         selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
-    device.selection = column_ops.Selection.of(selected.to(torch.int32), plan.lines, engine.device)
-    on_device_side, on_host_side = device.selection.selected.cpu().long(), device.selection.rest.cpu().long()
-    closes = [at for at in entry["visible_at"].tolist() if at != NONE] if "visible_at" in entry else []
-    uploads = [host.next_upload() for _ in closes]
+    device.selection = column_ops.Selection.of(selected.to(torch.int32), plan.slices, engine.device)
+    on_device_side, on_host_side = device.selection.selected.cpu().long(), device.selection.deferred.cpu().long()
+    flushed = [at for at in entry["visible_at"].tolist() if at != NONE] if "visible_at" in entry else []
+    uploads = [host.next_upload() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
         for name, of_device, of_host in zip(_STATE, device.state(), host_state, strict=True):
             slices = in_slices(plan, entry[name].cpu())
@@ -292,41 +292,41 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
     device.selected_at = None if selected_at == NONE else selected_at
     count = int(entry["open"]) if "open" in entry else 0
     device.steps = int(entry["step"]) if plan.k else 0
-    host.taken = int(entry["step"]) - count if plan.rest else 0
+    host.taken = int(entry["step"]) - count if plan.deferred else 0
     _load_window(offloaded, entry, on_host_side, count)
     if (residual := _residual(offloaded)) is not None:
         if "residual" in entry:
             residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
         else:
             residual.lost.zero_()
-    for visible_at, upload in zip(closes, uploads, strict=True):
+    for visible_at, upload in zip(flushed, uploads, strict=True):
         job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
-        host.closes.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
+        host.flushed.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
     if "schedule" in entry:
         engine.schedule.restore(plan.index, entry["schedule"].tolist())
-    shown = in_slices(plan, entry["shown"].cpu())[on_host_side] if closes else None
+    shown = in_slices(plan, entry["shown"].cpu())[on_host_side] if flushed else None
     offloaded.weights.expect(shown)
 
 
-def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], rest: Tensor, count: int) -> None:
+def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: Tensor, count: int) -> None:
     """Load the first ``count`` gradients of the update window, or their sum.
 
     Args:
-        rest: int64[rest] on the host, the deferred slices.
+        rest: int64[deferred] on the host, the deferred slices.
     """
     host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
     slots = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
     if window_sum is not None:
         window_sum.slots = slots
         if slots:
-            window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[rest])
+            window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[deferred])
         return
     for place, coefficients in enumerate(slots):
         index, slot = host.free_slot()
-        gradient = in_slices(plan, entry[f"window{place}"].cpu())[rest]
+        gradient = in_slices(plan, entry[f"window{place}"].cpu())[deferred]
         if plan.compressed:
             scales, values = scales_and_values(slot)
-            scales.copy_(entry[f"scale{place}"].cpu().flatten()[rest])
+            scales.copy_(entry[f"scale{place}"].cpu().flatten()[deferred])
             values.copy_(gradient)
         else:
             slot.copy_(gradient)

@@ -1,7 +1,7 @@
-"""What the device does to a gradient and a parameter, line by line: Triton on CUDA, PyTorch elsewhere.
+"""What the device does to a gradient and a parameter, slice by slice: Triton on CUDA, PyTorch elsewhere.
 
-A *line* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, columns]``. Blocks of lines are laid out
-``[line, length]``, whatever the dim, so that one line is contiguous.
+A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, columns]``. Blocks of slices are laid out
+``[slice, length]``, whatever the dim, so that one line is contiguous.
 
 [Note: raw writes] The kernels write below autograd. Whoever lets them write a parameter bumps its version.
 """
@@ -31,121 +31,125 @@ _CUDA_CHUNK_ELEMENTS = 1 << 24  # fewer launches, for 64 MB of fp32 per temporar
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which lines the device updates.
+    """Which slices the device updates.
 
     Attributes:
         selected: i32[k], in the order of the device's state.
-        rest: i32[lines - k], the others, in the order of the host's state.
-        position: i32[lines], where line i stands in ``selected`` followed by ``rest``.
+        rest: i32[slices - k], the others, in the order of the host's state.
+        position: i32[slices], where slice i stands in ``selected`` followed by ``deferred``.
     """
 
     selected: Tensor
-    rest: Tensor
+    deferred: Tensor
     position: Tensor
 
     @classmethod
-    def of(cls, selected: Tensor, lines: int, device: torch.device, rest: Tensor | None = None) -> Selection:
-        """A selection of ``lines`` lines; ``rest`` in ascending order unless given.
+    def of(cls, selected: Tensor, slices: int, device: torch.device, deferred: Tensor | None = None) -> Selection:
+        """A selection of ``slices`` slices; ``deferred`` in ascending order unless given.
 
         It is put together on the host: indices that are on a CUDA device are waited for.
 
         Raises:
-            ValueError: a line is out of range, missing, or there twice.
+            ValueError: a slice is out of range, missing, or there twice.
         """
         chosen = selected.cpu().long()
-        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < lines:
-            raise ValueError(f"selected has lines outside [0, {lines - 1}]: {selected.tolist()[:8]}...")
-        if rest is None:
-            others = torch.ones(lines, dtype=torch.bool)
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < slices:
+            raise ValueError(f"selected has slices outside [0, {slices - 1}]: {selected.tolist()[:8]}...")
+        if deferred is None:
+            others = torch.ones(slices, dtype=torch.bool)
             others[chosen] = False
-            rest = torch.nonzero(others).flatten()
-        order = torch.cat([chosen, rest.cpu().long()])
-        if not torch.equal(order.sort().values, torch.arange(lines)):
+            deferred = torch.nonzero(others).flatten()
+        order = torch.cat([chosen, deferred.cpu().long()])
+        if not torch.equal(order.sort().values, torch.arange(slices)):
             raise ValueError(
-                f"selected ({chosen.numel()}) and rest ({rest.numel()}) must hold each of {lines} lines once; "
-                "some line is missing or there twice"
+                f"selected ({chosen.numel()}) and deferred ({deferred.numel()}) must hold {slices} slices once each; "
+                "some slice is missing or there twice"
             )
-        position = torch.empty(lines, dtype=torch.int32)
-        position[order] = torch.arange(lines, dtype=torch.int32)
+        position = torch.empty(slices, dtype=torch.int32)
+        position[order] = torch.arange(slices, dtype=torch.int32)
         return cls(
             selected=chosen.to(device=device, dtype=torch.int32),
-            rest=rest.to(device=device, dtype=torch.int32),
+            deferred=deferred.to(device=device, dtype=torch.int32),
             position=position.to(device),
         )
 
     @property
-    def lines(self) -> int:
-        """Number of lines of the matrix."""
+    def slices(self) -> int:
+        """Number of slices of the matrix."""
         return self.position.numel()
 
     @property
     def mask(self) -> Tensor:
-        """bool[lines], a new tensor: which slices are selected, whatever the order of the state's rows."""
+        """bool[slices], a new tensor: which slices are selected, whatever the order of the state's rows."""
         return self.position < self.selected.numel()
 
     @property
     def nbytes(self) -> int:
         """Device memory."""
-        return self.selected.nbytes + self.rest.nbytes + self.position.nbytes
+        return self.selected.nbytes + self.deferred.nbytes + self.position.nbytes
 
 
-def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> Tensor:
-    """Copy the selected lines into ``selected_out`` [k, length] and the others into ``rest_out`` [rest, length].
+def norms_and_split(
+    matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
+) -> Tensor:
+    """Copy the selected slices into ``selected_out`` [k, length] and the others into ``rest_out`` [deferred, length].
 
     Args:
         matrix: [rows, columns], any floating dtype and strides; read once.
         selected_out, rest_out: contiguous, of the matrix's dtype.
 
     Returns:
-        Squared L2 norm of every line, f32[lines], accumulated in fp32 in an order that depends on the shape alone.
+        Squared L2 norm of every slice, f32[slices], accumulated in fp32 in an order that depends on the shape alone.
 
     Raises:
         ValueError: a block's shape or dtype does not fit.
     """
-    _check_blocks(matrix, dim, selection, selected_out, rest_out)
+    _check_blocks(matrix, dim, selection, selected_out, deferred_out)
     if kernels := _kernels_for(matrix):
-        norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, rest_out)
+        norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, deferred_out)
         return norms
-    reference_split_columns(matrix, dim, selection, selected_out, rest_out)
+    reference_split_columns(matrix, dim, selection, selected_out, deferred_out)
     return reference_column_norms(matrix, dim)
 
 
-def unsplit_columns(matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, rest_in: Tensor) -> None:
-    """Inverse of :func:`norms_and_split`: put the lines of both blocks back into ``matrix_out`` [rows, columns].
+def unsplit_columns(
+    matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
+) -> None:
+    """Inverse of :func:`norms_and_split`: put the slices of both blocks back into ``matrix_out`` [rows, columns].
 
     Raises:
         ValueError: a block's shape or dtype does not fit.
     """
-    _check_blocks(matrix_out, dim, selection, selected_in, rest_in)
+    _check_blocks(matrix_out, dim, selection, selected_in, deferred_in)
     if kernels := _kernels_for(matrix_out):
-        kernels.unsplit_columns(matrix_out, dim, selection, selected_in, rest_in)
+        kernels.unsplit_columns(matrix_out, dim, selection, selected_in, deferred_in)
     else:
         reference_merge_columns(matrix_out, dim, selection.selected, selected_in)
-        reference_merge_columns(matrix_out, dim, selection.rest, rest_in)
+        reference_merge_columns(matrix_out, dim, selection.deferred, deferred_in)
 
 
-def merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Tensor) -> None:
-    """Write ``values`` [n, length] into the lines ``lines`` i32[n] of ``matrix``, in place; the others keep their bits.
+def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
+    """Write ``values`` [n, length] into ``slices`` i32[n] of ``matrix``, in place; the others keep their bits.
 
     Args:
-        lines: no line twice.
+        slices: no slice twice.
         values: contiguous, of the matrix's dtype.
 
     Raises:
         ValueError: the shape or dtype of ``values`` does not fit.
     """
-    _check_block("values", values, matrix, dim, lines.numel())
+    _check_block("values", values, matrix, dim, slices.numel())
     if kernels := _kernels_for(matrix):
-        kernels.merge_columns(matrix, dim, lines, values)
+        kernels.merge_columns(matrix, dim, slices, values)
     else:
-        reference_merge_columns(matrix, dim, lines, values)
+        reference_merge_columns(matrix, dim, slices, values)
 
 
 class SliceState(NamedTuple):
-    """The selected lines of one parameter, for :func:`adam_columns_`.
+    """The selected slices of one parameter, for :func:`adam_columns_`.
 
     Attributes:
-        matrix: [rows, columns], fp32, bf16 or fp16; only its selected lines are written, none is read.
+        matrix: [rows, columns], fp32, bf16 or fp16; only its selected slices are written, none is read.
         gradient: [k, length] in any floating dtype; not written.
         master, exp_avg, exp_avg_sq: f32[k, length], contiguous, updated in place.
         step: gradients that the moments have taken after this one.
@@ -162,7 +166,7 @@ class SliceState(NamedTuple):
 
 
 def adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: float) -> None:
-    """One AdamW step on the selected lines of parameters that share coefficients, cast into their matrices.
+    """One AdamW step on the selected slices of parameters that share coefficients, cast into their matrices.
 
     What comes out for one of them does not depend on the others.
     """
@@ -177,27 +181,27 @@ def adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: 
 
 
 @torch.no_grad()
-def quantize_lines_(
+def quantize_slices_(
     gradient: Tensor, residual: Tensor, grad_scale: float, scales_out: Tensor, values_out: Tensor
 ) -> None:
-    """Write ``gradient * grad_scale + residual`` as int8 with a scale per line; ``residual`` takes what that loses.
+    """Write ``gradient * grad_scale + residual`` as int8 with a scale per slice; ``residual`` takes what that loses.
 
-    Rounded to the nearest multiple of a line's scale, 1/127 of its largest magnitude. A line with an inf or NaN becomes
+    Rounded to the nearest multiple of a slice's scale, 1/127 of its maximum magnitude. A slice with inf or NaN becomes
     NaN as a whole. PyTorch's own operations, on CUDA too: it runs once per parameter and step, and not in a backward.
 
     Args:
-        gradient: [rest, length], any floating dtype; not written.
-        residual: [rest, length], fp32 or bf16, in units of the scaled gradient; updated in place.
-        scales_out: f32[rest]; values_out: int8[rest, length]. ``values_out * scales_out`` is what was written.
+        gradient: [deferred, length], any floating dtype; not written.
+        residual: [deferred, length], fp32 or bf16, in units of the scaled gradient; updated in place.
+        scales_out: f32[deferred]; values_out: int8[deferred, length]. ``values_out * scales_out`` is what was written.
     """
-    lines = max(1, (_CUDA_CHUNK_ELEMENTS if gradient.is_cuda else _CHUNK_ELEMENTS) // max(1, gradient.shape[1]))
-    for first in range(0, gradient.shape[0], lines):
-        part = slice(first, first + lines)
+    slices = max(1, (_CUDA_CHUNK_ELEMENTS if gradient.is_cuda else _CHUNK_ELEMENTS) // max(1, gradient.shape[1]))
+    for first in range(0, gradient.shape[0], slices):
+        part = slice(first, first + slices)
         exact = (gradient[part].float() * grad_scale).add_(residual[part])
         scales = scales_out[part]
         torch.div(exact.abs().amax(1), 127.0, out=scales)
         quantized = exact.div(scales.unsqueeze(1)).round_()
-        # A line of zeros was divided by zero. Of a line with NaN only the scale counts: its int8 are any.
+        # A slice of zeros was divided by zero. Of a slice with NaN only the scale counts: its int8 are any.
         quantized.nan_to_num_(nan=0.0).clamp_(-127.0, 127.0)
         values_out[part].copy_(quantized)
         residual[part].copy_(exact.sub_(quantized.mul_(scales.unsqueeze(1))))
@@ -274,37 +278,37 @@ def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
 
 
 def reference_split_columns(
-    matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor
+    matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> None:
     """The blocks of :func:`norms_and_split` in PyTorch."""
     matrix, dim = row_major(matrix, dim)
-    blocks = [(selection.selected, selected_out), (selection.rest, rest_out)]
-    blocks = [(lines, out) for lines, out in blocks if lines.numel()]
+    blocks = [(selection.selected, selected_out), (selection.deferred, deferred_out)]
+    blocks = [(slices, out) for slices, out in blocks if slices.numel()]
     if dim == 0 or matrix.numel() <= _SMALL_ELEMENTS:
         whole = matrix if dim == 0 else matrix.t().contiguous()
-        for lines, out in blocks:
-            torch.index_select(whole, 0, lines, out=out)
+        for slices, out in blocks:
+            torch.index_select(whole, 0, slices, out=out)
         return
     rows = _rows_per_chunk(matrix, _CHUNK_ELEMENTS)
     for first in range(0, matrix.shape[0], rows):
         # Whole rows at a time: only then does PyTorch's copy transpose in blocks instead of striding through memory.
         transposed = matrix[first : first + rows].t().contiguous()
-        for lines, out in blocks:
-            torch.index_select(transposed, 0, lines, out=out[:, first : first + rows])
+        for slices, out in blocks:
+            torch.index_select(transposed, 0, slices, out=out[:, first : first + rows])
 
 
 @torch.no_grad()
-def reference_merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Tensor) -> None:
+def reference_merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
     """:func:`merge_columns` in PyTorch."""
-    if not lines.numel():
+    if not slices.numel():
         return
     matrix, dim = row_major(matrix, dim)
-    index = lines.long()
+    index = slices.long()
     if dim == 0:
         matrix.index_copy_(0, index, values)
     elif matrix.numel() <= _SMALL_ELEMENTS:
         matrix.t().index_copy_(0, index, values)  # against the grain, but in few calls
-    elif 2 * lines.numel() < matrix.shape[1]:
+    elif 2 * slices.numel() < matrix.shape[1]:
         matrix.index_copy_(1, index, values.t().contiguous())
     else:
         rows = _rows_per_chunk(matrix, _CHUNK_ELEMENTS)
@@ -316,7 +320,7 @@ def reference_merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Ten
 
 
 def row_major(matrix: Tensor, dim: int) -> tuple[Tensor, int]:
-    """The same lines with the elements of a row adjacent, if one of its two axes allows that."""
+    """The same slices with the elements of a row adjacent, if one of its two axes allows that."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:
         return matrix.t(), 1 - dim
     return matrix, dim
@@ -326,19 +330,19 @@ def _rows_per_chunk(matrix: Tensor, elements: int) -> int:
     return max(1, elements // max(1, matrix.shape[1]))
 
 
-def _check_blocks(matrix: Tensor, dim: int, selection: Selection, selected: Tensor, rest: Tensor) -> None:
-    if selection.lines != matrix.shape[dim]:
+def _check_blocks(matrix: Tensor, dim: int, selection: Selection, selected: Tensor, deferred: Tensor) -> None:
+    if selection.slices != matrix.shape[dim]:
         raise ValueError(
-            f"the selection is of {selection.lines} lines, but the matrix {list(matrix.shape)} "
+            f"the selection is of {selection.slices} slices, but the matrix {list(matrix.shape)} "
             f"has {matrix.shape[dim]} along dim {dim}"
         )
     _check_block("the selected block", selected, matrix, dim, selection.selected.numel())
-    _check_block("the block of the rest", rest, matrix, dim, selection.rest.numel())
+    _check_block("the block of the rest", deferred, matrix, dim, selection.deferred.numel())
 
 
-def _check_block(name: str, block: Tensor, matrix: Tensor, dim: int, lines: int) -> None:
+def _check_block(name: str, block: Tensor, matrix: Tensor, dim: int, slices: int) -> None:
     # The kernels would cast silently, and write beyond a block that is too small.
-    expected = (lines, matrix.shape[1 - dim])
+    expected = (slices, matrix.shape[1 - dim])
     if block.shape != expected or block.dtype != matrix.dtype or not block.is_contiguous():
         raise ValueError(
             f"{name} is {block.dtype}{list(block.shape)} with strides {list(block.stride())}; "

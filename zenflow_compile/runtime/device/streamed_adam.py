@@ -253,9 +253,7 @@ class StreamedAdam:
             each.state.mark = state.mark
         self._flushes += 1
         block = buffer.tensor[: subgroup.host.numel()]
-        ticket = self._to_host.submit(
-            subgroup.host, block, step=self._recorder.step, param=subgroup.name, kind="state"
-        )
+        ticket = self._to_host.submit(subgroup.host, block, step=self._recorder.step, param=subgroup.name, kind="state")
         buffer.flush = subgroup.flush = Flush(self._flushes, ticket)
         self._free.append(buffer)
 
@@ -315,7 +313,7 @@ class StreamedAdam:
 
 def arena_bytes(plans: Sequence[ParamPlan]) -> int:
     """Bytes of an arena that ``make`` takes for those of ``plans`` that are interleaved."""
-    streamed = [plan for plan in plans if plan.interleaved]
+    streamed = [plan for plan in plans if plan.streamed]
     groups = [list(members) for _, members in groupby(streamed, key=lambda plan: plan.subgroup)]
     return carved_bytes(((_elements(members),), torch.float32) for members in groups)
 
@@ -326,8 +324,8 @@ def _elements(plans: Sequence[ParamPlan]) -> int:
 
 
 def _aligned(elements: int) -> int:
-    per_line = ALIGNMENT_BYTES // FP32_BYTES
-    return -(-elements // per_line) * per_line
+    per_slice = ALIGNMENT_BYTES // FP32_BYTES
+    return -(-elements // per_slice) * per_slice
 
 
 def _later(*flushes: Flush | None) -> Ticket | None:

@@ -1,14 +1,14 @@
 """Triton kernels of the device operations; ``device_ops`` says what each does and holds the references.
 
 One tile shape serves all: a tile is ``[rows, columns]`` of the matrix, read or written along its rows; on the side of
-the blocks ``[line, length]`` it is transposed where lines are columns, so that both sides touch whole memory sectors.
-Which block a line belongs to, and where, comes from a position per line: a gradient is read once, in its own order,
-however scattered its selected lines are.
+the blocks ``[slice, length]`` it is transposed where slices are columns, so that both sides touch whole memory sectors.
+Which block a slice belongs to, and where, comes from a position per slice: a gradient is read once, in its own order,
+however scattered its selected slices are.
 
 [Note: bits] Contraction to fused multiply-adds is off: with it, results would depend on Triton's version, whose default
 changes in 3.10, and differ from the references' more than they must.
 
-[Note: offsets] A row index times a stride, and a line's position times its length, are 64-bit: a gradient may have more
+[Note: offsets] A row index times a stride, and a position times a length, are 64-bit: a gradient may have more
 than 2**31 elements. What is added within a row is 32-bit.
 
 This module imports Triton and is imported only where that is there.
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 else:
     _jit = triton.jit
 
-_BLOCK_LINES = 64
+_BLOCK_SLICES = 64
 _BLOCK_LENGTH = 64
-_BLOCK_STATE_LINES = 32  # gradient, master and moments of a tile are all in registers
-# A program reduces this many tiles along its lines: partial sums are then 1/512 of a gradient's elements.
+_BLOCK_STATE_SLICES = 32  # gradient, master and moments of a tile are all in registers
+# A program reduces this many tiles along its slices: partial sums are then 1/512 of a gradient's elements.
 _TILES_PER_PARTIAL = 8
 _BLOCK_SUMS = 128
 
@@ -53,89 +53,93 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     stride_column,
     position,
     selected_out,
-    rest_out,
+    deferred_out,
     partials,
-    lines,
+    slices,
     length,
     k,
     DIM: tl.constexpr,
     TILES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """A strip of BLOCK_LINES lines by TILES * BLOCK_LENGTH elements: into the blocks, and its sums into ``partials``.
+    """A strip of BLOCK_LINES slices by TILES * BLOCK_LENGTH elements: into the blocks, and its sums into ``partials``.
 
-    partials: f32[strips along the length, lines]; every program owns its elements, so no atomics are needed.
+    partials: f32[strips along the length, slices]; every program owns its elements, so no atomics are needed.
     """
-    line_blocks = tl.cdiv(lines, BLOCK_LINES)
-    strip = tl.program_id(0) // line_blocks
-    line = (tl.program_id(0) % line_blocks) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
-    is_line = line < lines
-    place = tl.load(position + line, mask=is_line, other=0)
+    slice_blocks = tl.cdiv(slices, BLOCK_SLICES)
+    strip = tl.program_id(0) // slice_blocks
+    slice_index = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
+    is_slice = slice_index < slices
+    place = tl.load(position + slice_index, mask=is_slice, other=0)
     selected_row = place.to(tl.int64) * length
     rest_row = (place - k).to(tl.int64) * length
-    is_selected = is_line & (place < k)
-    is_rest = is_line & (place >= k)
-    sums = tl.zeros([BLOCK_LINES], dtype=tl.float32)
+    is_selected = is_slice & (place < k)
+    is_rest = is_slice & (place >= k)
+    sums = tl.zeros([BLOCK_SLICES], dtype=tl.float32)
     for tile in range(TILES):
         element = (strip * TILES + tile) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
         is_element = element < length
-        # values: [line, element], whichever of the two is the matrix's row.
+        # values: [slice, element], whichever of the two is the matrix's row.
         if DIM == 0:
-            row = matrix + line.to(tl.int64)[:, None] * stride_row
+            row = matrix + slice_index.to(tl.int64)[:, None] * stride_row
             values = tl.load(
-                row + element[None, :] * stride_column, mask=is_line[:, None] & is_element[None, :], other=0.0
+                row + element[None, :] * stride_column, mask=is_slice[:, None] & is_element[None, :], other=0.0
             )
         else:
             row = matrix + element.to(tl.int64)[:, None] * stride_row
             values = tl.trans(
-                tl.load(row + line[None, :] * stride_column, mask=is_element[:, None] & is_line[None, :], other=0.0)
+                tl.load(
+                    row + slice_index[None, :] * stride_column, mask=is_element[:, None] & is_slice[None, :], other=0.0
+                )
             )
         tl.store(
             selected_out + selected_row[:, None] + element[None, :],
             values,
             mask=is_selected[:, None] & is_element[None, :],
         )
-        tl.store(rest_out + rest_row[:, None] + element[None, :], values, mask=is_rest[:, None] & is_element[None, :])
+        tl.store(
+            deferred_out + rest_row[:, None] + element[None, :], values, mask=is_rest[:, None] & is_element[None, :]
+        )
         wide = values.to(tl.float32)
         sums += tl.sum(wide * wide, axis=1)
-    tl.store(partials + strip.to(tl.int64) * lines + line, sums, mask=is_line)
+    tl.store(partials + strip.to(tl.int64) * slices + slice_index, sums, mask=is_slice)
 
 
 @_jit
-def _sum_partials_kernel(partials, out, strips, lines, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[line] = sum of partials[strip, line], strip after strip."""
-    line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _sum_partials_kernel(partials, out, strips, slices, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out[slice] = sum of partials[strip, slice], strip after strip."""
+    slice_index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], dtype=tl.float32)
-    row = partials + line
+    row = partials + slice_index
     for _strip in range(strips):
-        sums += tl.load(row, mask=line < lines, other=0.0)
-        row += lines
-    tl.store(out + line, sums, mask=line < lines)
+        sums += tl.load(row, mask=slice_index < slices, other=0.0)
+        row += slices
+    tl.store(out + slice_index, sums, mask=slice_index < slices)
 
 
 @_jit
-def _place_lines_kernel(  # type: ignore[no-untyped-def]
+def _place_slices_kernel(  # type: ignore[no-untyped-def]
     matrix,
     stride_row,
     stride_column,
     position,
     first_in,
     second_in,
-    lines,
+    slices,
     length,
     k,
     DIM: tl.constexpr,
     BOTH: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """matrix line <- first_in[position], or second_in[position - k] from k on; lines at negative positions stay."""
-    line_blocks = tl.cdiv(lines, BLOCK_LINES)
-    line = (tl.program_id(0) % line_blocks) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
-    element = (tl.program_id(0) // line_blocks) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
+    """matrix slice <- first_in[position], or second_in[position - k] from k on; slices at negative positions stay."""
+    slice_blocks = tl.cdiv(slices, BLOCK_SLICES)
+    slice_index = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
+    element = (tl.program_id(0) // slice_blocks) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
     is_element = element < length
-    place = tl.load(position + line, mask=line < lines, other=-1)
+    place = tl.load(position + slice_index, mask=slice_index < slices, other=-1)
     is_placed = place >= 0
     if BOTH:
         in_first = is_placed & (place < k)
@@ -158,12 +162,12 @@ def _place_lines_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
     if DIM == 0:
-        row = matrix + line.to(tl.int64)[:, None] * stride_row
+        row = matrix + slice_index.to(tl.int64)[:, None] * stride_row
         tl.store(row + element[None, :] * stride_column, values, mask=is_placed[:, None] & is_element[None, :])
     else:
-        # The lines that stay are read and written back with the same bits: a store with holes goes element by element.
-        target = matrix + element.to(tl.int64)[:, None] * stride_row + line[None, :] * stride_column
-        inside = is_element[:, None] & (line < lines)[None, :]
+        # The slices that stay are read and written back with the same bits: a store with holes goes element by element.
+        target = matrix + element.to(tl.int64)[:, None] * stride_row + slice_index[None, :] * stride_column
+        inside = is_element[:, None] & (slice_index < slices)[None, :]
         kept = tl.load(target, mask=inside, other=0.0)
         tl.store(target, tl.where(is_placed[None, :], tl.trans(values), kept), mask=inside)
 
@@ -189,16 +193,16 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     bias_correction2_sqrt,
     eps,
     DIM: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """AdamW on the state of BLOCK_LINES selected lines, in place, and its cast into the matrix's lines."""
-    line_blocks = tl.cdiv(k, BLOCK_LINES)
-    number = (tl.program_id(0) % line_blocks) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
-    element = (tl.program_id(0) // line_blocks) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
-    is_line = number < k
+    """AdamW on the state of BLOCK_LINES selected slices, in place, and its cast into the matrix's slices."""
+    slice_blocks = tl.cdiv(k, BLOCK_SLICES)
+    number = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
+    element = (tl.program_id(0) // slice_blocks) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
+    is_slice = number < k
     is_element = element < length
-    mask = is_line[:, None] & is_element[None, :]
+    mask = is_slice[:, None] & is_element[None, :]
     offset = number.to(tl.int64)[:, None] * length + element[None, :]
 
     grad = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32) * grad_scale
@@ -214,80 +218,86 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     tl.store(exp_avg_sq + offset, second, mask=mask)
     tl.store(master + offset, weight, mask=mask)
 
-    line = tl.load(selected + number, mask=is_line, other=0)
+    slice_index = tl.load(selected + number, mask=is_slice, other=0)
     cast = weight.to(matrix.dtype.element_ty)
     if DIM == 0:
-        row = matrix + line.to(tl.int64)[:, None] * stride_row
+        row = matrix + slice_index.to(tl.int64)[:, None] * stride_row
         tl.store(row + element[None, :] * stride_column, cast, mask=mask)
     else:
         row = matrix + element.to(tl.int64)[:, None] * stride_row
-        tl.store(row + line[None, :] * stride_column, tl.trans(cast), mask=is_element[:, None] & is_line[None, :])
+        tl.store(
+            row + slice_index[None, :] * stride_column, tl.trans(cast), mask=is_element[:, None] & is_slice[None, :]
+        )
 
 
-def norms_and_split(matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, rest_out: Tensor) -> Tensor:
+def norms_and_split(
+    matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
+) -> Tensor:
     """See ``device_ops.norms_and_split``."""
     matrix, dim = row_major(matrix, dim)
-    lines, length = matrix.shape[dim], matrix.shape[1 - dim]
+    slices, length = matrix.shape[dim], matrix.shape[1 - dim]
     strips = triton.cdiv(length, _TILES_PER_PARTIAL * _BLOCK_LENGTH)
-    sums = torch.empty(lines, dtype=torch.float32, device=matrix.device)
-    partials = sums if strips <= 1 else sums.new_empty(strips, lines)
+    sums = torch.empty(slices, dtype=torch.float32, device=matrix.device)
+    partials = sums if strips <= 1 else sums.new_empty(strips, slices)
     if not matrix.numel():
         return sums.zero_()
     with _on(matrix):
-        _norms_and_split_kernel[(strips * triton.cdiv(lines, _BLOCK_LINES),)](
+        _norms_and_split_kernel[(strips * triton.cdiv(slices, _BLOCK_SLICES),)](
             matrix,
             *matrix.stride(),
             selection.position,
             selected_out,
-            rest_out,
+            deferred_out,
             partials,
-            lines,
+            slices,
             length,
             selection.selected.numel(),
             DIM=dim,
             TILES=min(_TILES_PER_PARTIAL, triton.next_power_of_2(triton.cdiv(length, _BLOCK_LENGTH))),
-            BLOCK_LINES=_BLOCK_LINES,
+            BLOCK_SLICES=_BLOCK_SLICES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
             enable_fp_fusion=False,
         )
         if strips > 1:
-            _sum_partials_kernel[(triton.cdiv(lines, _BLOCK_SUMS),)](partials, sums, strips, lines, BLOCK=_BLOCK_SUMS)
+            _sum_partials_kernel[(triton.cdiv(slices, _BLOCK_SUMS),)](partials, sums, strips, slices, BLOCK=_BLOCK_SUMS)
     return sums
 
 
-def unsplit_columns(matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, rest_in: Tensor) -> None:
+def unsplit_columns(
+    matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
+) -> None:
     """See ``device_ops.unsplit_columns``."""
-    _place_lines(matrix_out, dim, selection.position, selected_in, rest_in)
+    _place_slices(matrix_out, dim, selection.position, selected_in, deferred_in)
 
 
-def merge_columns(matrix: Tensor, dim: int, lines: Tensor, values: Tensor) -> None:
+def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
     """See ``device_ops.merge_columns``."""
-    if not lines.numel():
+    if not slices.numel():
         return
-    # Tiles run over the matrix, not over ``lines``: those may come in any order, and writes should not.
+    # Tiles run over the matrix, not over ``slices``: those may come in any order, and writes should not.
     position = torch.full((matrix.shape[dim],), -1, dtype=torch.int32, device=matrix.device)
-    position[lines.long()] = torch.arange(lines.numel(), dtype=torch.int32, device=matrix.device)
-    _place_lines(matrix, dim, position, values, None)
+    position[slices.long()] = torch.arange(slices.numel(), dtype=torch.int32, device=matrix.device)
+    _place_slices(matrix, dim, position, values, None)
 
 
-def _place_lines(matrix: Tensor, dim: int, position: Tensor, first_in: Tensor, second_in: Tensor | None) -> None:
+def _place_slices(matrix: Tensor, dim: int, position: Tensor, first_in: Tensor, second_in: Tensor | None) -> None:
     if not matrix.numel():
         return
     matrix, dim = row_major(matrix, dim)
-    lines, length = matrix.shape[dim], matrix.shape[1 - dim]
+    slices, length = matrix.shape[dim], matrix.shape[1 - dim]
     with _on(matrix):
-        _place_lines_kernel[(triton.cdiv(length, _BLOCK_LENGTH) * triton.cdiv(lines, _BLOCK_LINES),)](
+        _place_slices_kernel[(triton.cdiv(length, _BLOCK_LENGTH) * triton.cdiv(slices, _BLOCK_SLICES),)](
             matrix,
             *matrix.stride(),
             position,
             first_in,
             second_in,
-            lines,
+            slices,
             length,
             first_in.shape[0],
             DIM=dim,
             BOTH=second_in is not None,
-            BLOCK_LINES=_BLOCK_LINES,
+            BLOCK_SLICES=_BLOCK_SLICES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
         )
 
@@ -324,7 +334,7 @@ def adam_columns_(
         return
     window = window_coefficients([slot], step)
     with _on(matrix):
-        _adam_columns_kernel[(triton.cdiv(shape[1], _BLOCK_LENGTH) * triton.cdiv(shape[0], _BLOCK_STATE_LINES),)](
+        _adam_columns_kernel[(triton.cdiv(shape[1], _BLOCK_LENGTH) * triton.cdiv(shape[0], _BLOCK_STATE_SLICES),)](
             matrix,
             *matrix.stride(),
             selected,
@@ -342,7 +352,7 @@ def adam_columns_(
             window.bias_correction2_sqrt,
             eps,
             DIM=dim,
-            BLOCK_LINES=_BLOCK_STATE_LINES,
+            BLOCK_SLICES=_BLOCK_STATE_SLICES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
             enable_fp_fusion=False,
         )

@@ -34,7 +34,7 @@ def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torc
 
 
 def record_norms(registry: ParamRegistry, timeline: Timeline | None, step: int) -> None:
-    """Leave the share of squared gradient norm in the selected lines with the profiler, if one listens."""
+    """Leave the share of squared gradient norm in the selected slices with the profiler, if one listens."""
     used = (GradientState.PARTS, GradientState.CONSUMED)
     present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
     if timeline is None or not present:

@@ -187,7 +187,7 @@ class GradientRecord:
     # Tensors of this gradient.
 
     @property
-    def held(self) -> bool:
+    def has_tensor(self) -> bool:
         """Whether a tensor of this gradient is alive."""
         return self._handle is not None and self._handle() is not None
 
@@ -380,7 +380,7 @@ class GradientRecord:
         """The gradient left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
         if not self.state.away:
             return
-        if self.held:
+        if self.has_tensor:
             with suppress(RuntimeError):  # a failed copy, which has raised or will
                 self.make_dense()
         if self.state.away:

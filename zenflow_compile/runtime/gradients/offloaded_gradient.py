@@ -176,9 +176,7 @@ def _aliased_arguments(func: Any) -> frozenset[int | str] | None:
     if func.namespace not in ("aten", "prims"):
         return None
     arguments = enumerate(func._schema.arguments)
-    return frozenset(
-        key for number, each in arguments if each.alias_info is not None for key in (number, each.name)
-    )
+    return frozenset(key for number, each in arguments if each.alias_info is not None for key in (number, each.name))
 
 
 @cache
@@ -232,12 +230,12 @@ def _zero(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _zero_all(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    rest = [each for each in args[0] if not isinstance(each, OffloadedGradient)]
+    deferred = [each for each in args[0] if not isinstance(each, OffloadedGradient)]
     for each in args[0]:
         if isinstance(each, OffloadedGradient):
             each._record.zero()
-    if rest:
-        torch._foreach_zero_(rest)
+    if deferred:
+        torch._foreach_zero_(deferred)
 
 
 def _scales(value: Any) -> bool:
@@ -267,14 +265,17 @@ def _scale_all(func: Any, *, divide: bool) -> _Handler:
         each_by = list(by) if isinstance(by, (list, tuple)) else [by] * len(gradients)
         if kwargs or len(each_by) != len(gradients) or not all(_scales(value) for value in each_by):
             return NotImplemented
-        rest = []
+        deferred = []
         for gradient, value in zip(gradients, each_by, strict=True):
             if isinstance(gradient, OffloadedGradient):
                 gradient._record.scale(value, divide=divide)
             else:
-                rest.append((gradient, value))
-        if rest:
-            func([gradient for gradient, _ in rest], [v for _, v in rest] if isinstance(by, (list, tuple)) else by)
+                deferred.append((gradient, value))
+        if deferred:
+            func(
+                [gradient for gradient, _ in deferred],
+                [v for _, v in deferred] if isinstance(by, (list, tuple)) else by,
+            )
         return None
 
     return scale
@@ -302,11 +303,9 @@ def _norms(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     order, dtype = kwargs.get("ord", order), kwargs.get("dtype", dtype)
     if not _is_l2(order):
         return NotImplemented
-    rest = [each for each in gradients if not isinstance(each, OffloadedGradient)]
-    others = iter(torch._foreach_norm(rest, order, dtype=dtype) if rest else ())
-    return [
-        each._record.l2_norm(dtype) if isinstance(each, OffloadedGradient) else next(others) for each in gradients
-    ]
+    deferred = [each for each in gradients if not isinstance(each, OffloadedGradient)]
+    others = iter(torch._foreach_norm(deferred, order, dtype=dtype) if deferred else ())
+    return [each._record.l2_norm(dtype) if isinstance(each, OffloadedGradient) else next(others) for each in gradients]
 
 
 def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

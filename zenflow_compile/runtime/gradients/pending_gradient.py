@@ -1,4 +1,4 @@
-"""A remaining gradient that stays on the device until it is final, because it is summed or compressed before its copy.
+"""A deferred gradient that stays on the device until it is final, because it is summed or compressed before its copy.
 
 [Note: transient blocks] What is copied from here is no ring's: many parameters are final at one moment, and with two
 blocks the device would wait for all of their copies. A block is the allocator's, on the stream of the update, and
@@ -19,14 +19,14 @@ from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 
 Outgoing = tuple[Tensor, Sequence[StepCoefficients]]
-"""A block of the plan's ``slot_shape`` and ``slot_dtype``, and the coefficients of each gradient that it stands for."""
+"""A block of the plan's ``buffer_shape`` and ``buffer_dtype``, and the coefficients of its gradients."""
 
 
 class PendingGradient:
     """The gradient of one parameter between backward and final moment, and what it becomes then.
 
     Attributes:
-        gradient: [rest, length] in the model's dtype, like ``.grad``: made by the split, gone with the update.
+        gradient: [deferred, length] in the model's dtype, like ``.grad``: made by the split, gone with the update.
         window_sum: what the open window holds, where the plan says ``summed``; residual: what compression has lost so
             far, where it says ``compressed``. One of the two.
     """
@@ -53,7 +53,9 @@ class PendingGradient:
         if self._sent is not None:
             self._sent[1].wait_on_device()
             self._sent = None
-        self.gradient = torch.empty((self._plan.rest, self._plan.length), dtype=self._plan.dtype, device=self._device)
+        self.gradient = torch.empty(
+            (self._plan.deferred, self._plan.length), dtype=self._plan.dtype, device=self._device
+        )
         return self.gradient
 
     def finalize(self, slot: StepCoefficients) -> Outgoing | None:
@@ -80,7 +82,7 @@ class PendingGradient:
         self._sent = block, ticket
 
     def slices_changed(self, changed: Tensor) -> None:
-        """The lines at ``changed``, bool[rest] on the device, are others now; a sum is empty at such a moment."""
+        """The slices at ``changed``, bool[deferred] on the device, are others now; a sum is empty at such a moment."""
         if self.residual is not None:
             self.residual.drop(changed)
 
@@ -112,4 +114,4 @@ class PendingGradient:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def _new_block(self) -> Tensor:
-        return torch.empty(self._plan.slot_shape, dtype=self._plan.slot_dtype, device=self._device)
+        return torch.empty(self._plan.buffer_shape, dtype=self._plan.buffer_dtype, device=self._device)

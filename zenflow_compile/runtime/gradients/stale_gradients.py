@@ -1,4 +1,4 @@
-"""What a backward that was cut short leaves, in the implicit form, where nobody else discards it."""
+"""What a backward that was cut short leaves, in the optimizer-in-backward form, where nobody else discards it."""
 
 from __future__ import annotations
 

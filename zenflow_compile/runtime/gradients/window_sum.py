@@ -1,4 +1,4 @@
-"""The sum of a window's remaining gradients, kept on the device until the window closes.
+"""The sum of a window's deferred gradients, kept on the device until the window closes.
 
 A gradient is added when it is final, with the clip factor and loss scale of that moment. The sum is in fp32: of random
 bf16 gradients, the mean of 4 (8) that were summed in bf16 has a relative error of 2.7e-3 (3.7e-3), of those summed in
@@ -23,7 +23,7 @@ class WindowSum:
     """An open window of one parameter.
 
     Attributes:
-        total: f32[rest, length], sum of ``gradient * grad_scale`` over the window's gradients, in units of ``unit``;
+        total: f32[deferred, length], sum of ``gradient * grad_scale`` over the window, in units of ``unit``;
             meaningless while there is none.
         slots: what each of the gradients was to be taken with, oldest first; a missing gradient has none.
     """
@@ -33,8 +33,8 @@ class WindowSum:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> WindowSum:
-        """Device memory for the sum of the host's lines."""
-        return cls(torch.zeros((plan.rest, plan.length), dtype=torch.float32, device=device))
+        """Device memory for the sum of the deferred slices."""
+        return cls(torch.zeros((plan.deferred, plan.length), dtype=torch.float32, device=device))
 
     @property
     def unit(self) -> float:
@@ -42,7 +42,7 @@ class WindowSum:
         return _largest_scale(self.slots[:1])
 
     def add(self, gradient: Tensor, slot: StepCoefficients) -> None:
-        """Take a final gradient ``[rest, length]``, of any floating dtype."""
+        """Take a final gradient ``[deferred, length]``, of any floating dtype."""
         self.slots.append(slot)
         factor = slot.grad_scale / self.unit
         if len(self.slots) == 1:
@@ -53,7 +53,7 @@ class WindowSum:
             self.total.add_(gradient, alpha=factor)
 
     def take_mean(self, out: Tensor) -> list[StepCoefficients]:
-        """End the window: write the mean gradient into ``out`` [rest, length] of the model's dtype.
+        """End the window: write the mean gradient into ``out`` [deferred, length] of the model's dtype.
 
         The mean is in units of the window's largest scale: no element of it is larger than the largest of the raw
         gradients, which the dtype held.

@@ -224,9 +224,7 @@ def _map(total_bytes: int) -> _Mapping:
         # Private: shared anonymous memory would get no huge pages.
         mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(
-            f"the operating system did not map {_gib(length)} of host memory: {error}"
-        ) from error
+        raise MemoryError(f"the operating system did not map {_gib(length)} of host memory: {error}") from error
     mapping.owner = os.getpid()
     mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # neither exists on every platform and kernel

@@ -171,9 +171,9 @@ def _coefficient_table(slots: Sequence[StepCoefficients], *, step: int, eps: flo
     return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
-def _fused_rule_p(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor, *rest: Tensor) -> None:
-    """What Inductor compiles: functional up to its last four lines. ``rest``: gradients, then the table."""
-    *gradients, coefficients = rest
+def _fused_rule_p(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor, *deferred: Tensor) -> None:
+    """What Inductor compiles: functional up to its last four slices. ``deferred``: gradients, then the table."""
+    *gradients, coefficients = deferred
     m, v = exp_avg, exp_avg_sq
     for i, gradient in enumerate(gradients):
         valid, grad_scale, beta1, beta1_rest, beta2, beta2_rest = coefficients[i].unbind()

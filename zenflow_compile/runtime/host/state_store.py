@@ -14,7 +14,7 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 
 
 class State(NamedTuple):
-    """f32[rest, length] tensors in host memory."""
+    """f32[deferred, length] tensors in host memory."""
 
     master: Tensor
     exp_avg: Tensor
@@ -92,13 +92,13 @@ class InMemoryState:
     error: BaseException | None = None
 
     def __init__(self, plan: ParamPlan, arena: HostArena) -> None:
-        block = (plan.rest, plan.length)
+        block = (plan.deferred, plan.length)
         self._state = State(*(arena.take(block, torch.float32) for _ in range(STATE_TENSORS)))
 
     @staticmethod
     def arena_bytes(plan: ParamPlan) -> int:
         """What it takes of the arena."""
-        return carved_bytes([((plan.rest, plan.length), torch.float32)] * STATE_TENSORS)
+        return carved_bytes([((plan.deferred, plan.length), torch.float32)] * STATE_TENSORS)
 
     def state(self) -> State:
         """See :meth:`StateStore.state`."""

@@ -25,7 +25,7 @@ _NOW: Key = (_WANTED, -1, -1)
 
 def block_bytes(plan: ParamPlan) -> int:
     """What the parameter's state takes in the window and in a file: whole pages."""
-    return whole_pages(carved_bytes([((plan.rest, plan.length), torch.float32)] * STATE_TENSORS))
+    return whole_pages(carved_bytes([((plan.deferred, plan.length), torch.float32)] * STATE_TENSORS))
 
 
 class Place(Enum):
@@ -79,9 +79,9 @@ class CachedState:
 
     def show(self, memory: Tensor) -> None:
         """It is in ``memory`` from here on, u8[size]."""
-        part, count = whole_slices(self._plan), self._plan.rest * self._plan.length
+        part, count = whole_slices(self._plan), self._plan.deferred * self._plan.length
         flat = (memory[i * part : i * part + FP32_BYTES * count].view(torch.float32) for i in range(STATE_TENSORS))
-        self._state = State(*(each.view(self._plan.rest, self._plan.length) for each in flat))
+        self._state = State(*(each.view(self._plan.deferred, self._plan.length) for each in flat))
 
     def hide(self) -> None:
         """It is in no memory."""
@@ -160,4 +160,4 @@ class CachedStateLock:
 
 def whole_slices(plan: ParamPlan) -> int:
     """Bytes from the beginning of one tensor of a block to the next: aligned as in any arena."""
-    return carved_bytes([((plan.rest, plan.length), torch.float32)])
+    return carved_bytes([((plan.deferred, plan.length), torch.float32)])

@@ -1,4 +1,4 @@
-"""The device's side of one parameter: which lines are selected, their state, and the score that selects them."""
+"""The device's side of one parameter: which slices are selected, their state, and the score that selects them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SCORE_DECAY = 0.9
 
 @dataclass(slots=True)
 class DeviceState:
-    """fp32 state ``[k, length]`` of the selected lines, the selection in force and its score.
+    """fp32 state ``[k, length]`` of the selected slices, the selection in force and its score.
 
     Attributes:
-        selection: which lines the device updates and which are the host's, in the order of the state's rows.
+        selection: which slices the device updates and which are the host's, in the order of the state's rows.
         gradient: ``[k, length]`` in the model's dtype, the selected gradient that waits for its update.
-        norms: f32[lines], squared norms of the gradient that waits.
-        score: f32[lines], moving average of the squared norms of unscaled gradients.
+        norms: f32[slices], squared norms of the gradient that waits.
+        score: f32[slices], moving average of the squared norms of unscaled gradients.
         steps: gradients that the moments have taken.
         selected_at: step of the last re-selection; None before the first.
     """
@@ -47,13 +47,13 @@ class DeviceState:
         state = [torch.zeros(block, dtype=torch.float32, device=device) for _ in range(3)]
         return cls(
             plan=plan,
-            selection=column_ops.Selection.of(torch.arange(plan.k, dtype=torch.int32), plan.lines, device),
+            selection=column_ops.Selection.of(torch.arange(plan.k, dtype=torch.int32), plan.slices, device),
             gradient=torch.zeros(block, dtype=plan.dtype, device=device),
             master=state[0],
             exp_avg=state[1],
             exp_avg_sq=state[2],
-            norms=torch.zeros(plan.lines, dtype=torch.float32, device=device),
-            score=torch.zeros(plan.lines, dtype=torch.float32, device=device),
+            norms=torch.zeros(plan.slices, dtype=torch.float32, device=device),
+            score=torch.zeros(plan.slices, dtype=torch.float32, device=device),
         )
 
     @property
@@ -89,7 +89,7 @@ class DeviceState:
         return torch.sum(self.norms.masked_fill(~self.selection.mask, 0.0), 0, out=out)
 
     def next_step(self, matrix: Tensor) -> column_ops.SliceState:
-        """One more gradient counts: the waiting one, for an AdamW step on the selected lines of the 2-D view."""
+        """One more gradient counts: the waiting one, for an AdamW step on the selected slices of the 2-D view."""
         self.steps += 1
         return column_ops.SliceState(
             matrix,
@@ -125,25 +125,25 @@ def exchange_slices(
     selection: column_ops.Selection,
     wanted: Tensor,
 ) -> tuple[column_ops.Selection, int]:
-    """Make ``wanted`` the selection: lines that change sides take their state with them, both ways.
+    """Make ``wanted`` the selection: slices that change sides take their state with them, both ways.
 
-    Joining lines take the rows of leaving ones on either side, so nothing else moves.
+    Joining slices take the rows of leaving ones on either side, so nothing else moves.
 
     Args:
         device_side: f32[k, length] tensors.
-        host_side: f32[rest, length] tensors of the same meaning.
+        host_side: f32[deferred, length] tensors of the same meaning.
         selection: the one in force.
-        wanted: i32[k], no line twice.
+        wanted: i32[k], no slice twice.
 
     Returns:
         The new selection and the bytes that were moved in one direction.
     """
     device = selection.selected.device
     # Copies: on the CPU device .cpu() is the selection itself, which a loaded state dict may share.
-    selected, rest = selection.selected.cpu().clone(), selection.rest.cpu().clone()
+    selected, deferred = selection.selected.cpu().clone(), selection.deferred.cpu().clone()
     wanted = wanted.cpu()
     device_rows = torch.nonzero(torch.isin(selected, wanted, invert=True)).flatten()
-    host_rows = torch.nonzero(torch.isin(rest, wanted)).flatten()
+    host_rows = torch.nonzero(torch.isin(deferred, wanted)).flatten()
     if not len(device_rows):
         return selection, 0
     rows = device_rows.to(device)
@@ -153,7 +153,7 @@ def exchange_slices(
         on_device[rows] = on_host[host_rows].to(device)
         on_host[host_rows] = leaving
         moved += leaving.nbytes
-    leaving_lines = selected[device_rows]
-    selected[device_rows] = rest[host_rows]
-    rest[host_rows] = leaving_lines
-    return column_ops.Selection.of(selected, selection.lines, device, rest=rest), moved
+    leaving_slices = selected[device_rows]
+    selected[device_rows] = deferred[host_rows]
+    deferred[host_rows] = leaving_slices
+    return column_ops.Selection.of(selected, selection.slices, device, deferred=deferred), moved

@@ -1,4 +1,4 @@
-"""The host's side of one parameter: state of the lines that are not selected, and the window of waiting gradients."""
+"""The host's side of one parameter: state of the slices that are not selected, and the window of waiting gradients."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def touched_bytes(plan: ParamPlan, gradients: int) -> float:
         gradients: slots of the window that hold a gradient; those of a summed window share one.
     """
     places = min(gradients, 1) if plan.summed else gradients
-    return 2 * 3 * 4 + plan.dtype.itemsize + places * plan.slot_bytes / max(1, plan.rest * plan.length)
+    return 2 * 3 * 4 + plan.dtype.itemsize + places * plan.buffer_bytes / max(1, plan.deferred * plan.length)
 
 
 @dataclass(slots=True)
 class GradientBuffer:
-    """One step's remaining gradient in the window. Those of a summed window share one place, with their mean."""
+    """One step's deferred gradient in the window. Those of a summed window share one place, with their mean."""
 
     index: int
     coefficients: StepCoefficients
@@ -73,12 +73,12 @@ class FlushedWindow:
     final: Moment | None = None
     """When it closed, for the profiler; None while nobody records."""
     selection: Tensor | None = None
-    """i32[k] on the device: the lines selected from here on; None where the selection stays."""
+    """i32[k] on the device: the slices selected from here on; None where the selection stays."""
 
 
 @dataclass(slots=True)
 class HostState:
-    """fp32 state and upload buffers ``[rest, length]``, gradient slots, and the open window. Memory is of one arena.
+    """fp32 state and upload buffers ``[deferred, length]``, gradient buffers, and the open window, in one arena.
 
     Attributes:
         home: where the state is: in the arena, too, or in a file.
@@ -100,7 +100,7 @@ class HostState:
     workers: int = 1
     taken: int = 0
     open: list[GradientBuffer] = field(default_factory=list)
-    closes: list[FlushedWindow] = field(default_factory=list)
+    flushed: list[FlushedWindow] = field(default_factory=list)
     landed: Ticket | None = None
     landing: Job | None = None
     flags: tuple[HostFlags, int] | None = None
@@ -119,29 +119,29 @@ class HostState:
             home: of state that is in a file.
         """
         assert (home is not None) == plan.in_file
-        block = (plan.rest, plan.length)
+        block = (plan.deferred, plan.length)
         return cls(
             plan=plan,
             home=InMemoryState(plan, arena) if home is None else home,
-            gradients=[arena.take(plan.slot_shape, plan.slot_dtype) for _ in range(plan.slots)],
+            gradients=[arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
             workers=workers,
-            _slot_users=[None] * plan.slots,
+            _slot_users=[None] * plan.gradient_buffers,
         )
 
     @staticmethod
     def arena_bytes(plan: ParamPlan) -> int:
         """What ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
-        block = (plan.rest, plan.length)
-        gradients = [(plan.slot_shape, plan.slot_dtype)] * plan.slots
+        block = (plan.deferred, plan.length)
+        gradients = [(plan.buffer_shape, plan.buffer_dtype)] * plan.gradient_buffers
         state = 0 if plan.in_file else InMemoryState.arena_bytes(plan)
         return state + carved_bytes(gradients + [(block, plan.dtype)] * plan.uploads)
 
     def touch(self, worker: int) -> None:
         """Make resident, near the calling thread's core, the pages that worker ``worker`` will serve in every close."""
         ranges = self.task_ranges()
-        elements = self.plan.rest * self.plan.length
+        elements = self.plan.deferred * self.plan.length
         state = () if self.plan.in_file else self.state()
         for number, part in enumerate(ranges):
             if preferred_worker(number, len(ranges), self.workers) == worker:
@@ -156,7 +156,7 @@ class HostState:
         return user is not None and not user.done()
 
     def free_slot(self) -> tuple[int, Tensor]:
-        """The next gradient slot, of the plan's ``slot_shape``; waits for the close that still reads it."""
+        """The next gradient slot, of the plan's ``buffer_shape``; waits for the close that still reads it."""
         index = self._next_slot
         if (user := self._slot_users[index]) is not None:
             user.wait()
@@ -174,7 +174,7 @@ class HostState:
         self.taken += len(slots)
         upload = self.next_upload()
         # With staleness the close before may still run: it goes first, both in the queue and in fact.
-        before = self.closes[-1].job if self.closes else None
+        before = self.flushed[-1].job if self.flushed else None
         self._closed += 1
         inputs = [slot.copied for slot in slots]
         if self.landed is not None:
@@ -195,7 +195,7 @@ class HostState:
             for slot in slots:
                 self._slot_users[slot.index] = job
             close = FlushedWindow(job=job, upload=upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
-            self.closes.append(close)
+            self.flushed.append(close)
         except BaseException:  # an interrupt: perhaps no job will end it
             lease.end()
             raise
@@ -217,7 +217,7 @@ class HostState:
     @property
     def jobs(self) -> list[Job]:
         """Those that may still use this memory."""
-        users = (*self._slot_users, *(close.job for close in self.closes), self.landing)
+        users = (*self._slot_users, *(close.job for close in self.flushed), self.landing)
         return [job for job in users if job is not None]
 
     def drop_window(self) -> None:
@@ -234,7 +234,7 @@ class HostState:
         for job in self.jobs:
             job.settle()
         self.drop_window()
-        self.closes, self.landing = [], None
+        self.flushed, self.landing = [], None
         self._slot_users = [None] * len(self.gradients)
         self._next_slot = 0
 
@@ -246,7 +246,7 @@ class HostState:
         """
         if self.landing is not None:
             self.landing.wait()
-        for close in self.closes:
+        for close in self.flushed:
             close.job.wait()
 
     def wait_for_copies(self) -> None:
@@ -260,7 +260,7 @@ class HostState:
 
     def raise_failures(self) -> None:
         """Raise the failure of a job, a copy or a file, if there is one by now; waits for nothing."""
-        for job in (self.landing, *(close.job for close in self.closes)):
+        for job in (self.landing, *(close.job for close in self.flushed)):
             if job is not None and job.error is not None:
                 job.wait()
         for slot in self.open:
@@ -274,7 +274,7 @@ class HostState:
         coefficients = [slot.coefficients for slot in slots]
         kernel, plan = self.kernel, self.plan
         read = expanded if plan.compressed else _flat
-        # What is expanded should stay in the cache until the kernel has read it, and begin with a line.
+        # What is expanded should stay in the cache until the kernel has read it, and begin with a slice.
         piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
         touched = touched_bytes(plan, len(slots))
 
@@ -283,9 +283,7 @@ class HostState:
                 state = self.state()
                 for first in range(begin, end, piece):
                     part = slice(first, min(first + piece, end))
-                    master, exp_avg, exp_avg_sq, out = (
-                        block.view(-1)[part] for block in (*state, upload)
-                    )
+                    master, exp_avg, exp_avg_sq, out = (block.view(-1)[part] for block in (*state, upload))
                     kernel(
                         master,
                         exp_avg,
@@ -303,9 +301,9 @@ class HostState:
         return [task(part.start, part.stop) for part in self.task_ranges()]
 
     def task_ranges(self) -> list[slice]:
-        """The elements of every task of a close; compressed gradients are cut between lines."""
+        """The elements of every task of a close; compressed gradients are cut between slices."""
         unit = self.plan.length if self.plan.compressed else CUT_ELEMENTS
-        return task_ranges(self.plan.rest * self.plan.length, self.workers, unit)
+        return task_ranges(self.plan.deferred * self.plan.length, self.workers, unit)
 
 
 def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:

@@ -53,7 +53,7 @@ class OffloadedParam:
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
         uses: how often a graph was about to read it in this step.
         single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
-        held: its remaining gradient, where that stays on the device until it is final.
+        held: its deferred gradient, where that stays on the device until it is final.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OffloadedParam:
         self.returned: int | None = None
         self.uses = 0
         self.single = False
-        self.held = PendingGradient(plan, param.device) if plan.held else None
+        self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
         self.transport = transport
         self._gradients = gradients
         self._me: weakref.ref[GradientSource] = weakref.ref(self)
@@ -244,7 +244,7 @@ class OffloadedParam:
                 self.single = False
                 raise RuntimeError(
                     f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
-                    "pass an optimizer object to the loop instead of the implicit form, or declare no shared use"
+                    "pass an optimizer object to the loop instead of options, or declare no shared use"
                 )
             record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, and no code reads it
             return
@@ -316,26 +316,26 @@ class OffloadedParam:
         self.copy_to_host()
 
     def _split(self, record: GradientRecord, matrix: Tensor) -> None:
-        """Norms, selected lines and the rest in one read of the gradient: its own norms do not choose its lines."""
+        """Norms, selected slices and the rest in one read of the gradient: its own norms do not choose its slices."""
         self._take(matrix)
         record.state = GradientState.PARTS
 
     def _take(self, matrix: Tensor) -> None:
         self._release_parts()  # what an interrupt may have left, before a record had it
-        rest_shape = (self.plan.rest, self.plan.length)
-        if self.held is not None:
-            with self.transport.recorder.stall(self.held.busy, param=self.plan.name):
-                rest_out = self.held.new_gradient()
-        elif self.plan.rest:
+        deferred_shape = (self.plan.deferred, self.plan.length)
+        if self.pending is not None:
+            with self.transport.recorder.stall(self.pending.busy, param=self.plan.name):
+                deferred_out = self.pending.new_gradient()
+        elif self.plan.deferred:
             ring = self.transport.down_ring
             with self.transport.recorder.stall(ring.busy, param=self.plan.name):
-                block = ring.first_free(rest_shape, self.plan.dtype)
+                block = ring.first_free(deferred_shape, self.plan.dtype)
             self._staged, ring.unused = block, ring.without(block)  # see [Note: one assignment] in ``staging``
-            rest_out = block.tensor
+            deferred_out = block.tensor
         else:
-            rest_out = self.device.gradient.new_empty(rest_shape)
+            deferred_out = self.device.gradient.new_empty(deferred_shape)
         self.device.norms = column_ops.norms_and_split(
-            matrix, self.plan.dim, self.device.selection, self.device.gradient, rest_out
+            matrix, self.plan.dim, self.device.selection, self.device.gradient, deferred_out
         )
 
     def copy_to_host(self) -> None:
@@ -357,20 +357,20 @@ class OffloadedParam:
         step = self.transport.recorder.step
         return index, self.transport.to_host.submit(slot, block, step=step, param=self.plan.name)
 
-    def _send_held(self, held: PendingGradient, outgoing: Outgoing | None) -> None:
+    def _send_held(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
         """Copy what was held into a slot, which belongs to the open window at once, for every gradient in it."""
         if outgoing is not None:
             block, coefficients = outgoing
             index, ticket = self._send(block)
-            held.sent(block, ticket)
+            pending.sent(block, ticket)
             for each in coefficients:
                 self.host.commit(GradientBuffer(index, each, ticket))
 
     def _release_parts(self) -> None:
         """Forget the parts of a gradient. Its slot was never committed, so the next step's copy uses it again."""
         self._copy = None
-        if self.held is not None:
-            self.held.gradient = None
+        if self.pending is not None:
+            self.pending.gradient = None
         ring = self.transport.down_ring
         if (staged := self._staged) is not None:  # an error came between split and copy
             self._staged, ring.unused = None, ring.with_back(staged)
@@ -385,16 +385,16 @@ class OffloadedParam:
         if self._copy is not None:
             index, ticket = self._copy
             ticket.wait()
-            rest_in = self.host.gradients[index].to(target.device)
+            deferred_in = self.host.gradients[index].to(target.device)
         elif self._staged is not None:
-            rest_in = self._staged.tensor
-        elif self.held is not None and self.held.gradient is not None:
-            rest_in = self.held.gradient
-        elif self.plan.rest:
+            deferred_in = self._staged.tensor
+        elif self.pending is not None and self.pending.gradient is not None:
+            deferred_in = self.pending.gradient
+        elif self.plan.deferred:
             record.refuse("read")
         else:
-            rest_in = self.device.gradient.new_empty((0, self.plan.length))
-        column_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, rest_in)
+            deferred_in = self.device.gradient.new_empty((0, self.plan.length))
+        column_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, deferred_in)
 
     def _accumulator_like(self, matrix: Tensor) -> Tensor:
         if self._accumulator is None:
@@ -460,7 +460,7 @@ class OffloadedParam:
     # The final moment.
 
     def next_step(self) -> column_ops.SliceState:
-        """The selected lines for one AdamW step, in place in the parameter; ``bump_versions`` follows."""
+        """The selected slices for one AdamW step, in place in the parameter; ``bump_versions`` follows."""
         return self.device.next_step(self.weights.matrix)
 
     def update_on_host(self, slot: StepCoefficients | None) -> None:
@@ -468,8 +468,8 @@ class OffloadedParam:
         if slot is not None and self._copy is not None:
             index, ticket = self._copy
             self.host.commit(GradientBuffer(index, slot, ticket))
-        if slot is not None and self.held is not None and self.held.gradient is not None:
-            self._send_held(self.held, self.held.finalize(slot))
+        if slot is not None and self.pending is not None and self.pending.gradient is not None:
+            self._send_held(self.pending, self.pending.finalize(slot))
         record = self.record
         self.single = record is not None and record.contributions == 1 and not self.eager
         if record is not None:
@@ -486,14 +486,14 @@ class OffloadedParam:
         """Close the open window, whose job is to be submitted then; a window of missing gradients does nothing.
 
         Args:
-            selection: i32[k] on the device, the lines to select from here on; None where the selection stays.
+            selection: i32[k] on the device, the slices to select from here on; None where the selection stays.
             promptly: visible in the next forward, whatever the staleness.
         """
-        if self.held is not None:
-            self._send_held(self.held, self.held.end_window())
+        if self.pending is not None:
+            self._send_held(self.pending, self.pending.end_window())
         if not self.host.open:
             return None
-        if not self.host.closes:
+        if not self.host.flushed:
             self.weights.remember(self.device.selection)
         try:
             close = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
@@ -512,7 +512,7 @@ class OffloadedParam:
     @property
     def window_holds_gradients(self) -> bool:
         """Whether the update window holds gradients, apart or summed."""
-        window_sum = None if self.held is None else self.held.window_sum
+        window_sum = None if self.pending is None else self.pending.window_sum
         return bool(self.host.open) or (window_sum is not None and bool(window_sum.slots))
 
     def drop_window(self) -> int:
@@ -522,8 +522,8 @@ class OffloadedParam:
         """
         count = len(self.host.open)
         self.host.drop_window()
-        if self.held is not None:
-            count += self.held.drop_window()
+        if self.pending is not None:
+            count += self.pending.drop_window()
         self.host.taken += count
         return count
 
@@ -531,8 +531,8 @@ class OffloadedParam:
 
     def due(self, now: int) -> bool:
         """Whether a closed window is visible to a forward after ``now`` steps and has not landed."""
-        closes = self.host.closes
-        return bool(closes) and any(close.visible_at <= now for close in closes)
+        flushed = self.host.flushed
+        return bool(flushed) and any(close.visible_at <= now for close in flushed)
 
     def start_upload(self, now: int) -> bool:
         """Queue the upload of the next visible close, behind its job; whether one is on its way.
@@ -544,10 +544,10 @@ class OffloadedParam:
         lane, ring = self.transport.to_device, self.transport.up_ring
         if not self.due(now):
             return False
-        close = self.host.closes[0]
+        close = self.host.flushed[0]
         if close.job.error is not None or not (close.job.done() or lane.can_wait_for(close.job)):
             return False
-        block = ring.first_free((self.plan.rest, self.plan.length), self.plan.dtype)
+        block = ring.first_free((self.plan.deferred, self.plan.length), self.plan.dtype)
         step = self.transport.recorder.step
         try:
             ticket = lane.submit(block.tensor, close.upload, step=step, param=self.plan.name, after=close.job)
@@ -567,7 +567,7 @@ class OffloadedParam:
 
     def _land_one(self, now: int) -> FlushedWindow:
         recorder = self.transport.recorder
-        next_close = self.host.closes[0]
+        next_close = self.host.flushed[0]
         recorder.slack(next_close.final, step=next_close.flushed_at, param=self.plan.name)
         if not self.start_upload(now):
             with recorder.compute("wait", param=self.plan.name, on_host=True):
@@ -593,13 +593,13 @@ class OffloadedParam:
         """The upload has arrived: weights, window and selection follow it."""
         recorder, ring = self.transport.recorder, self.transport.up_ring
         with recorder.compute("merge", param=self.plan.name):
-            rest = self.device.selection.rest
-            column_ops.merge_columns(self.weights.matrix, self.plan.dim, rest, upload.block.tensor)
+            deferred = self.device.selection.deferred
+            column_ops.merge_columns(self.weights.matrix, self.plan.dim, deferred, upload.block.tensor)
             self.weights.written()
         self._upload, ring.unused = None, ring.with_back(upload.block)
-        self.host.closes.pop(0)
+        self.host.flushed.pop(0)
         self.host.landed, self.host.landing = upload.ticket, upload.close.job
-        if self.host.closes:
+        if self.host.flushed:
             self.weights.remember(self.device.selection)
         if upload.close.selection is not None:
             with recorder.compute("select", param=self.plan.name):
@@ -618,8 +618,8 @@ class OffloadedParam:
         except BaseException as error:
             self._partially_applied = error
             raise
-        if self.held is not None:
-            self.held.slices_changed(before.rest != self.device.selection.rest)
+        if self.pending is not None:
+            self.pending.slices_changed(before.deferred != self.device.selection.deferred)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     # Writes of others, and failures.
@@ -644,12 +644,12 @@ class OffloadedParam:
             self.weights.accept()
             return False
         lost = self.due(now)
-        dropped = bool(self.host.closes)
+        dropped = bool(self.host.flushed)
         self._drop_upload()
-        for close in self.host.closes:
+        for close in self.host.flushed:
             if close.selection is not None:
                 self._reselect(close.selection)
-        self.host.closes.clear()
+        self.host.flushed.clear()
         differs = self.weights.reseed(self.device, self.host)
         if lost:
             raise errors.LostUpdateError(
@@ -672,7 +672,7 @@ class OffloadedParam:
             self._upload.ticket.wait()
 
     def raise_if_partially_applied(self) -> None:
-        """Raise if an update was made half-way, or lines have changed sides half-way.
+        """Raise if an update was made half-way, or slices have changed sides half-way.
 
         Raises:
             RuntimeError: so it was; chained to what interrupted it.
@@ -693,8 +693,8 @@ class OffloadedParam:
         self._release_parts()
         self._partially_applied = None
         self._drop_upload()
-        if self.held is not None:
-            self.held.abandon()
+        if self.pending is not None:
+            self.pending.abandon()
         self.host.clear_windows()
 
     def _drop_upload(self) -> None:
@@ -707,4 +707,4 @@ class OffloadedParam:
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
         accumulator = 0 if self._accumulator is None else self._accumulator.nbytes
-        return self.device.nbytes + accumulator + (0 if self.held is None else self.held.nbytes)
+        return self.device.nbytes + accumulator + (0 if self.pending is None else self.pending.nbytes)

@@ -91,7 +91,7 @@ class ParamRegistry:
             workers=WorkerPool(len(cores), recorder, cores),
             recorder=recorder,
         )
-        self.interleaved = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
+        self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self._engine = engine
         self._options = options
         self._device = device
@@ -120,9 +120,9 @@ class ParamRegistry:
         up_slots = upload_slots(plan, self._options)
         with ExitStack() as undo:
             added = self._allocate(plan, [param for _, param in named], file_window, undo)
-            self.transport.down_ring.fit(GRADIENT_RING, largest_block(plan, held=False))
+            self.transport.down_ring.fit(GRADIENT_RING, largest_block(plan, pending=False))
             self.transport.up_ring.fit(up_slots, largest_block(plan))
-            self.interleaved.fit(added.subgroups)
+            self.streamed.fit(added.subgroups)
             made = {
                 index: self._make(plan.params[index], params[index], host, counters[index])
                 for index, host in added.hosts.items()
@@ -132,7 +132,7 @@ class ParamRegistry:
         self._arenas.append(added.arena)
         self.plan = plan
         self.offloaded.update(made)
-        self.interleaved.add(added.subgroups)
+        self.streamed.add(added.subgroups)
         self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
         for _, param in named:
             self._own(param, counters[len(self.params)])
@@ -160,8 +160,8 @@ class ParamRegistry:
         if (flags := make_flags(len(hosts), self._device)) is not None:
             for number, host in enumerate(hosts.values()):
                 host.flags = flags, number
-        subgroups = self.interleaved.make(
-            [(plan, param) for plan, param in zip(new, params, strict=True) if plan.interleaved], arena
+        subgroups = self.streamed.make(
+            [(plan, param) for plan, param in zip(new, params, strict=True) if plan.streamed], arena
         )
         self._touch_first(list(hosts.values()))
         if arena.total_bytes and self._device.type == "cuda":
@@ -176,7 +176,7 @@ class ParamRegistry:
         self._index_of[id(param)] = index
         self.counters.append(counter)
         counter.add(index, param)
-        if (streamed := self.interleaved.params.get(index)) is not None:
+        if (streamed := self.streamed.params.get(index)) is not None:
             streamed.state.counter = counter
         if index not in self.offloaded:
             self.whole.append((index, param))
@@ -307,8 +307,8 @@ class ParamRegistry:
         Those that stay on the device come last: their update overlaps what is on its way (Deep Optimizer States,
         section 4.1).
         """
-        self.interleaved.update(lambda index: self.coefficients(index, 1.0))
-        streamed = self.interleaved.params
+        self.streamed.update(lambda index: self.coefficients(index, 1.0))
+        streamed = self.streamed.params
         residents = self.residents({index for index, _ in self.whole if index not in streamed})
         for group in self.groups:
             members = [(param, grad) for param, grad, own in residents if own is group]
@@ -318,14 +318,14 @@ class ParamRegistry:
 
     def whole_state(self, index: int) -> ResidentState | None:
         """State of a parameter that the device updates whole, wherever it is; None before its first gradient."""
-        if (streamed := self.interleaved.params.get(index)) is not None:
+        if (streamed := self.streamed.params.get(index)) is not None:
             return streamed.state if streamed.ever_updated else None
         return self.resident.states.get(self.params[index])
 
     def load_whole(self, index: int, state: ResidentState | None) -> None:
         """Put a checkpoint's state of such a parameter back. Raises: see :meth:`ResidentState.load`."""
-        if index in self.interleaved.params:
-            self.interleaved.load(index, state)
+        if index in self.streamed.params:
+            self.streamed.load(index, state)
         elif state is None:
             self.resident.states.pop(self.params[index], None)
         else:
@@ -340,7 +340,7 @@ class ParamRegistry:
     def device_bytes(self) -> int:
         """Device bytes of optimizer state, selection, staging rings and the buffers that state is streamed through."""
         rings = self.transport.down_ring.nbytes + self.transport.up_ring.nbytes
-        whole = self.resident.nbytes + self.interleaved.device_bytes
+        whole = self.resident.nbytes + self.streamed.device_bytes
         return whole + rings + sum(offloaded.nbytes for offloaded in self.offloaded.values())
 
     @property
@@ -369,7 +369,7 @@ class ParamRegistry:
         """Drop everything in flight, failed work too."""
         for offloaded in self.offloaded.values():
             offloaded.abandon()
-        self.interleaved.abandon()
+        self.streamed.abandon()
         for ring in (self.transport.down_ring, self.transport.up_ring):
             ring.settle()
 
@@ -464,13 +464,16 @@ def _file_window_bytes(plan: Plan, options: Options) -> int:
 
 
 def block_bytes(plan: ParamPlan) -> int:
-    """What one gradient or upload of the parameter's remaining lines takes."""
-    return plan.rest * plan.length * plan.dtype.itemsize
+    """What one gradient or upload of the parameter's deferred slices takes."""
+    return plan.deferred * plan.length * plan.dtype.itemsize
 
 
-def largest_block(plan: Plan, *, held: bool = True) -> int:
+def largest_block(plan: Plan, *, pending: bool = True) -> int:
     """Bytes of the largest block, also of those parameters whose gradients are ``held`` and pass through no ring."""
-    return max((block_bytes(each) for each in plan.params if each.offloaded and (held or not each.held)), default=0)
+    return max(
+        (block_bytes(each) for each in plan.params if each.offloaded and (pending or not each.keeps_gradient)),
+        default=0,
+    )
 
 
 def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:

@@ -42,24 +42,24 @@ class Weights:
             view = self._view = self._param.data.view(self._param.shape[0], -1)
         return view
 
-    def of(self, lines: Tensor) -> Tensor:
-        """A copy of the weights of ``lines``, [n, length]."""
-        weights = self.matrix.index_select(self._plan.dim, lines)
+    def of(self, slices: Tensor) -> Tensor:
+        """A copy of the weights of ``slices``, [n, length]."""
+        weights = self.matrix.index_select(self._plan.dim, slices)
         return weights if self._plan.dim == 0 else weights.t()
 
     def written(self) -> None:
-        """Bump the version after an own write to the lines of the host."""
+        """Bump the version after an own write to the slices of the host."""
         bump_versions([self._param], [self.counter])
         self._shown = None
 
     def remember(self, selection: Selection) -> None:
-        """Copy the weights of the host's lines, which an update in flight leaves behind their masters.
+        """Copy the weights of the deferred slices, which an update in flight leaves behind their masters.
 
         Only where the version counter may be shared: if the version moves, the copy tells whether these weights were
         written or only others that share the counter.
         """
         if self.counter.shared or self.counter.exposed:
-            self._shown = self.of(selection.rest).cpu()
+            self._shown = self.of(selection.deferred).cpu()
 
     @property
     def written_by_others(self) -> bool:
@@ -74,20 +74,20 @@ class Weights:
         """Compare weights and masters at the first use: a checkpoint may be loaded in any order.
 
         Args:
-            shown: [rest, length] on the host, the weights of the host's lines, where an update that has not landed puts
+            shown: [deferred, length] on the host, the deferred weights, where an update that has not landed puts
                 them behind their masters.
         """
         self.unverified, self._shown = True, shown
 
     def shown(self, selection: Selection) -> Tensor:
-        """The weights of the host's lines that belong to the state as it is, [rest, length] on the host."""
+        """The weights of the deferred slices that belong to the state as it is, [deferred, length] on the host."""
         if self._shown is not None:
             return self._shown.clone()
-        return self.of(selection.rest).cpu().contiguous()
+        return self.of(selection.deferred).cpu().contiguous()
 
     def are_as_expected(self, device: DeviceState) -> bool:
         """Whether they are those that were remembered, or saved in a checkpoint, behind the masters of the host."""
-        if self._shown is None or not torch.equal(self.of(device.selection.rest).cpu(), self._shown):
+        if self._shown is None or not torch.equal(self.of(device.selection.deferred).cpu(), self._shown):
             return False
         return torch.equal(self.of(device.selection.selected), device.master.to(self._plan.dtype))
 
@@ -110,9 +110,9 @@ class Weights:
         differs = False
         if selection.selected.numel():
             differs = _follow(device.master, self.of(selection.selected))
-        if selection.rest.numel():
+        if selection.deferred.numel():
             # Before the state is borrowed: the device may be waiting for jobs that wait for the space which that takes.
-            weights = self.of(selection.rest).cpu()
+            weights = self.of(selection.deferred).cpu()
             with host.acquire(write=True) as state:
                 differs = _follow(state.master, weights) or differs
         self.accept()

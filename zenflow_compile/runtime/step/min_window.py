@@ -67,10 +67,10 @@ class ShortestWindow:
             return
         self.forget()
         offloaded = self._registry.offloaded.values()
-        if not offloaded or any(each.host.closes for each in offloaded):
+        if not offloaded or any(each.host.flushed for each in offloaded):
             return
         if self._rate is None:
-            largest = max(offloaded, key=lambda each: each.plan.rest * each.plan.length)
+            largest = max(offloaded, key=lambda each: each.plan.deferred * each.plan.length)
             self._rate = host_rate(largest.host.kernel, largest.plan, self._registry.transport.workers)
         self._graphs, self._begin = graphs, self._recorder.now()
 
@@ -101,7 +101,7 @@ def shortest_window(plans: Sequence[ParamPlan], *, rate: float, hidden: float) -
     """
     longest = max(plan.interval for plan in plans)
     for steps in range(1, longest):
-        touched = sum(plan.rest * plan.length * touched_bytes(plan, steps) for plan in plans)
+        touched = sum(plan.deferred * plan.length * touched_bytes(plan, steps) for plan in plans)
         if touched / steps <= rate * hidden:
             return steps
     return longest

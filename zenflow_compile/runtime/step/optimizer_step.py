@@ -34,7 +34,7 @@ class Coefficients:
 
 
 def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> None:
-    """AdamW on the selected lines of ``params``, in place; their scores take the gradients."""
+    """AdamW on the selected slices of ``params``, in place; their scores take the gradients."""
     if not params:
         return
     together: dict[tuple[StepCoefficients, float], list[OffloadedParam]] = {}
@@ -57,7 +57,7 @@ def end_on_host(
     present = offloaded.state is GradientState.PARTS
     slot, eps = in_force.of(offloaded)
     plan, side = offloaded.plan, offloaded.device
-    closing = schedule.closes(plan, side, step, present=present, unscale=offloaded.unscale)
+    closing = schedule.flushes(plan, side, step, present=present, unscale=offloaded.unscale)
     offloaded.update_on_host(slot if present else None)
     if not closing:
         return None

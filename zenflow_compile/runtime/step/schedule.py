@@ -22,9 +22,9 @@ from zenflow_compile.runtime.transfer.readback import Readback
 from zenflow_compile.timeline.events import AdaptiveWindows
 
 RESELECT_BELOW = 0.8
-"""A selection has drifted when a smaller share of its lines than this would be selected again."""
+"""A selection has drifted when a smaller share of its slices than this would be selected again."""
 ENTRY_MARGIN = 0.25
-"""A line enters only if its score exceeds that of the line it replaces by this share of it. Source of both numbers:
+"""A slice enters only if its score exceeds that of the slice it replaces by this share of it. Source of both numbers:
 docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for less than a point
 of the gradient's norm."""
 
@@ -40,8 +40,8 @@ class AdaptiveWindow:
 
     Attributes:
         attempted: steps since the last close.
-        waiting: sum over the window's steps of the RMS line norm of the remaining gradient.
-        selected: sum over the same steps of the RMS line norm of the selected gradient; ``seen``: how many steps.
+        waiting: sum over the window's steps of the RMS slice norm of the deferred gradient.
+        selected: sum over the same steps of the RMS slice norm of the selected gradient; ``seen``: how many steps.
         latest: (selected, waiting) of the step before, not taken in yet.
     """
 
@@ -66,7 +66,7 @@ class AdaptiveWindow:
 
 
 def swaps_paid_for(plan: ParamPlan, steps: int) -> int:
-    """Swaps of a line of the device for one of the host, after ``steps`` steps without any: what the budget allows.
+    """Swaps of a slice of the device for one of the host, after ``steps`` steps without any: what the budget allows.
 
     ``DeviceState.better_lines`` divides them over the groups of slices.
     """
@@ -101,7 +101,7 @@ class Schedule:
         """Whether every window closes at ``step`` and is visible to the next forward: synchronous, exact AdamW."""
         return step < self._options.full_warm_up_rounds
 
-    def closes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
+    def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
         """Whether the parameter's window closes with step ``step`` (from 0).
 
         Args:
@@ -126,11 +126,11 @@ class Schedule:
         return False
 
     def selection(self, plan: ParamPlan, device: DeviceState, step: int) -> Tensor | None:
-        """The lines to select from a close at ``step`` on, i32[k] on the device; None where the selection stays.
+        """The slices to select from a close at ``step`` on, i32[k] on the device; None where the selection stays.
 
         The first close selects. Later ones do so after every interval that the user gave; under ``"auto"`` only if
-        enough steps have passed and, at the close before, too small a share of the selected lines would have stayed.
-        Then no more lines change sides than the steps since the last time have paid for.
+        enough steps have passed and, at the close before, too small a share of the selected slices would have stayed.
+        Then no more slices change sides than the steps since the last time have paid for.
         """
         if not plan.selects:
             return None
@@ -213,5 +213,5 @@ class Schedule:
                 remaining = max(values[index, _TOTAL] - value, 0.0)
                 self.window(index).latest = (
                     unscale * (value / plan.k) ** 0.5,
-                    unscale * (remaining / plan.rest) ** 0.5,
+                    unscale * (remaining / plan.deferred) ** 0.5,
                 )

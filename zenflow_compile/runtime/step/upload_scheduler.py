@@ -47,7 +47,7 @@ class UploadScheduler:
 
     def end_step(self, now: int) -> None:
         """``now`` steps are over: land what cannot wait for a first use."""
-        closed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.closes]
+        closed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.flushed]
         self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
         for offloaded in self._in_flight:
             if self.read_elsewhere or offloaded.eager or offloaded.plan.blocking:
@@ -68,7 +68,7 @@ class UploadScheduler:
     def _make_visible(self, offloaded: OffloadedParam, now: int) -> None:
         if offloaded.weights.written_by_others:
             offloaded.notice_external_write(now)
-        if offloaded.host.closes and offloaded.due(now):
+        if offloaded.host.flushed and offloaded.due(now):
             self._prefetch(now)
             self.land(offloaded, now)
 
@@ -131,7 +131,7 @@ class UploadScheduler:
                 if self._registry.changed(offloaded.plan.index):  # moved or resized: its updates are of other weights
                     if offloaded.due(now):
                         lost.append(_lost_by_change(offloaded.plan.name))
-                    elif offloaded.host.closes or (flush and offloaded.window_holds_gradients):
+                    elif offloaded.host.flushed or (flush and offloaded.window_holds_gradients):
                         changed.append(offloaded.plan.name)
                     offloaded.abandon()
                     continue
@@ -189,7 +189,7 @@ class UploadScheduler:
         self._registry.transport.workers.withdraw(jobs)
 
     def _prefetch(self, now: int) -> None:
-        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.closes]
+        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.flushed]
         for offloaded in self._in_flight:
             if self._registry.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
                 return

@@ -32,20 +32,20 @@ class StagingRing:
             longest.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+    def __init__(self, slots: int, buffer_bytes: int, device: torch.device) -> None:
+        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
         self.unused: deque[tuple[int, Ticket | None]] = deque((number, None) for number in range(slots))
         # Three operators make a view; the same few blocks come again and again.
         self._views: dict[tuple[int, tuple[int, int], torch.dtype], Tensor] = {}
 
-    def fit(self, slots: int, slot_bytes: int) -> None:
+    def fit(self, slots: int, buffer_bytes: int) -> None:
         """Be ``slots`` buffers of at least ``slot_bytes``; none may be in use."""
-        slot_bytes = max(slot_bytes, self._buffers[0].numel())
-        if slots != len(self._buffers) or slot_bytes > self._buffers[0].numel():
+        buffer_bytes = max(buffer_bytes, self._buffers[0].numel())
+        if slots != len(self._buffers) or buffer_bytes > self._buffers[0].numel():
             self.settle()
             self._views.clear()
             device = self._buffers[0].device
-            self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+            self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
             self.unused = deque((number, None) for number in range(slots))
 
     @property
@@ -65,7 +65,7 @@ class StagingRing:
         return ticket is not None and not ticket.done()
 
     def first_free(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
-        """The buffer that was free longest, as ``[line, length]``; it is unused until ``without`` it is assigned.
+        """The buffer that was free longest, as ``[slice, length]``; it is unused until ``without`` it is assigned.
 
         Raises:
             CopyError: the last copy that read it failed.
