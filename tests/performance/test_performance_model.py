@@ -339,7 +339,7 @@ def test_the_equations_of_a_plan_are_its_forecast(machine: str, in_backward: boo
     recompute = not in_backward
     flops = flops_per_token(model, model.context) * tokens
     options = Options(nvme_path="scratch", update_interval=2)
-    for each in auto_policy.compare(options, node, model, tokens=tokens, recompute=recompute, in_backward=in_backward):
+    for each in auto_policy.compare(options, node, model, tokens=tokens, recompute=recompute, implicit=in_backward):
         chosen = Options.from_keywords(**each.options)
         plan = node_plan(chosen, node, model)
         knobs = Knobs.of(chosen, plan, final_at_step=not in_backward, recompute=recompute)
