@@ -12,7 +12,7 @@ import pytest
 
 from zenflow_compile.performance.models import MODELS, flops_per_token, from_config, model, of_size
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from zenflow_compile.planning.planners import repeated_blocks
+from zenflow_compile.planning.model_blocks import repeated_blocks
 
 # Exact where the weights are published, else as the logs of Deep Optimizer States round them.
 PUBLISHED = {

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zenflow_compile.performance.roofline import Bandwidths, Traffic, limit_of, traffic_of
+from zenflow_compile.performance.roofline import limit_of
+from zenflow_compile.performance.traffic import Bandwidths, Traffic, traffic_of
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
 WEIGHT = ParamPlan(
@@ -71,11 +72,12 @@ def test_files_are_written_once_in_a_window_and_read_unless_they_stay_in_memory(
     weights = tuple(replace(WEIGHT, index=index, in_file=True) for index in range(3))
     filed = replace(PLAN, params=weights, host_window_bytes=REST * 12)
     found = traffic(filed)
-    assert (found.disk, found.disk_per_window) == (pytest.approx((3 + 2) * REST * 12 / 4), (3 + 2) * REST * 12)
+    assert found.disk == pytest.approx((3 + 2) * REST * 12 / 4)
+    assert (1 + found.read_share) * found.files_per_window == pytest.approx((3 + 2) * REST * 12)
     for holds_all in (None, 3 * REST * 12):
         assert traffic(replace(filed, host_window_bytes=holds_all)).disk == 3 * REST * 12 / 4
     in_memory = replace(filed, params=tuple(replace(weight, in_file=False) for weight in weights))
-    assert replace(found, disk=0.0, disk_per_window=0) == traffic(in_memory)
+    assert replace(found, files=0.0, files_per_window=0, read_share=1.0) == traffic(in_memory)
     limit = limit_of(found, replace(FAST, disk=1e9), device_ms=1.0)
     assert limit.disk_ms == pytest.approx(5 * REST * 12 / 4 / 1e6)
     assert limit.stall_ms == pytest.approx(limit.disk_ms - 1.0)
@@ -85,7 +87,7 @@ def test_files_are_written_once_in_a_window_and_read_unless_they_stay_in_memory(
 
 def test_a_window_has_room_beside_what_comes_at_every_step() -> None:
     """21.6 MB through the disk per window; of 20 ms on a link of 1 GB/s, 12 ms are taken by state."""
-    found = replace(traffic(), state=12_000_000, disk_per_window=2 * REST * 12)
+    found = replace(traffic(), state=12_000_000, files_per_window=REST * 12)
     link = replace(FAST, to_host=1e9, to_device=1e9)
     for bandwidths, device_ms, smallest in (
         (replace(FAST, disk=1e9), 22.0, 1),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import Placement, Plan
-from zenflow_compile.planning.planners import ParamSpec, extend_plan, make_plan, repeated_blocks
+from zenflow_compile.planning.planners import ParamSpec, extend_plan, make_plan
 
 Shapes = list[tuple[int, ...]]
 

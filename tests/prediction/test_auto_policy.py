@@ -16,7 +16,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.hardware import hardware as named_hardware
 from zenflow_compile.performance.memory import activation_bytes, needs_of
 from zenflow_compile.performance.models import model as named_model
-from zenflow_compile.performance.shares import Knobs
+from zenflow_compile.performance.step_settings import StepSettings
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT32
 from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
 from zenflow_compile.prediction import auto_policy
@@ -136,8 +136,8 @@ def test_the_equation_that_is_explained_is_the_one_that_chose(dtypes: tuple[Any,
     compared = auto_policy.compare(Options(ratio=0.5), node, model, tokens=64)
     (tried,) = (each for each in compared if "deep" in each.label)
     assert options.update_stride == tried.options["update_stride"] == performance_model.stride_of(expected)
-    knobs = Knobs.of(options, make_plan(model.params, options))
-    equation, *_ = performance_model.explain(knobs, node, parameters=model.numel, flops=1e9)
+    settings = StepSettings.of(options, make_plan(model.params, options))
+    equation, *_ = performance_model.explain(settings, node, flops=1e9)
     assert equation.startswith("stride_ratio")
     assert equation.endswith(f"= {expected:.4g}")
 
@@ -248,6 +248,6 @@ def test_without_contention_the_equations_say_the_same(policy: str) -> None:
     options = Options(policy=policy, ratio=0.5 if policy == "twinflow" else 1.0, max_grad_norm=1.0)
     predicted = forecast(options, hardware, model, tokens=1)
     flops = 6.0 * model.numel
-    knobs = Knobs.of(options, final_at_step=True)
-    said = performance_model.step_time(knobs, hardware, parameters=model.numel, flops=flops)
+    settings = StepSettings.of(options, make_plan(model.params, options), final_at_step=True)
+    said = performance_model.step_time(settings, hardware, flops=flops)
     assert predicted.step_s == pytest.approx(said.seconds, rel=0.03)

@@ -16,7 +16,7 @@ from tests.planning.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import models
 from zenflow_compile.performance.models import flops_per_token
-from zenflow_compile.performance.roofline import traffic_of
+from zenflow_compile.performance.traffic import traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.profiling.chrome_trace import chrome_trace

@@ -129,11 +129,11 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
     if not options.explain:
         return {}
     from zenflow_compile.performance import performance_model  # imports sympy
-    from zenflow_compile.performance.shares import Knobs  # likewise
+    from zenflow_compile.performance.step_settings import StepSettings
 
     asked = prediction.question
     chosen = Options.from_keywords(**prediction.shown.options)
-    knobs = Knobs.of(
+    settings = StepSettings.of(
         chosen,
         node_plan(chosen, asked.hardware, asked.model),
         final_at_step=final_at_step(chosen, implicit=asked.implicit),
@@ -141,11 +141,11 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
         workers=chosen.workers,
     )
     flops = flops_per_token(asked.model) * asked.tokens
-    explanation = performance_model.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    explanation = performance_model.explain(settings, asked.hardware, flops=flops)
     explained = {"explained": explanation}
-    if not knobs.windowed:
+    if not settings.overlapped:
         return explained
-    smallest = performance_model.smallest_interval(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    smallest = performance_model.smallest_interval(settings, asked.hardware, flops=flops)
     return explained | {"smallest_interval": smallest}
 
 

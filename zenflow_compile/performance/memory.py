@@ -99,8 +99,8 @@ def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, stagin
 
     What is held passes through no ring of gradients.
     """
-    gradients = GRADIENT_RING * max((_block_bytes(param) for param in offloaded if not param.keeps_gradient), default=0)
-    largest = max(map(_block_bytes, offloaded), default=0)
+    gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
+    largest = max((param.upload_bytes for param in offloaded), default=0)
     slots = UPLOAD_RING
     if staging_bytes is not None and largest:
         uploads = sum(param.uploads for param in offloaded)  # each takes one buffer at most
@@ -111,11 +111,6 @@ def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, stagin
             streamed[param.subgroup] = streamed.get(param.subgroup, 0) + param.whole_state_bytes
     passing = min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
     return gradients + slots * largest + passing
-
-
-def _block_bytes(param: ParamPlan) -> int:
-    """What one gradient or upload of the deferred slices takes on the device."""
-    return param.deferred * param.length * param.dtype.itemsize
 
 
 def _host_state(param: ParamPlan) -> int:

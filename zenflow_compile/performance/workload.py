@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape, flops_per_token
-from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan, Plan
-from zenflow_compile.planning.planners import repeated_blocks
+from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.plan import ParamPlan, Plan
 
 HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
@@ -277,11 +277,8 @@ def _close(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindo
         return None
     host = upload = file = 0
     for param in closing:
-        elements = param.deferred * param.length
-        weights = elements * param.dtype.itemsize
-        gradients = param.buffer_bytes * (1 if param.summed else param.interval)
-        host += (elements * 2 * STATE_BYTES + gradients + weights) // devices
-        upload += weights // devices
+        host += param.update_bytes(param.interval) // devices
+        upload += param.upload_bytes // devices
         file += param.file_bytes // devices
     return FlushedWindow(host=host, upload=upload, file=file, params=tuple(param.name for param in closing))
 

@@ -163,6 +163,27 @@ class ParamPlan:
         return self.buffer_shape[0] * self.buffer_shape[1] * (1 if self.compressed else self.dtype.itemsize)
 
     @property
+    def deferred_numel(self) -> int:
+        """Elements of the deferred slices."""
+        return self.deferred * self.length
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of new weights that a flushed window sends to the device."""
+        return self.deferred_numel * self.dtype.itemsize
+
+    def update_bytes(self, gradients: int) -> int:
+        """Bytes of host memory that the host update of one window reads and writes, caches aside.
+
+        The fp32 state is read and written, each gradient is read, and the new weights are written.
+
+        Args:
+            gradients: steps of the window that have a gradient; those of a ``summed`` window share one buffer.
+        """
+        buffers = min(gradients, 1) if self.summed else gradients
+        return self.deferred_numel * 2 * STATE_BYTES + self.upload_bytes + buffers * self.buffer_bytes
+
+    @property
     def uploads(self) -> int:
         """Upload buffers in flight at most."""
         return 1 + self.staleness

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
 if TYPE_CHECKING:
@@ -322,57 +322,6 @@ def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> set[int]:
             kept.update(part)
             budget -= size
     return kept
-
-
-def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
-    """Find a model's repeated block in its list of parameter shapes.
-
-    Returns:
-        (start, period, stop): the blocks are ``shapes[start:stop]``, each ``period`` parameters long; the shortest
-        period of the longest repetition. None if nothing of at least two parameters repeats.
-    """
-    return _repeated_blocks(tuple(shapes))
-
-
-@lru_cache(maxsize=8)  # the same model is planned many times over when policies are compared
-def _repeated_blocks(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int, int] | None:
-    """Bit ``i`` of an integer stands for ``shapes[i]``, so that one operation looks at all of them."""
-    count = len(shapes)
-    planes = _bit_planes(shapes)
-    best: tuple[int, int, int] | None = None
-    longest = 0
-    for period in range(2, count // 2 + 1):
-        differs = 0
-        for plane in planes:
-            differs |= plane ^ (plane >> period)
-        # Bit i: here begin ``repeats * period`` shapes, each of which is the same one period later.
-        repeats = max(1, longest // period)
-        begins = _runs(~differs & ((1 << (count - period)) - 1), repeats * period)
-        while begins:
-            start = (begins & -begins).bit_length() - 1
-            longest = (1 + repeats) * period
-            best = (start, period, start + longest)
-            begins &= begins >> period
-            repeats += 1
-    return best
-
-
-def _bit_planes(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """The shapes numbered in the order in which they appear; one integer for each binary digit of the numbers."""
-    numbers: dict[tuple[int, ...], int] = {}
-    numbered = [numbers.setdefault(shape, len(numbers)) for shape in reversed(shapes)]
-    digits = max(len(numbers) - 1, 0).bit_length()
-    return [int("".join("01"[number >> digit & 1] for number in numbered), 2) for digit in range(digits)]
-
-
-def _runs(bits: int, length: int) -> int:
-    """Where ``length`` ones in a row begin, the lowest of them."""
-    width = 1
-    while bits and width < length:
-        step = min(width, length - width)
-        bits &= bits >> step
-        width += step
-    return bits
 
 
 def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> list[ParamPlan]:

@@ -13,7 +13,8 @@ from zenflow_compile.options.unread import unread
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.memory import Needs, needs_of
 from zenflow_compile.performance.models import ModelShape
-from zenflow_compile.planning.planners import ParamSpec, repeated_blocks, stride_weight_bytes
+from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.planners import ParamSpec, stride_weight_bytes
 from zenflow_compile.prediction.forecast import Forecast, forecast, node_plan
 
 RATIOS = (0.25, 0.5, 0.75)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
-from zenflow_compile.performance.roofline import Bandwidths, traffic_of
+from zenflow_compile.performance.traffic import Bandwidths, traffic_of
 from zenflow_compile.performance.workload import workload_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.recording import Recording
