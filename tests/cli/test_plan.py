@@ -18,10 +18,9 @@ from tests.planning.machines import SLOW_HOST, llama, machine
 from zenflow_compile.cli import main, plan
 from zenflow_compile.cli.plan import _explained
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import hardware as machines
-from zenflow_compile.performance import models
+from zenflow_compile.performance import hardware_catalog, model_catalog
 from zenflow_compile.prediction.predict import predict
-from zenflow_compile.prediction.scenario import question
+from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.simulator import simulate as simulation
 
@@ -64,7 +63,7 @@ def test_json_has_the_same_numbers_as_the_function(capsys: pytest.CaptureFixture
         assert 0 <= each["stall_s"] < each["step_s"]
         assert each["tokens_per_s"] == pytest.approx(1024 / each["step_s"])
         assert sum(each["needs"]["device"].values()) > 0
-    model = models.of_size(300_000_000)
+    model = model_catalog.of_size(300_000_000)
     assert json.loads(json.dumps(zf.plan(model, "rtx-4090", tokens=1024))) == found
     assert json.loads(json.dumps(zf.plan(3e8, "rtx-4090", tokens=1024))) == found
 
@@ -138,7 +137,7 @@ def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--policy", "zero_infinity"], capsys)
     assert found["recommended"] == found["policies"][0]["options"] == {"policy": "zero_infinity"}
-    assert any("nvme_path has to be added" in note for note in found["notes"])
+    assert any("Add nvme_path to the recommended options" in note for note in found["notes"])
     assert main.main([*SMALL, "--policy", "zero_infinity"]) == 0
     assert "nvme_path stands for a directory on a local disk." in capsys.readouterr().out
     given = zf.plan(3e8, "rtx-4090", tokens=1024, policy="zero_infinity", nvme_path="some/disk")
@@ -149,8 +148,8 @@ def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "once per window of 4 steps. Exact with update_interval=1."),
-        ({"update_interval": "auto"}, "once per window of up to 4 steps. Exact with update_interval=1."),
+        ({}, "once per update window of 4 steps. Exact with update_interval=1."),
+        ({"update_interval": "auto"}, "once per update window of up to 4 steps. Exact with update_interval=1."),
         (
             {"staleness": 1, "gradient_compression": "int8", "update_interval": 1},
             "a step late, by rounded gradients. Exact with staleness=0 and gradient_compression=None.",
@@ -162,7 +161,7 @@ def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFi
 )
 def test_a_recommendation_says_whether_it_is_adamw(options: dict[str, Any], said: str | None) -> None:
     notes = zf.plan(llama(), machine(), tokens=1, **{"policy": "zenflow"} | options)["notes"]
-    assert notes == ([] if said is None else [f"Not exactly AdamW: what is not selected is updated {said}"])
+    assert notes == ([] if said is None else [f"Not exactly AdamW: deferred columns are updated {said}"])
 
 
 def test_the_note_on_exactness_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,8 +220,8 @@ def test_explain_has_the_smallest_interval_without_a_stall(
     link: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None over a link so slow that a step's gradients take longer than any step."""
-    hardware = replace(machines.hardware("rtx-4090"), link_to_host=link, link_to_device=link)
-    monkeypatch.setattr(machines, "hardware", lambda name: hardware)
+    hardware = replace(hardware_catalog.hardware("rtx-4090"), link_to_host=link, link_to_device=link)
+    monkeypatch.setattr(hardware_catalog, "hardware", lambda name: hardware)
     arguments = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "8192", "--explain", "--policy"]
     smallest = answer([*arguments, "zenflow"], capsys)["smallest_interval"]
     assert smallest is None if link < 1e9 else smallest >= 1
@@ -232,7 +231,7 @@ def test_explain_has_the_smallest_interval_without_a_stall(
 
 
 def test_explain_has_no_interval_for_windows_that_block() -> None:
-    asked = question(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
+    asked = scenario_of(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
     explained = _explained(argparse.Namespace(explain=True), predict(asked))
     assert set(explained) == {"explained"}
 
@@ -321,7 +320,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_bad_arguments_exit_with_2_before_any_work(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "SteadyRun", None)
+    monkeypatch.setattr(simulation, "Device", None)
     monkeypatch.setattr(plan, "_measure", None)
     with pytest.raises(SystemExit) as caught:
         main.main(["plan", *arguments])

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
-from tests.planning.machines import SLOW_HOST
+from tests.planning.machines import SLOW_HOST, scenario
 from zenflow_compile import ZenFlowAdamW, lazy_engine
 from zenflow_compile.compiler.ownership import optimizer_of
-from zenflow_compile.options.options import Options, split_backend_options
+from zenflow_compile.options.backend_options import split_backend_options
+from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.planning import plan
 from zenflow_compile.prediction import auto_policy
@@ -35,7 +36,7 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
     """Bytes that the model of the tests needs of a memory under a policy."""
     shape = auto_policy.shape_of(specs_of(list(build().named_parameters())))
-    found = auto_policy.compare(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)
+    found = auto_policy.compare(scenario(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8))
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
     return sum(getattr(needs, memory).values())
 
@@ -185,7 +186,7 @@ def test_the_choice_knows_whether_updates_run_in_the_backward(
     choose = auto_policy.choose
 
     def noted(*args: Any, **keywords: Any) -> Options:
-        seen.append(keywords["implicit"])
+        seen.append(keywords["in_backward"])
         return choose(*args, **keywords)
 
     monkeypatch.setattr(auto_policy, "choose", noted)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.options.options import ADAM_KEYWORDS, BackendOptions, split_backend_options
+from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
+from zenflow_compile.options.options import ADAM_KEYWORDS
 
 
 def test_no_options_mean_no_optimizer() -> None:

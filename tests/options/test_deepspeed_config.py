@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.options.deepspeed import ZENFLOW_KNOBS, read_deepspeed_config
-from zenflow_compile.options.options import OPTION_NAMES, Options, split_backend_options
+from zenflow_compile.options.backend_options import split_backend_options
+from zenflow_compile.options.deepspeed import ZENFLOW_OPTIONS, read_deepspeed_config
+from zenflow_compile.options.options import OPTION_NAMES, Options
 
 # What DeepSpeed's ZenFlow tutorial recommends.
 TUTORIAL: dict[str, dict[str, Any]] = {
@@ -172,7 +173,7 @@ def test_blanks_for_another_program_are_left_out() -> None:
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
 def test_auto_of_the_optimizer_needs_a_value(name: str) -> None:
     config = adam(params={"lr": 1e-4, "weight_decay": 0.1, name: "auto"})
-    message = rf'optimizer\.params\.{name}="auto" in the DeepSpeed configuration .*pass {name}= beside the file'
+    message = rf'optimizer\.params\.{name}="auto" in the DeepSpeed configuration .*pass {name}= with the file'
     with pytest.raises(ValueError, match=message):
         read_deepspeed_config(config)
     with pytest.raises(ValueError, match=message):
@@ -305,4 +306,4 @@ def test_names_in_a_file_reach_no_terminal_raw(tmp_path: Path) -> None:
 
 
 def test_deepspeed_names_are_ours() -> None:
-    assert set(ZENFLOW_KNOBS) <= set(OPTION_NAMES)
+    assert set(ZENFLOW_OPTIONS) <= set(OPTION_NAMES)

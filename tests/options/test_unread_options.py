@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.engine.training import mlp
+from tests.planning.machines import scenario
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import POLICIES, Options
-from zenflow_compile.performance.hardware import hardware
-from zenflow_compile.performance.models import of_size
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import of_size
 from zenflow_compile.prediction.auto_policy import compare
 
 ATEN: dict[str, Any] = {"host_kernel": "aten"}
@@ -84,7 +85,7 @@ KNOBS: dict[str, Any] = {
 @pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
 def test_the_blocks_that_a_plan_recommends_warn_of_nothing(gradients: dict[str, Any], tmp_path: Path) -> None:
     given = KNOBS | gradients | {"nvme_path": str(tmp_path)}
-    found = compare(Options(**given), hardware("h200"), of_size(10**7), tokens=64)
+    found = compare(scenario(Options(**given), hardware("h200"), of_size(10**7), tokens=64))
     assert {each.policy for each in found} == {*POLICIES} - {"auto"}
     for each in found:
         assert warned(**each.options) == [], each.label

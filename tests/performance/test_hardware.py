@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from zenflow_compile.performance.hardware import HARDWARE, Hardware, hardware
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import HARDWARE, hardware
 
 NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "devices", "sources")]
 

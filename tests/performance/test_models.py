@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.performance.models import MODELS, flops_per_token, from_config, model, of_size
+from zenflow_compile.performance.model_catalog import MODELS, model, of_size
+from zenflow_compile.performance.model_config import from_config
+from zenflow_compile.performance.model_shapes import flops_per_token
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import repeated_blocks
 
@@ -182,8 +184,11 @@ def test_another_dtype_is_refused(value: object, tmp_path: Path) -> None:
         (LLAMA | {"num_key_value_heads": 64}, "num_key_value_heads=64 must be a divisor of num_attention_heads=32"),
         (LLAMA | {"head_dim": -64}, "head_dim=-64 must be an integer >= 1"),
         (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
-        (LLAMA | {"num_local_experts": 8}, "num_local_experts=8 must be absent: of a mixture of experts there is no"),
-        (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "model_type='mixtral' .*; of a mixture of experts"),
+        (
+            LLAMA | {"num_local_experts": 8},
+            "num_local_experts=8 must be absent: a mixture of experts cannot be planned",
+        ),
+        (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "model_type='mixtral' .*; a mixture of experts"),
         (GPT2 | {"n_head": 7}, "n_head=7 must be a divisor of n_embd=768"),
         (GPT2 | {"n_inner": 0}, "n_inner=0 must be an integer >= 1"),
     ],

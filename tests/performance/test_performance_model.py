@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import SLOW_HOST, llama
+from tests.planning.machines import SLOW_HOST, llama, scenario
 from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.performance import equations
 from zenflow_compile.performance.equations import PLAN_TRAFFIC, STRIDE_RATIO, TRAFFIC
-from zenflow_compile.performance.hardware import Hardware, hardware
-from zenflow_compile.performance.models import flops_per_token
-from zenflow_compile.performance.models import model as named_model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import model as named_model
+from zenflow_compile.performance.model_shapes import flops_per_token
 from zenflow_compile.performance.performance_model import (
     NEVER,
     bindings,
@@ -322,9 +323,11 @@ def test_the_equations_of_a_plan_are_its_forecast(machine: str, in_backward: boo
     recompute = not in_backward
     flops = flops_per_token(model, model.context) * tokens
     options = Options(nvme_path="scratch", update_interval=2)
-    for each in auto_policy.compare(options, node, model, tokens=tokens, recompute=recompute, implicit=in_backward):
+    for each in auto_policy.compare(
+        scenario(options, node, model, tokens=tokens, recompute=recompute, in_backward=in_backward)
+    ):
         chosen = Options.from_keywords(**each.options)
-        plan = node_plan(chosen, node, model)
+        plan = node_plan(chosen, scenario(chosen, node, model))
         settings = StepSettings.of(chosen, plan, final_at_step=not in_backward, recompute=recompute)
         values = bindings(settings, node, flops=flops)
         assert PLAN_TRAFFIC.evaluate(values) == pytest.approx(each.traffic, rel=0.01), each.label
@@ -349,7 +352,7 @@ def test_options_beside_the_policy_count(given: dict[str, Any]) -> None:
     model, node = replace(llama(), embeddings=("embed.weight",)), SLOW_HOST
     plan = make_plan(model.params, options)
     settings = StepSettings.of(options, plan, final_at_step=True)
-    said = forecast(options, node, model, tokens=64)
+    said = forecast(options, scenario(options, node, model, tokens=64))
     flops = flops_per_token(model, model.context) * 64
     values = bindings(settings, node, flops=flops)
     assert PLAN_TRAFFIC.evaluate(values) == pytest.approx(said.traffic, rel=0.01)

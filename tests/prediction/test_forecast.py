@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import layers, machine
+from tests.planning.machines import layers, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.prediction.forecast import Forecast, forecast
 from zenflow_compile.prediction.predict import Prediction
-from zenflow_compile.prediction.scenario import question
+from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.simulator.simulate import simulate
 
@@ -22,7 +22,11 @@ NEVER = 2**31 - 1
 
 def of(layer_count: int = 2, *, implicit: bool = False, label: str | None = None, **options: Any) -> Forecast:
     hardware = machine(adam_per_core=30e6 / 28)
-    return forecast(Options(**options), hardware, layers(layer_count), tokens=1, implicit=implicit, label=label)
+    return forecast(
+        Options(**options),
+        scenario(Options(**options), hardware, layers(layer_count), tokens=1, in_backward=implicit),
+        label=label,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_host_time_counts_once_however_many_workers_there_are() -> None:
     """Three workers update two layers in a third of a second each, and are busy for two seconds together."""
     model, hardware, options = layers(2), machine(cores=5), Options(policy="zero_offload")
     assert hardware.workers == 3
-    assert forecast(options, hardware, model, tokens=1).host_update_s == pytest.approx(2 / 3)
+    assert forecast(options, scenario(options, hardware, model, tokens=1)).host_update_s == pytest.approx(2 / 3)
     recording = simulate(make_plan(model.params, options), hardware, model, tokens=1)
     assert summarize(recording)["host_update_ms_per_step"] == pytest.approx(2000.0)
 
@@ -77,7 +81,7 @@ def test_the_nearest_lacks_the_fewest_bytes_of_all_memories_together(monkeypatch
     two = replace(fits, label="two", shortages={"device": 5 * 10**9, "host": 5 * 10**9})
     one = replace(fits, label="one", shortages={"device": 7 * 10**9})
     assert (fits.missing_bytes, two.missing_bytes, one.missing_bytes) == (0, 10**10, 7 * 10**9)
-    asked = question(layers(2), machine(), tokens=1)
+    asked = scenario_of(layers(2), machine(), tokens=1)
     assert Prediction(asked, (two, one), None).shown is one
     assert Prediction(asked, (two, one, fits), fits).shown is fits
     monkeypatch.setattr(auto_policy, "compare", lambda *_, **__: [two, one])

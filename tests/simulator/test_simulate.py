@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tests.planning.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import models
-from zenflow_compile.performance.models import flops_per_token
+from zenflow_compile.performance import model_catalog
+from zenflow_compile.performance.model_shapes import flops_per_token
 from zenflow_compile.performance.traffic import traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
@@ -244,7 +244,7 @@ def test_recomputation_costs_another_forward() -> None:
 @pytest.mark.parametrize("name", ["llama2-7b", "qwen2.5-1.5b", "dos-20b"])
 def test_all_work_of_a_token_is_done_in_forward_and_backward(name: str) -> None:
     """Heads that are embeddings, too, count; embeddings that are only looked up do not."""
-    model = models.model(name)
+    model = model_catalog.model(name)
     recording = simulate(plan_of(model, policy="resident"), machine(device_flops=1e15), model, tokens=100, steps=1)
     computed = sum(event.duration_ns for event in recording.events if event.kind in ("forward", "backward")) / S
     assert computed == pytest.approx(flops_per_token(model, model.context) * 100 / 5e14, rel=1e-3)

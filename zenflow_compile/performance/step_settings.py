@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zenflow_compile.options.options import Options
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, ParamPlan, Plan
-from zenflow_compile.planning.planners import PlanningOptions, stride_weight_bytes
+from zenflow_compile.planning.planners import stride_weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class StepSettings:
     @classmethod
     def of(
         cls,
-        options: PlanningOptions,
+        options: Options,
         plan: Plan,
         *,
         final_at_step: bool = False,
