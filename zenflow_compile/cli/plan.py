@@ -30,6 +30,11 @@ _OPTIONS = (
     "nvme_path",
 )  # fmt: skip
 
+_SCENARIO = (
+    "tokens", "sequence", "dtype", "devices", "policy", "implicit", "recompute", "epoch_tokens", "device_bytes",
+    "host_bytes",
+)  # fmt: skip
+
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Predict and print.
@@ -65,16 +70,7 @@ def _predict(options: argparse.Namespace) -> Prediction:
     scenario = scenario_of(
         _model(options),
         _hardware(options),
-        tokens=options.tokens,
-        sequence=options.sequence,
-        dtype=options.dtype,
-        devices=options.devices,
-        policy=options.policy,
-        implicit=options.implicit,
-        recompute=options.recompute,
-        epoch_tokens=options.epoch_tokens,
-        device_bytes=options.device_bytes,
-        host_bytes=options.host_bytes,
+        **{name: getattr(options, name) for name in _SCENARIO},
         **given,
     )
     return predict(scenario)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zenflow_compile.checks.validate import check_integer, nearest
@@ -24,69 +25,24 @@ _DOS = (
 )
 
 
-def _dos(*, hidden: int, intermediate: int, layers: int, heads: int) -> tuple[LlamaSizes, str]:
-    configuration = LlamaSizes(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=4,
-        head_dim=hidden // heads,
-        vocabulary=50304,
-        context=2048,
-    )
-    return configuration, _DOS
+_dos = partial(LlamaSizes, source=_DOS, kv_heads=4, vocabulary=50304, context=2048)
+_llama2 = partial(LlamaSizes, source=_LLAMA2, head_dim=_HEAD_DIM, vocabulary=32000, context=4096)
+_qwen = partial(LlamaSizes, source=_QWEN, head_dim=_HEAD_DIM, qkv_bias=True)
+_tied = partial(_qwen, kv_heads=2, vocabulary=151936, tied=True)
 
-
-def _llama2(*, hidden: int, intermediate: int, layers: int, kv_heads: int) -> tuple[LlamaSizes, str]:
-    configuration = LlamaSizes(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=hidden // _HEAD_DIM,
-        kv_heads=kv_heads,
-        head_dim=_HEAD_DIM,
-        vocabulary=32000,
-        context=4096,
-    )
-    return configuration, _LLAMA2
-
-
-def _qwen(
-    *, hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary: int, context: int, tied: bool
-) -> tuple[LlamaSizes, str]:
-    configuration = LlamaSizes(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=hidden // _HEAD_DIM,
-        kv_heads=kv_heads,
-        head_dim=_HEAD_DIM,
-        vocabulary=vocabulary,
-        context=context,
-        tied=tied,
-        qkv_bias=True,
-    )
-    return configuration, _QWEN
-
-
-MODELS: Mapping[str, tuple[LlamaSizes, str]] = {
-    "dos-7b": _dos(hidden=4096, intermediate=11008, layers=32, heads=32),
-    "dos-8.3b": _dos(hidden=3072, intermediate=11008, layers=72, heads=32),
-    "dos-10b": _dos(hidden=4096, intermediate=12400, layers=50, heads=32),
-    "dos-13b": _dos(hidden=5120, intermediate=13824, layers=40, heads=40),
-    "dos-20b": _dos(hidden=5120, intermediate=20480, layers=40, heads=64),
-    "llama2-7b": _llama2(hidden=4096, intermediate=11008, layers=32, kv_heads=32),
-    "llama2-13b": _llama2(hidden=5120, intermediate=13824, layers=40, kv_heads=40),
-    "llama2-70b": _llama2(hidden=8192, intermediate=28672, layers=80, kv_heads=8),
-    "qwen2.5-1.5b": _qwen(
-        hidden=1536, intermediate=8960, layers=28, kv_heads=2, vocabulary=151936, context=131072, tied=True
-    ),
-    "qwen2.5-3b": _qwen(
-        hidden=2048, intermediate=11008, layers=36, kv_heads=2, vocabulary=151936, context=32768, tied=True
-    ),
+MODELS: Mapping[str, LlamaSizes] = {
+    "dos-7b": _dos(hidden=4096, intermediate=11008, layers=32, heads=32, head_dim=128),
+    "dos-8.3b": _dos(hidden=3072, intermediate=11008, layers=72, heads=32, head_dim=96),
+    "dos-10b": _dos(hidden=4096, intermediate=12400, layers=50, heads=32, head_dim=128),
+    "dos-13b": _dos(hidden=5120, intermediate=13824, layers=40, heads=40, head_dim=128),
+    "dos-20b": _dos(hidden=5120, intermediate=20480, layers=40, heads=64, head_dim=80),
+    "llama2-7b": _llama2(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32),
+    "llama2-13b": _llama2(hidden=5120, intermediate=13824, layers=40, heads=40, kv_heads=40),
+    "llama2-70b": _llama2(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8),
+    "qwen2.5-1.5b": _tied(hidden=1536, intermediate=8960, layers=28, heads=12, context=131072),
+    "qwen2.5-3b": _tied(hidden=2048, intermediate=11008, layers=36, heads=16, context=32768),
     "qwen2.5-7b": _qwen(
-        hidden=3584, intermediate=18944, layers=28, kv_heads=4, vocabulary=152064, context=131072, tied=False
+        hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, context=131072
     ),
 }
 """Configurations by name, with their source. ``dos-*`` are the models of the Deep Optimizer States paper (Table 2) as
@@ -104,8 +60,7 @@ def model(name: str, dtype: torch.dtype | None = None) -> ModelShape:
             f"model={name!r} is not known{nearest(name, MODELS) or '.'} There are {', '.join(MODELS)}; "
             "or pass the path of a config.json, or a number of parameters (--params on the command line)"
         )
-    configuration, source = MODELS[name]
-    return configuration.shape(name, source, dtype or BFLOAT16)
+    return MODELS[name].shape(name, dtype or BFLOAT16)
 
 
 def of_size(numel: int, dtype: torch.dtype | None = None) -> ModelShape:
@@ -124,7 +79,7 @@ def of_size(numel: int, dtype: torch.dtype | None = None) -> ModelShape:
     near = [each for each, count in counts.items() if abs(count - numel) <= max(closest, numel // 100)]
     # Llama has 128 of width per layer from 7 to 34 billion parameters.
     best = min(near, key=lambda each: abs(math.log(each.hidden / each.layers / 128)))
-    return best.shape(f"{numel / 1e9:.3g}b", "shape of Llama 2, sizes chosen for the count", dtype or BFLOAT16)
+    return best.shape(f"{numel / 1e9:.3g}b", dtype or BFLOAT16)
 
 
 def _sized(hidden: int, numel: int) -> LlamaSizes:
@@ -139,6 +94,7 @@ def _sized(hidden: int, numel: int) -> LlamaSizes:
         "head_dim": head_dim,
         "vocabulary": vocabulary,
         "context": 4096,
+        "source": "shape of Llama 2, sizes chosen for the count",
     }
     per_layer = _count(LlamaSizes(**sizes, layers=1)) - _count(LlamaSizes(**sizes, layers=0))
     return LlamaSizes(**sizes, layers=round((numel - 2 * vocabulary * hidden) / per_layer))

@@ -43,7 +43,7 @@ def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShap
     name, weights = printable(file.parent.name or kind), dtype or config.dtype()
     if kind == "gpt2":
         return _gpt2_of(config, name, weights)
-    return _llama_of(config, qkv_bias=kind == "qwen2").shape(name, config.file, weights)
+    return _llama_of(config, qkv_bias=kind == "qwen2").shape(name, weights)
 
 
 def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
@@ -77,6 +77,7 @@ def _llama_of(config: _Config, *, qkv_bias: bool) -> LlamaSizes:
         head_dim=config.size("head_dim", hidden // heads),
         tied=config.flag("tie_word_embeddings", default=False),
         qkv_bias=qkv_bias,
+        source=config.file,
     )
 
 

@@ -68,10 +68,11 @@ class LlamaSizes:
     vocabulary: int
     context: int
     head_dim: int
+    source: str
     tied: bool = False
     qkv_bias: bool = False
 
-    def shape(self, name: str, source: str, dtype: torch.dtype) -> ModelShape:
+    def shape(self, name: str, dtype: torch.dtype) -> ModelShape:
         embedding = (_EMBEDDING, (self.vocabulary, self.hidden))
         blocks = [(f"layers.{i}.{part}", shape) for i in range(self.layers) for part, shape in self._block()]
         head = [] if self.tied else [("lm_head.weight", (self.vocabulary, self.hidden))]
@@ -83,7 +84,7 @@ class LlamaSizes:
             context=self.context,
             embeddings=(_EMBEDDING,),
             tied=_EMBEDDING if self.tied else None,
-            source=source,
+            source=self.source,
         )
 
     def _block(self) -> list[tuple[str, tuple[int, ...]]]:

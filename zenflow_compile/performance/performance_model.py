@@ -9,24 +9,6 @@ from dataclasses import dataclass
 from sympy import Symbol
 
 from zenflow_compile.performance import equations
-from zenflow_compile.performance.equations import (
-    BLOCKING_IN_BACKWARD_STEP,
-    BLOCKING_STEP,
-    BLOCKING_UPDATE,
-    DEVICE_TIME,
-    DEVICE_UPDATE,
-    FINAL_AT_STEP_TIME,
-    FORWARD_TIME,
-    GRADIENT_MEMORY,
-    GRADIENTS,
-    LANES,
-    LATE_STATE,
-    OVERLAPPED_STEP,
-    PLAN_TRAFFIC,
-    STRIDE_RATIO,
-    TRAFFIC,
-    window_lanes,
-)
 from zenflow_compile.performance.formula import Formula
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.roofline import shortest_window
@@ -61,7 +43,7 @@ def update_stride(*, cpu_update: float, gpu_update: float, link: float, cpu_down
             raise ValueError(f"{name}={rate!r} must be a rate > 0 in parameters per second; measure it again")
     if 1 / cpu_update + 1 / cpu_downscale <= 1 / (2 * link):
         return math.inf
-    return STRIDE_RATIO.evaluate({getattr(equations, name): rate for name, rate in rates.items()})
+    return equations.STRIDE_RATIO.evaluate({getattr(equations, name): rate for name, rate in rates.items()})
 
 
 def stride_of(cpu_to_gpu: float) -> int:
@@ -115,7 +97,7 @@ def traffic(topk_ratio: float, update_interval: float) -> float:
         raise ValueError(f"topk_ratio={topk_ratio!r} must be a number in [0, 1]")
     if not update_interval >= 1.0:
         raise ValueError(f"update_interval={update_interval!r} must be a number >= 1")
-    return TRAFFIC.evaluate({equations.topk_ratio: topk_ratio, equations.update_interval: update_interval})
+    return equations.TRAFFIC.evaluate({equations.topk_ratio: topk_ratio, equations.update_interval: update_interval})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +132,22 @@ def step_time(settings: StepSettings, hardware: Hardware, *, flops: float) -> St
         ValueError: the hardware lacks a number that the plan needs.
     """
     values = bindings(settings, hardware, flops=flops)
-    update = values[DEVICE_UPDATE.symbol] if settings.overlapped else BLOCKING_UPDATE.evaluate(values)
+    update = (
+        values[equations.DEVICE_UPDATE.symbol] if settings.overlapped else equations.BLOCKING_UPDATE.evaluate(values)
+    )
     return StepTime(
         seconds=step_formula(settings).evaluate(values),
-        device=values[DEVICE_TIME.symbol],
+        device=values[equations.DEVICE_TIME.symbol],
         update=update,
-        lanes={str(lane.symbol): values[lane.symbol] for lane in LANES},
+        lanes={str(lane.symbol): values[lane.symbol] for lane in equations.LANES},
     )
 
 
 def step_formula(settings: StepSettings) -> Formula:
     """The equation of a step: blocking or overlapped, with updates from the step on or from the backward on."""
     if not settings.overlapped:
-        return BLOCKING_STEP if settings.final_at_step else BLOCKING_IN_BACKWARD_STEP
-    return FINAL_AT_STEP_TIME if settings.host_waits_for_backward else OVERLAPPED_STEP
+        return equations.BLOCKING_STEP if settings.final_at_step else equations.BLOCKING_IN_BACKWARD_STEP
+    return equations.FINAL_AT_STEP_TIME if settings.host_waits_for_backward else equations.OVERLAPPED_STEP
 
 
 def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dict[Symbol, float]:
@@ -210,7 +194,7 @@ def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dic
         equations.link: rates["link"],
         equations.cpu_downscale: rates["cpu_downscale"],
     }
-    for formula in (*LANES, DEVICE_TIME, FORWARD_TIME):
+    for formula in (*equations.LANES, equations.DEVICE_TIME, equations.FORWARD_TIME):
         values[formula.symbol] = formula.evaluate(values)
     return values
 
@@ -256,24 +240,24 @@ def smallest_interval(settings: StepSettings, hardware: Hardware, *, flops: floa
             "otherwise the step waits for its updates at any update_interval; use step_time for what they take"
         )
     values = bindings(settings, hardware, flops=flops)
-    if values[LATE_STATE.symbol] > values[DEVICE_UPDATE.symbol]:
+    if values[equations.LATE_STATE.symbol] > values[equations.DEVICE_UPDATE.symbol]:
         return None
     waits = settings.host_waits_for_backward
-    copied = settings.copied_first * max(values[GRADIENTS.symbol], values[GRADIENT_MEMORY.symbol])
+    copied = settings.copied_first * max(values[equations.GRADIENTS.symbol], values[equations.GRADIENT_MEMORY.symbol])
     if waits and copied > max(values[equations.backward], values[equations.collectives]):
         return None
-    return shortest_window(window_lanes(host_waits_for_backward=waits), values)
+    return shortest_window(equations.window_lanes(host_waits_for_backward=waits), values)
 
 
 def formulas(settings: StepSettings) -> tuple[Formula, ...]:
     """Every equation that a step rests on, in the order in which they build on each other."""
-    step = (*LANES, DEVICE_TIME, step_formula(settings))
+    step = (*equations.LANES, equations.DEVICE_TIME, step_formula(settings))
     if settings.overlapped:
-        lanes = window_lanes(host_waits_for_backward=settings.host_waits_for_backward)
-        hidden = (FORWARD_TIME,) if settings.host_waits_for_backward else ()
-        return (PLAN_TRAFFIC, *step, *hidden, *(lane.interval for lane in lanes))
-    stride = (STRIDE_RATIO,) if settings.policy == "deep_optimizer_states" else ()
-    return (*stride, PLAN_TRAFFIC, *step[:-1], BLOCKING_UPDATE, step[-1])
+        lanes = equations.window_lanes(host_waits_for_backward=settings.host_waits_for_backward)
+        hidden = (equations.FORWARD_TIME,) if settings.host_waits_for_backward else ()
+        return (equations.PLAN_TRAFFIC, *step, *hidden, *(lane.interval for lane in lanes))
+    stride = (equations.STRIDE_RATIO,) if settings.policy == "deep_optimizer_states" else ()
+    return (*stride, equations.PLAN_TRAFFIC, *step[:-1], equations.BLOCKING_UPDATE, step[-1])
 
 
 def explain(settings: StepSettings, hardware: Hardware, *, flops: float) -> tuple[str, ...]:
@@ -284,7 +268,7 @@ def explain(settings: StepSettings, hardware: Hardware, *, flops: float) -> tupl
     values = bindings(settings, hardware, flops=flops)
     explained = formulas(settings)
     if not math.isfinite(update_stride(**stride_rates(hardware, weight_bytes=settings.stride_weight_bytes))):
-        explained = tuple(formula for formula in explained if formula != STRIDE_RATIO)
+        explained = tuple(formula for formula in explained if formula != equations.STRIDE_RATIO)
     lines = [formula.explain(values) for formula in explained if formula.evaluate(values) != 0.0]
     times = step_time(settings, hardware, flops=flops)
     if times.stall:
