@@ -68,7 +68,7 @@ def test_json_has_the_same_numbers_as_the_function(capsys: pytest.CaptureFixture
     assert json.loads(json.dumps(zf.plan(3e8, "rtx-4090", tokens=1024))) == found
 
 
-def test_the_form_without_an_optimizer_object_hides_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_in_backward_hides_more(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "llama2-7b", "--hardware", "h200", "--recompute", "--policy", "zenflow"]
     (explicit,), (implicit,), (clipped,) = (
         answer([*arguments, *more], capsys)["policies"]
@@ -87,7 +87,7 @@ def test_the_form_without_an_optimizer_object_hides_more(capsys: pytest.CaptureF
     assert hidden < waited
 
 
-def test_attention_runs_over_the_sequences_that_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_work_follows_the_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     """Seconds of FLOPs at the device's speed, and of AdamW's bytes at its memory's; the published 28 layers of 1536."""
     arguments = ["plan", "--model", "qwen2.5-1.5b", "--hardware", "h200", "--tokens", "2048", "--policy", "resident"]
     whole, short = answer(arguments, capsys), answer([*arguments, "--sequence", "512"], capsys)
@@ -134,7 +134,7 @@ def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatc
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_placeholder_directory_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--policy", "zero_infinity"], capsys)
     assert found["recommended"] == found["policies"][0]["options"] == {"policy": "zero_infinity"}
     assert any("Add nvme_path to the recommended options" in note for note in found["notes"])
@@ -176,7 +176,7 @@ def test_the_recommended_block_is_made_of_options(capsys: pytest.CaptureFixture[
     assert (row["fits"], row["policy"]) == (True, recommended.policy)
 
 
-def test_one_policy_with_its_knobs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_policy_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "--policy", "zenflow", "--topk-ratio", "0.2", "--update-interval", "2", "--max-grad-norm", "1"]
     (each,) = answer(arguments, capsys)["policies"]
     assert each["options"] == {"policy": "zenflow", "topk_ratio": 0.2, "update_interval": 2, "max_grad_norm": 1.0}
@@ -187,7 +187,7 @@ def test_hours_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
         assert each["hours"] == pytest.approx(2e6 / each["tokens_per_s"])
 
 
-def test_memory_that_is_given_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_memory_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--device-bytes", "1e6"], capsys)
     assert found["recommended"] is None
     assert not any(each["fits"] for each in found["policies"])
@@ -216,7 +216,7 @@ def test_explain_prints_equations_with_numbers(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("link", [25e9, 25.0])
-def test_explain_has_the_smallest_interval_without_a_stall(
+def test_explain_has_the_smallest_interval(
     link: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None over a link so slow that a step's gradients take longer than any step."""
@@ -230,15 +230,13 @@ def test_explain_has_the_smallest_interval_without_a_stall(
     assert "smallest_interval" not in answer([*arguments, "zero_offload"], capsys)
 
 
-def test_explain_has_no_interval_for_windows_that_block() -> None:
+def test_explain_has_no_interval_if_blocking() -> None:
     asked = scenario_of(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
     explained = _explained(argparse.Namespace(explain=True), predict(asked))
     assert set(explained) == {"explained"}
 
 
-def test_what_comes_nearest_is_broken_down_explained_and_traced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nearest_policy_is_explained_and_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has its state on the host, and is not the first in the table."""
     path = tmp_path / "trace.json"
     tight = [*SMALL, "--device-bytes", "1e6", "--explain"]
@@ -331,7 +329,7 @@ def test_bad_arguments_exit_with_2_before_any_work(
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", "{}", json.dumps(FINDINGS | {"link": []})])
-def test_a_file_that_doctor_did_not_write(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_doctor_file_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
     path.write_text(content)
     with pytest.raises(SystemExit) as caught:

@@ -13,7 +13,7 @@ NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name no
 
 
 @pytest.mark.parametrize("machine", HARDWARE.values(), ids=list(HARDWARE))
-def test_every_number_has_a_source_and_no_source_is_without_a_number(machine: Hardware) -> None:
+def test_numbers_and_sources_match(machine: Hardware) -> None:
     given = {name for name in NUMBERS if getattr(machine, name) is not None}
     assert given == set(machine.sources)
     assert all(machine.sources.values())
@@ -29,7 +29,7 @@ def test_numbers_are_possible(machine: Hardware) -> None:
     assert machine.name == machine.name.lower()
 
 
-def test_what_is_assumed_is_called_an_assumption() -> None:
+def test_assumptions_are_labeled() -> None:
     for machine in HARDWARE.values():
         assert machine.sources["utilization"].startswith("assumption")
         assert machine.sources["adam_per_core"].startswith("assumption")

@@ -133,7 +133,7 @@ def test_a_missing_key_is_named(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "many"])
-def test_a_size_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+def test_invalid_size_is_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json: vocab_size=.* must be an integer >= 1"):
         from_config(written(tmp_path, LLAMA | {"vocab_size": value}))
 
@@ -144,7 +144,7 @@ def test_another_kind_of_model_is_refused(config: object, tmp_path: Path) -> Non
         from_config(written(tmp_path, config))
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.json cannot be read: .*; give the path of a config.json"):
         from_config(tmp_path / "nowhere.json")
     (tmp_path / "config.json").write_text("not json")
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         from_config(tmp_path)
 
 
-def test_a_gpt2_configuration_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+def test_gpt2_configuration_with_untied_head(tmp_path: Path) -> None:
     shape = from_config(written(tmp_path, GPT2 | {"tie_word_embeddings": False}))
     assert shape.numel == 124_439_808 + 50257 * 768
     assert shape.lookups == (50257 + 1024) * 768
@@ -193,7 +193,7 @@ def test_another_dtype_is_refused(value: object, tmp_path: Path) -> None:
         (GPT2 | {"n_inner": 0}, "n_inner=0 must be an integer >= 1"),
     ],
 )
-def test_what_makes_no_model_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_configuration_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         from_config(written(tmp_path, config))
 

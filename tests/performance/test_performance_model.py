@@ -97,7 +97,7 @@ def test_both_sides_end_together_at_the_ratio() -> None:
             assert gpu == pytest.approx(cpu)
 
 
-def test_a_link_slower_than_the_host_is_left_to_the_hosts_weights() -> None:
+def test_slow_link_gives_infinite_stride() -> None:
     """0.5 seconds of link per parameter against 0.4 of CPU: however many the CPU updates, the link ends last."""
     rates = {"cpu_update": 5.0, "gpu_update": 100.0, "link": 1.0, "cpu_downscale": 5.0}
     assert update_stride(**rates) == math.inf
@@ -122,7 +122,7 @@ def test_rates_are_above_zero(name: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, math.nan])
-def test_no_stride_of_no_ratio(ratio: float) -> None:
+def test_invalid_ratio_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"cpu_to_gpu=.*>= 0"):
         stride_of(ratio)
 
@@ -136,7 +136,7 @@ def test_rates_of_a_machine_are_a_devices_share() -> None:
     assert stride_rates(MACHINE)["cpu_update"] == pytest.approx(10.0)
 
 
-def test_an_explanation_has_the_stride_where_there_is_one() -> None:
+def test_explanation_has_the_stride_if_finite() -> None:
     settings = large("deep_optimizer_states", update_stride=2)
     slow_host = replace(MACHINE, adam_per_core=0.5)
     assert explain(settings, slow_host, flops=12.0)[0].startswith("stride_ratio = ")
@@ -228,7 +228,7 @@ def test_clipping_leaves_the_host_the_forward() -> None:
     assert step(replace(settings, final_at_step=True, staleness=1)).seconds == step(settings).seconds
 
 
-def test_devices_share_the_host_and_exchange_gradients_and_weights() -> None:
+def test_devices_share_the_host_and_communicate() -> None:
     node = replace(MACHINE, devices=2, peer_bandwidth=20.0, host_bandwidth=100.0)
     times = step(large("zero_offload"), node)
     assert times.lanes["gradients"] == pytest.approx(5.0)
@@ -250,7 +250,7 @@ def test_hardware_without_a_needed_number_is_named() -> None:
 
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("final_at_step", [False, True])
-def test_the_smallest_interval_is_the_first_without_a_stall(final_at_step: bool, in_files: bool) -> None:
+def test_smallest_interval_is_the_first_without_stall(final_at_step: bool, in_files: bool) -> None:
     rng = random.Random(1)
     found = set()
     for _ in range(40):
@@ -275,13 +275,13 @@ def test_the_smallest_interval_is_the_first_without_a_stall(final_at_step: bool,
     assert len(found) > 3
 
 
-def test_no_interval_hides_what_comes_at_every_step() -> None:
+def test_work_of_every_step_has_no_interval() -> None:
     slow = replace(MACHINE, link_to_host=1.0)
     assert smallest_interval(large("zenflow"), slow, flops=12.0) is None
 
 
 @pytest.mark.parametrize("settings", [large("zenflow", overlap_step=False), large("zero_offload")])
-def test_a_step_that_waits_has_no_smallest_interval(settings: StepSettings) -> None:
+def test_blocking_step_has_no_smallest_interval(settings: StepSettings) -> None:
     with pytest.raises(
         ValueError, match=rf"policy='{settings.policy}' with overlap={settings.overlap} must be 'zenflow'"
     ):
@@ -291,9 +291,7 @@ def test_a_step_that_waits_has_no_smallest_interval(settings: StepSettings) -> N
 @pytest.mark.parametrize("final_at_step", [False, True])
 @pytest.mark.parametrize("given", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}, {}], ids=str)
 @pytest.mark.parametrize("link", [1e8, 8e9])
-def test_the_interval_of_a_plan_does_not_decide_its_smallest(
-    link: float, given: dict[str, Any], final_at_step: bool
-) -> None:
+def test_smallest_interval_ignores_plan_interval(link: float, given: dict[str, Any], final_at_step: bool) -> None:
     """It is the first whose own plan has no stall. Over the slow link a sum, which crosses once per window, decides."""
     model = llama()
     node = replace(SLOW_HOST, link_to_host=link, link_to_device=8e9, host_bandwidth=1e10, adam_per_core=2e8)
@@ -360,13 +358,13 @@ def test_options_beside_the_policy_count(given: dict[str, Any]) -> None:
     assert (1 - 1e-6) * bound <= said.step_s <= LOWER_BOUND * bound
 
 
-def test_a_backward_that_computes_again_takes_as_long_as_three_forwards() -> None:
+def test_recomputing_backward_takes_three_forwards() -> None:
     again = bindings(large("resident", recompute=True), MACHINE, flops=12.0)
     assert (again[equations.forward], again[equations.backward]) == pytest.approx((4.0, 12.0))
     assert step(large("resident", recompute=True)).seconds == pytest.approx(4 + 12 + 10)
 
 
-def test_workers_that_are_named_update() -> None:
+def test_given_workers_count() -> None:
     assert step(large("zero_offload", workers=1)).lanes["cores"] == pytest.approx(20.0)
 
 
@@ -375,7 +373,7 @@ def test_workers_that_are_named_update() -> None:
 
 @pytest.mark.parametrize("final_at_step", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_formula_has_a_meaning_a_source_and_a_value(policy: str, final_at_step: bool) -> None:
+def test_every_formula_is_complete(policy: str, final_at_step: bool) -> None:
     settings = large(policy, final_at_step=final_at_step, ratio=0.5)
     values = bindings(settings, MACHINE, flops=12.0)
     names = [formula.name for formula in formulas(settings)]

@@ -127,7 +127,7 @@ def test_layers_of_a_deep_model_are_taken_together(options: dict[str, str], monk
     assert coarse.disk == pytest.approx(whole.disk, rel=0.01)
 
 
-def test_short_cycles_of_flat_models_are_simulated_whole() -> None:
+def test_small_workloads_are_not_coarse() -> None:
     model = llama()
     plan = make_plan(model.params, Options(update_interval=16, device_share=0.0))
     recording = simulate(plan, machine(), model, tokens=1, steps=16)

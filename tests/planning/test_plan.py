@@ -28,7 +28,7 @@ def test_slices_are_selected_or_the_rest() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_summed_window_has_one_slot_on_the_host_and_its_sum_on_the_device(staleness: int) -> None:
+def test_summed_window_has_one_gradient_buffer(staleness: int) -> None:
     plan = split(interval=4, staleness=staleness, summed=True)
     assert (plan.gradient_buffers, plan.uploads) == (1 + staleness, 1 + staleness)
     assert plan.host_bytes == (12 + 2 * (plan.gradient_buffers + plan.uploads)) * 3600
@@ -36,7 +36,7 @@ def test_a_summed_window_has_one_slot_on_the_host_and_its_sum_on_the_device(stal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_slice(dtype: torch.dtype) -> None:
+def test_compressed_gradient_bytes(dtype: torch.dtype) -> None:
     plan, plain = split(dtype, compressed=True), split(dtype)
     assert plan.buffer_bytes == 90 * (40 + 4)
     assert plain.buffer_bytes == 90 * 40 * dtype.itemsize

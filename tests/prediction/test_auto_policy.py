@@ -39,7 +39,7 @@ def test_state_stays_on_the_device_where_it_fits() -> None:
     assert chosen(SLOW_HOST).policy == "resident"
 
 
-def test_as_much_stays_as_fits() -> None:
+def test_fastest_policy_that_fits_is_chosen() -> None:
     resident, offloaded = (bytes_of(SLOW_HOST, policy=policy) for policy in ("resident", "zero_offload"))
     tight = replace(SLOW_HOST, device_bytes=resident - 1)
     best = chosen(tight)
@@ -48,7 +48,7 @@ def test_as_much_stays_as_fits() -> None:
     assert chosen(replace(SLOW_HOST, device_bytes=offloaded)).policy == "zero_offload"
 
 
-def test_the_memory_that_is_given_counts() -> None:
+def test_given_memory_limits_the_choice() -> None:
     resident = bytes_of(SLOW_HOST, policy="resident")
     options = Options()
     arguments: dict[str, Any] = {"tokens": 64, "model": MODEL}
@@ -111,7 +111,7 @@ def test_the_stride_comes_from_the_equation() -> None:
     assert auto_policy.resolve_stride(given, hardware, weight_bytes=2) is given
 
 
-def test_a_pass_over_a_window_counts_for_each_of_its_steps() -> None:
+def test_window_pass_counts_for_each_step() -> None:
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
     resolved = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, weight_bytes=2)
     cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
@@ -122,7 +122,7 @@ def test_a_pass_over_a_window_counts_for_each_of_its_steps() -> None:
 
 
 @pytest.mark.parametrize(("dtypes", "weight_bytes"), [((BFLOAT16,), 2), ((FLOAT32,), 4), ((FLOAT32, BFLOAT16), 4)])
-def test_the_equation_that_is_explained_is_the_one_that_chose(dtypes: tuple[Any, ...], weight_bytes: int) -> None:
+def test_explained_stride_is_the_chosen_one(dtypes: tuple[Any, ...], weight_bytes: int) -> None:
     """The first parameter is the largest. A pass takes 24 bytes of state both ways, a gradient and a weight."""
     first, *others = MODEL.params
     params = tuple(replace(spec, dtype=dtypes[-1]) for spec in others)
@@ -142,13 +142,13 @@ def test_the_equation_that_is_explained_is_the_one_that_chose(dtypes: tuple[Any,
     assert equation.endswith(f"= {expected:.4g}")
 
 
-def test_weights_that_the_host_may_have_decide_the_stride() -> None:
+def test_stride_weight_is_the_largest_offloadable() -> None:
     assert stride_weight_bytes([]) == 0
     assert stride_weight_bytes([ParamSpec("", (9,), torch.float64), ParamSpec("", (2,), torch.float16)]) == 2
     assert stride_weight_bytes([ParamSpec("", (9,), torch.float64)]) == 8
 
 
-def test_a_model_of_which_only_parameters_are_known() -> None:
+def test_shape_from_parameters_only() -> None:
     shape = auto_policy.shape_of(MODEL.params)
     assert (shape.layers, shape.hidden, shape.context) == (4, 512, 0)
     assert auto_policy.choose(MODEL.params, Options(), SLOW_HOST, tokens=64).policy == "resident"
@@ -159,7 +159,7 @@ def test_a_model_that_begins_with_a_scalar() -> None:
     assert auto_policy.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
 
 
-def test_an_optimizer_object_updates_when_the_backward_is_over() -> None:
+def test_optimizer_object_updates_after_backward() -> None:
     """A host that needs two thirds of a step has it in the optimizer-in-backward form, the forward in the other."""
     hardware = machine(adam_per_core=0.4e6)
     steps = {}
@@ -175,7 +175,7 @@ def test_an_optimizer_object_updates_when_the_backward_is_over() -> None:
     assert next(each.step_s for each in with_clipping if each.label == "zenflow") == steps[False]
 
 
-def test_a_stride_that_is_given_leaves_a_zenflow_that_streams_nothing() -> None:
+def test_given_stride_keeps_unstreamed_zenflow() -> None:
     options = Options(update_stride=4, sub_group_size=1)
     found = {each.label: each for each in auto_policy.compare(scenario(options, SLOW_HOST, MODEL, tokens=64))}
     assert found["zenflow"].state == found["zenflow, device filled"].state == 0.0
@@ -185,7 +185,7 @@ def test_a_stride_that_is_given_leaves_a_zenflow_that_streams_nothing() -> None:
     assert found["zenflow, streamed"].state > 0.0
 
 
-def test_the_device_is_filled_with_what_fits() -> None:
+def test_device_is_filled_up_to_its_memory() -> None:
     """Each parameter that stays brings its waiting gradient: filling what is left with state alone would overflow."""
     hardware = replace(named_hardware("h200"), device_bytes=70e9)
     found = auto_policy.compare(scenario(Options(topk_ratio=0.0), hardware, named_model("llama2-7b"), tokens=2048))

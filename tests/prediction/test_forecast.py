@@ -33,9 +33,7 @@ def of(layer_count: int = 2, *, implicit: bool = False, label: str | None = None
     ("implicit", "clip", "step", "stall"),
     [(True, None, 7.5, 1.5), (False, None, 8.0, 2.0), (True, 1.0, 8.0, 2.0), (False, 1.0, 8.0, 2.0)],
 )
-def test_gradients_are_final_at_the_step_of_an_optimizer_object(
-    implicit: bool, clip: float | None, step: float, stall: float
-) -> None:
+def test_gradients_are_final_at_step(implicit: bool, clip: float | None, step: float, stall: float) -> None:
     """Forwards of 1 s, backwards of 2 s, every other step one layer's copy, update and upload of 1 s each.
 
     Layer 0 is last in the backward and first in the forward: its 3 s are waited for in any case. Layer 1 has layer 0's
@@ -45,7 +43,7 @@ def test_gradients_are_final_at_the_step_of_an_optimizer_object(
     assert (found.step_s, found.stall_s) == (pytest.approx(step), pytest.approx(stall))
 
 
-def test_host_time_counts_once_however_many_workers_there_are() -> None:
+def test_host_time_counts_once_for_all_workers() -> None:
     """Three workers update two layers in a third of a second each, and are busy for two seconds together."""
     model, hardware, options = layers(2), machine(cores=5), Options(policy="zero_offload")
     assert hardware.workers == 3
@@ -75,7 +73,7 @@ def test_a_title_has_the_settings_that_differ(options: dict[str, Any], label: st
     assert of(8, label=label, sub_group_size=1_000_000, **options).title == title
 
 
-def test_the_nearest_lacks_the_fewest_bytes_of_all_memories_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_policy_lacks_the_fewest_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that lacks 7 GB of one memory is nearer than the one that lacks 5 GB of two."""
     fits = of()
     two = replace(fits, label="two", shortages={"device": 5 * 10**9, "host": 5 * 10**9})

@@ -17,33 +17,37 @@ from zenflow_compile.performance.workload import DEVICE_UPDATE_BYTES
 from zenflow_compile.planning.plan import FP32_BYTES, STATE_BYTES
 
 NEVER = 2**31 - 1
-"""A stride that no model has the subgroups for: nothing is streamed."""
+"""A stride larger than any number of subgroups: nothing is streamed."""
 
 
 def update_stride(*, cpu_update: float, gpu_update: float, link: float, cpu_downscale: float) -> float:
-    """How many subgroups the CPU updates for one of the GPU, before rounding: Deep Optimizer States, Equation 1.
+    """Subgroups that the CPU updates for each one of the GPU, before rounding: Deep Optimizer States, Equation 1.
 
     Args:
         cpu_update: parameters/s that the CPU updates (the paper's U_c), for one device.
         gpu_update: parameters/s that the GPU updates (U_g).
         link: fp32 parameters/s over the link in one direction (B): bytes/s divided by 4.
-        cpu_downscale: parameters/s that the CPU casts from fp32 to 16 bits (D_c). ``math.inf`` where the cast is part
-            of the update.
+        cpu_downscale: parameters/s that the CPU casts from fp32 to 16 bits (D_c); ``math.inf`` if the update casts.
 
     Returns:
-        The ratio; ``math.inf`` where the link needs longer for a subgroup's 16-bit weights than the CPU for its whole
-        update: then nothing that the GPU could take over makes the step shorter.
+        The ratio; ``math.inf`` if the link needs longer for a subgroup's 16-bit weights than the CPU for its update:
+        then no update on the GPU makes the step shorter.
 
     Raises:
         ValueError: a rate is not above zero.
     """
-    rates = {"cpu_update": cpu_update, "gpu_update": gpu_update, "link": link, "cpu_downscale": cpu_downscale}
+    rates = {
+        equations.cpu_update: cpu_update,
+        equations.gpu_update: gpu_update,
+        equations.link: link,
+        equations.cpu_downscale: cpu_downscale,
+    }
     for name, rate in rates.items():
         if not rate > 0.0:
             raise ValueError(f"{name}={rate!r} must be a rate > 0 in parameters per second; measure it again")
     if 1 / cpu_update + 1 / cpu_downscale <= 1 / (2 * link):
         return math.inf
-    return equations.STRIDE_RATIO.evaluate({getattr(equations, name): rate for name, rate in rates.items()})
+    return equations.STRIDE_RATIO.evaluate(rates)
 
 
 def stride_of(cpu_to_gpu: float) -> int:
@@ -67,9 +71,9 @@ def stride_of(cpu_to_gpu: float) -> int:
 def stride_rates(hardware: Hardware, *, weight_bytes: float = 2, window: int = 1) -> dict[str, float]:
     """The arguments of ``update_stride`` for a machine, per device.
 
-    The host's update is as fast as its workers or its memory allow, whichever is slower, and casts by itself. Its one
-    pass over a window counts as ``window`` updates, since the device would have updated in each of those steps; the
-    pass reads as many gradients.
+    The slower of its workers and its memory limits the host's update, which also casts. Its one pass over an update
+    window counts as ``window`` updates, since the device would update in each of these steps; it reads as many
+    gradients.
     """
     host_bytes = 2 * STATE_BYTES + 2 * weight_bytes  # state both ways, a gradient read, a weight written
     cores = hardware.devices * hardware.workers * hardware.adam_per_core
