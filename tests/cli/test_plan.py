@@ -124,8 +124,8 @@ def test_several_devices_are_a_prediction_only(capsys: pytest.CaptureFixture[str
 
 def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    knobs = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
-    assert main.main([*SMALL, *knobs, "--device-bytes", "1e12"]) == 0
+    given = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
+    assert main.main([*SMALL, *given, "--device-bytes", "1e12"]) == 0
     text = capsys.readouterr().out
     assert "twinflow 0.35" in text
     assert re.search(r"deep_optimizer_states\s+0\.35, none", text)

@@ -1,4 +1,4 @@
-"""The knobs: defaults, ranges, and the rules between them."""
+"""The options: defaults, ranges, and the rules between them."""
 
 from __future__ import annotations
 

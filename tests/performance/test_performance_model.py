@@ -197,7 +197,7 @@ def test_a_share_on_the_device_shortens_the_update() -> None:
 
 
 def test_streamed_state_passes_the_link_both_ways() -> None:
-    """Half of 100 parameters: 600 bytes in beside 100 bytes of weights, 600 out."""
+    """Half of 100 parameters: 600 bytes in next to 100 bytes of weights, 600 out."""
     times = step(large("deep_optimizer_states", update_stride=2))
     assert times.lanes["uploads"] == pytest.approx(70.0)
     assert times.lanes["flushes"] == pytest.approx(30.0)
@@ -224,7 +224,7 @@ def test_clipping_leaves_the_host_the_forward() -> None:
     settings = large("zenflow", update_interval=2)
     assert step(settings).stall == 0.0
     clipped = step(replace(settings, final_at_step=True))
-    assert clipped.seconds == pytest.approx(9 + 9)  # beside the device's own update and the forward
+    assert clipped.seconds == pytest.approx(9 + 9)  # longer than the device's own update and the forward
     assert step(replace(settings, final_at_step=True, staleness=1)).seconds == step(settings).seconds
 
 

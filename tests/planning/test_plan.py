@@ -1,4 +1,4 @@
-"""What a plan says of bytes, slices and slots."""
+"""Bytes, slices and gradient buffers of a plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_compressed_gradient_bytes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("interval", [1, 4])
 def test_slots_and_uploads(interval: int, staleness: int) -> None:
-    """One more of each per step of staleness: what closed still waits for its merge."""
+    """One more of each per step of staleness: the update of a flushed window is not applied yet."""
     plan = split(interval=interval, staleness=staleness)
     assert plan.gradient_buffers == interval + staleness
     assert plan.uploads == 1 + staleness

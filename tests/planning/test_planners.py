@@ -194,7 +194,7 @@ def test_options_reach_the_plan() -> None:
 
 
 def resident_elements(plan: Plan) -> int:
-    """Elements whose state stays on the device for good."""
+    """Elements whose state always stays on the device."""
     whole = sum(param.numel for param in plan.params if param.placement is Placement.DEVICE)
     return whole + sum(param.k * param.length for param in plan.params)
 

@@ -229,9 +229,9 @@ def test_memory_by_hand() -> None:
         "optimizer state": 24 * million, "gradients and uploads": 8 * million, "window of files": 0
     }  # fmt: skip
     assert needs.device["selection"] == 16 * 2 * 1000
-    for staging, slots in ((3 * million, 1), (9 * million, 2)):  # a remainder takes no buffer; two uploads can exist
+    for staging, buffers in ((3 * million, 1), (9 * million, 2)):  # a remainder takes no buffer; two uploads can exist
         staged = needs_of(plan, model, devices=1, tokens=1, recompute=False, staging_bytes=staging)
-        assert staged.device["rings and buffers"] == (2 + slots) * 2 * million
+        assert staged.device["rings and buffers"] == (2 + buffers) * 2 * million
     files = make_plan(model.params, Options(policy="zero_infinity", nvme_path="scratch"))
     needs = needs_of(files, model, devices=1, tokens=1, recompute=False)
     assert needs.host["window of files"] == needs.disk["optimizer state"] == 24 * million

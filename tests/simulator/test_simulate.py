@@ -102,7 +102,7 @@ def test_clipped_updates_start_after_the_backward() -> None:
 
 
 def test_windows_are_flushed_by_phase() -> None:
-    """Layer 0 closes at even steps and has no slack; layer 1 closes at odd ones and is done before it is needed."""
+    """Layer 0 is flushed at even steps without slack; layer 1 at odd ones, and is done before it is needed."""
     model = layers(2)
     plan = plan_of(model, topk_ratio=0.0, device_share=0.0, update_interval=2)
     assert [param.phase for param in plan.params] == [0, 1]
