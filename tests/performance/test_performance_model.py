@@ -239,9 +239,9 @@ def test_devices_share_the_host_and_communicate() -> None:
 
 
 def test_hardware_without_a_needed_number_is_named() -> None:
-    with pytest.raises(ValueError, match="round has no peer_bandwidth, which 2 devices need"):
+    with pytest.raises(ValueError, match=r"peer_bandwidth=None of hardware 'round' .* devices=2"):
         step(large("resident"), replace(MACHINE, devices=2))
-    with pytest.raises(ValueError, match="round has no disk_read and disk_write"):
+    with pytest.raises(ValueError, match="disk_write=None of hardware 'round' must be bytes"):
         step(large("zero_infinity"), replace(MACHINE, disk_write=None))
 
 

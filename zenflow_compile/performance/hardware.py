@@ -52,3 +52,24 @@ class Hardware:
     def workers(self) -> int:
         """Threads per device that update on the host by default: its share of the cores less two."""
         return max(1, self.cores // self.devices - LEFT_FREE)
+
+    def check_rates(self, *, in_files: bool) -> None:
+        """Refuse to predict with missing rates.
+
+        Args:
+            in_files: whether state is in files.
+
+        Raises:
+            ValueError: a rate of collectives or of the disk is None although the prediction needs it.
+        """
+        if self.devices > 1 and self.peer_bandwidth is None:
+            raise ValueError(
+                f"peer_bandwidth=None of hardware {self.name!r} must be bytes per second: devices={self.devices} "
+                "exchange gradients; give it, or use devices=1"
+            )
+        if in_files and (self.disk_read is None or self.disk_write is None):
+            rates = f"disk_read={self.disk_read} and disk_write={self.disk_write}"
+            raise ValueError(
+                f"{rates} of hardware {self.name!r} must be bytes per second: the plan keeps state in files; give "
+                "both, or choose a policy that keeps it in memory"
+            )

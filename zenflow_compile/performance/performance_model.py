@@ -162,12 +162,12 @@ def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dic
     """
     compute = flops / (hardware.device_flops * hardware.utilization)
     traffic = settings.traffic
+    hardware.check_rates(in_files=traffic.files_per_window > 0)
     exchange = _collective_seconds(hardware, settings.model_bytes)
     on_device = settings.numel - settings.deferred
     flushed = 0.0 if settings.overlapped else settings.deferred / settings.update_interval
     workers = hardware.workers if settings.workers is None else settings.workers
     rates = stride_rates(hardware, weight_bytes=settings.stride_weight_bytes)
-    read_byte, write_byte = _disk_byte_seconds(hardware) if traffic.files_per_window else (0.0, 0.0)
     values = {
         equations.gradients_per_step: traffic.host_per_gradient,
         equations.gradients_per_window: traffic.gradients_per_window,
@@ -191,8 +191,8 @@ def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dic
         equations.device_bandwidth: hardware.device_bandwidth,
         equations.host_bandwidth: hardware.host_bandwidth,
         equations.core_rate: hardware.devices * workers * hardware.adam_per_core,
-        equations.disk_read_byte: read_byte,
-        equations.disk_write_byte: write_byte,
+        equations.disk_read_byte: 1 / hardware.disk_read if hardware.disk_read else 0.0,
+        equations.disk_write_byte: 1 / hardware.disk_write if hardware.disk_write else 0.0,
         equations.cpu_update: rates["cpu_update"],
         equations.gpu_update: rates["gpu_update"],
         equations.link: rates["link"],
@@ -205,24 +205,9 @@ def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dic
 
 def _collective_seconds(hardware: Hardware, model_bytes: int) -> float:
     """Seconds of a ring's reduce-scatter of all gradients, or all-gather of all weights: each device sends (n-1)/n."""
-    devices = hardware.devices
-    if devices == 1:
-        return 0.0
     if hardware.peer_bandwidth is None:
-        raise ValueError(
-            f"hardware {hardware.name} has no peer_bandwidth, which {devices} devices need; give it, or use one device"
-        )
-    return model_bytes * (devices - 1) / devices / hardware.peer_bandwidth
-
-
-def _disk_byte_seconds(hardware: Hardware) -> tuple[float, float]:
-    """Seconds to read a byte, and to write one: a disk does one at a time."""
-    if hardware.disk_read is None or hardware.disk_write is None:
-        raise ValueError(
-            f"hardware {hardware.name} has no disk_read and disk_write, which state in files needs; "
-            "give both, or keep the state in host memory"
-        )
-    return 1 / hardware.disk_read, 1 / hardware.disk_write
+        return 0.0
+    return model_bytes * (hardware.devices - 1) / hardware.devices / hardware.peer_bandwidth
 
 
 def smallest_interval(settings: StepSettings, hardware: Hardware, *, flops: float) -> int | None:

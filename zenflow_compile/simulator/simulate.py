@@ -69,7 +69,7 @@ def simulate(
     check_integer("tokens", tokens, 1)
     for name, value in (("final_at_step", final_at_step), ("overlap", overlap), ("recompute", recompute)):
         check_flag(name, value)
-    check_fits_together(plan, hardware, model)
+    _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
     threads = _threads(hardware, workers)
@@ -134,7 +134,7 @@ def steady_step(
     a cycle times blocks of the model, a step by less than 2%, the host update by up to twice the largest parameter's
     share of all offloaded elements, and bytes over the link by at most 1%. All else is equal.
     """
-    check_fits_together(plan, hardware, model)
+    _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap, coarse=True)
     device = Device(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=work.cycle, whole=True)
@@ -164,24 +164,15 @@ def _threads(hardware: Hardware, workers: int | None) -> int:
     return check_integer("workers", workers, 1, max(1, hardware.cores // hardware.devices), remedy=remedy)
 
 
-def check_fits_together(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
-    """
+def _check(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
+    """Refuse a plan of another model, and hardware that lacks a rate.
+
     Raises:
-        ValueError: the plan is another model's, or ``hardware`` lacks a number that it needs.
+        ValueError: see above.
     """
     if [param.shape for param in plan.params] != [spec.shape for spec in model.params]:
         raise ValueError(f"the plan is not one of {model.name}: parameters differ; make it from the model's own")
-    if hardware.devices > 1 and hardware.peer_bandwidth is None:
-        raise ValueError(
-            f"peer_bandwidth=None of hardware {hardware.name!r} must be bytes per second: devices={hardware.devices} "
-            "exchange gradients; give it, or use devices=1"
-        )
-    if plan.file_bytes and (hardware.disk_read is None or hardware.disk_write is None):
-        rates = f"disk_read={hardware.disk_read} and disk_write={hardware.disk_write}"
-        raise ValueError(
-            f"{rates} of hardware {hardware.name!r} must be bytes per second: the plan keeps state in files; give "
-            "both, or choose a policy that keeps it in memory"
-        )
+    hardware.check_rates(in_files=plan.file_bytes > 0)
 
 
 def _disk_bandwidth(hardware: Hardware) -> float | None:
