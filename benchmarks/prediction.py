@@ -16,7 +16,7 @@ from zenflow_compile.measure.disk import disk_rates
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import performance_model
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape, flops_per_token
+from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.runtime.host.cores import physical_cores, worker_count

@@ -33,6 +33,7 @@ from torch import Tensor
 import zenflow_compile as zf
 from benchmarks.common import Target, write_results
 from benchmarks.emulated import EmulatedModel, SlowHostAdam
+from zenflow_compile.options.options import Options
 from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import ParamPlan, Placement
 
@@ -66,7 +67,7 @@ def every_step_on_the_host(active: bool) -> Iterator[None]:
     """While entered, what the zenflow planner would keep on the device gets host windows of one step."""
     planner = planners._PLANNERS["zenflow"]
 
-    def plan(specs: Sequence[planners.ParamSpec], first: int, options: planners.PlanningOptions) -> list[ParamPlan]:
+    def plan(specs: Sequence[planners.ParamSpec], first: int, options: Options) -> list[ParamPlan]:
         plans = planner(specs, first, options)
         offloaded = next(plan for plan in plans if plan.offloaded)
         return [

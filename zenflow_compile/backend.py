@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
-from zenflow_compile.options.options import BackendOptions, split_backend_options
+from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
 from zenflow_compile.passes.context import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.offload_gradients import gradient_places
@@ -41,7 +41,7 @@ def zenflow(
         gm: Dynamo's graph.
         example_inputs: its real inputs, among them the parameters themselves.
         options: keywords of ``ZenFlowAdamW``, ``"config"``, ``"inner"`` (``"inductor"`` or ``"eager"``), ``"mode"``
-            and Inductor's own settings; see ``options.split_backend_options``.
+            and Inductor's own settings; see ``split_backend_options``.
         mode: Inductor's mode.
 
     Raises:

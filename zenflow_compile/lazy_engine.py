@@ -221,7 +221,7 @@ def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]]
     if options.policy != "auto":
         return auto_policy.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
     assert options.tokens_per_step is not None
-    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, implicit=in_backward)
+    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, in_backward=in_backward)
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.lazy_engine import LazyEngine, check_devices
 from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import warn_of_unread

@@ -21,8 +21,9 @@ from benchmarks.published.testbeds import (
     with_devices,
     with_unpinned_gradients,
 )
-from zenflow_compile.performance.hardware import Hardware, hardware
-from zenflow_compile.performance.models import model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import model
 from zenflow_compile.performance.performance_model import update_stride
 
 PAPER = "Deep Optimizer States"

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.hardware import Hardware, hardware
-from zenflow_compile.performance.models import model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import model
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.simulator.simulate import SteadyStep, simulate, steady_step
 from zenflow_compile.timeline.events import COMPUTE, D2H, STEP

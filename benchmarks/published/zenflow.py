@@ -11,8 +11,9 @@ from typing import Any
 
 from benchmarks.published.claim import Claim
 from benchmarks.published.testbeds import H100_RATES, steady, with_host_rate
-from zenflow_compile.performance.hardware import Hardware, hardware
-from zenflow_compile.performance.models import model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import model
 from zenflow_compile.performance.performance_model import traffic
 from zenflow_compile.simulator.simulate import SteadyStep
 

@@ -16,7 +16,7 @@ from torch import nn
 import zenflow_compile
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.performance import models
+from zenflow_compile.performance import model_config
 from zenflow_compile.runtime.host import host_adam
 
 
@@ -114,7 +114,7 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.
             optimizer.close()
 
     with pytest.raises(ValueError, match=r"\\x1b") as unread:
-        models.from_config(directory)
+        model_config.from_config(directory)
     texts.append(unread.value)
     for text in texts:
         assert_safe(str(text))

@@ -48,7 +48,7 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         "D2H",
         "memmove",
         "copy lanes are threads",
-        "whole parameters",
+        "resident parameters",
         "TFLOP/s",
     ):
         assert part in text, part
@@ -87,7 +87,7 @@ def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--threads", "few"], "invalid int value: 'few'"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--megabytes", "0"], r"--megabytes 0 must be in \[1, \d+\]"),
-        (["--megabytes", "1000000000"], "the memory that is available"),
+        (["--megabytes", "1000000000"], "the available memory"),
         (["--nvme-path", "nowhere"], "nvme_path='nowhere'"),
         (["--device", "meta"], "--device meta must be one of cpu"),
         (["--device", "graphics"], "--device graphics must be one of cpu"),

@@ -22,7 +22,7 @@ def test_each_number_is_what_its_name_says() -> None:
     assert hardware_of(FINDINGS, flops=2e9).device_flops == 2e9
 
 
-def test_state_stays_with_a_device_that_updates_whole_parameters_fast() -> None:
+def test_resident_rate_of_the_device_decides() -> None:
     hardware = hardware_of(FINDINGS)
     model = llama(width=1024)
     assert auto_policy.choose(model.params, Options(), hardware, tokens=8, model=model).policy == "resident"

@@ -18,10 +18,9 @@ from tests.planning.machines import SLOW_HOST, llama, machine
 from zenflow_compile.cli import main, plan
 from zenflow_compile.cli.plan import _explained
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import hardware as machines
-from zenflow_compile.performance import models
+from zenflow_compile.performance import hardware_catalog, model_catalog
 from zenflow_compile.prediction.predict import predict
-from zenflow_compile.prediction.scenario import question
+from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.simulator import simulate as simulation
 
@@ -64,12 +63,12 @@ def test_json_has_the_same_numbers_as_the_function(capsys: pytest.CaptureFixture
         assert 0 <= each["stall_s"] < each["step_s"]
         assert each["tokens_per_s"] == pytest.approx(1024 / each["step_s"])
         assert sum(each["needs"]["device"].values()) > 0
-    model = models.of_size(300_000_000)
+    model = model_catalog.of_size(300_000_000)
     assert json.loads(json.dumps(zf.plan(model, "rtx-4090", tokens=1024))) == found
     assert json.loads(json.dumps(zf.plan(3e8, "rtx-4090", tokens=1024))) == found
 
 
-def test_the_form_without_an_optimizer_object_hides_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_in_backward_hides_more(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "llama2-7b", "--hardware", "h200", "--recompute", "--policy", "zenflow"]
     (explicit,), (implicit,), (clipped,) = (
         answer([*arguments, *more], capsys)["policies"]
@@ -88,7 +87,7 @@ def test_the_form_without_an_optimizer_object_hides_more(capsys: pytest.CaptureF
     assert hidden < waited
 
 
-def test_attention_runs_over_the_sequences_that_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_work_follows_the_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     """Seconds of FLOPs at the device's speed, and of AdamW's bytes at its memory's; the published 28 layers of 1536."""
     arguments = ["plan", "--model", "qwen2.5-1.5b", "--hardware", "h200", "--tokens", "2048", "--policy", "resident"]
     whole, short = answer(arguments, capsys), answer([*arguments, "--sequence", "512"], capsys)
@@ -125,8 +124,8 @@ def test_several_devices_are_a_prediction_only(capsys: pytest.CaptureFixture[str
 
 def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    knobs = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
-    assert main.main([*SMALL, *knobs, "--device-bytes", "1e12"]) == 0
+    given = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
+    assert main.main([*SMALL, *given, "--device-bytes", "1e12"]) == 0
     text = capsys.readouterr().out
     assert "twinflow 0.35" in text
     assert re.search(r"deep_optimizer_states\s+0\.35, none", text)
@@ -135,10 +134,10 @@ def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatc
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_placeholder_directory_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--policy", "zero_infinity"], capsys)
     assert found["recommended"] == found["policies"][0]["options"] == {"policy": "zero_infinity"}
-    assert any("nvme_path has to be added" in note for note in found["notes"])
+    assert any("Add nvme_path to the recommended options" in note for note in found["notes"])
     assert main.main([*SMALL, "--policy", "zero_infinity"]) == 0
     assert "nvme_path stands for a directory on a local disk." in capsys.readouterr().out
     given = zf.plan(3e8, "rtx-4090", tokens=1024, policy="zero_infinity", nvme_path="some/disk")
@@ -149,8 +148,8 @@ def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "once per window of 4 steps. Exact with update_interval=1."),
-        ({"update_interval": "auto"}, "once per window of up to 4 steps. Exact with update_interval=1."),
+        ({}, "once per update window of 4 steps. Exact with update_interval=1."),
+        ({"update_interval": "auto"}, "once per update window of up to 4 steps. Exact with update_interval=1."),
         (
             {"staleness": 1, "gradient_compression": "int8", "update_interval": 1},
             "a step late, by rounded gradients. Exact with staleness=0 and gradient_compression=None.",
@@ -162,7 +161,7 @@ def test_a_directory_that_nobody_named_is_in_no_options(capsys: pytest.CaptureFi
 )
 def test_a_recommendation_says_whether_it_is_adamw(options: dict[str, Any], said: str | None) -> None:
     notes = zf.plan(llama(), machine(), tokens=1, **{"policy": "zenflow"} | options)["notes"]
-    assert notes == ([] if said is None else [f"Not exactly AdamW: what is not selected is updated {said}"])
+    assert notes == ([] if said is None else [f"Not exactly AdamW: deferred columns are updated {said}"])
 
 
 def test_the_note_on_exactness_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +176,7 @@ def test_the_recommended_block_is_made_of_options(capsys: pytest.CaptureFixture[
     assert (row["fits"], row["policy"]) == (True, recommended.policy)
 
 
-def test_one_policy_with_its_knobs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_policy_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "--policy", "zenflow", "--topk-ratio", "0.2", "--update-interval", "2", "--max-grad-norm", "1"]
     (each,) = answer(arguments, capsys)["policies"]
     assert each["options"] == {"policy": "zenflow", "topk_ratio": 0.2, "update_interval": 2, "max_grad_norm": 1.0}
@@ -188,7 +187,7 @@ def test_hours_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
         assert each["hours"] == pytest.approx(2e6 / each["tokens_per_s"])
 
 
-def test_memory_that_is_given_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_memory_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--device-bytes", "1e6"], capsys)
     assert found["recommended"] is None
     assert not any(each["fits"] for each in found["policies"])
@@ -217,12 +216,12 @@ def test_explain_prints_equations_with_numbers(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("link", [25e9, 25.0])
-def test_explain_has_the_smallest_interval_without_a_stall(
+def test_explain_has_the_smallest_interval(
     link: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None over a link so slow that a step's gradients take longer than any step."""
-    hardware = replace(machines.hardware("rtx-4090"), link_to_host=link, link_to_device=link)
-    monkeypatch.setattr(machines, "hardware", lambda name: hardware)
+    hardware = replace(hardware_catalog.hardware("rtx-4090"), link_to_host=link, link_to_device=link)
+    monkeypatch.setattr(hardware_catalog, "hardware", lambda name: hardware)
     arguments = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "8192", "--explain", "--policy"]
     smallest = answer([*arguments, "zenflow"], capsys)["smallest_interval"]
     assert smallest is None if link < 1e9 else smallest >= 1
@@ -231,15 +230,13 @@ def test_explain_has_the_smallest_interval_without_a_stall(
     assert "smallest_interval" not in answer([*arguments, "zero_offload"], capsys)
 
 
-def test_explain_has_no_interval_for_windows_that_block() -> None:
-    asked = question(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
+def test_explain_has_no_interval_if_blocking() -> None:
+    asked = scenario_of(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
     explained = _explained(argparse.Namespace(explain=True), predict(asked))
     assert set(explained) == {"explained"}
 
 
-def test_what_comes_nearest_is_broken_down_explained_and_traced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nearest_policy_is_explained_and_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has its state on the host, and is not the first in the table."""
     path = tmp_path / "trace.json"
     tight = [*SMALL, "--device-bytes", "1e6", "--explain"]
@@ -321,7 +318,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_bad_arguments_exit_with_2_before_any_work(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "SteadyRun", None)
+    monkeypatch.setattr(simulation, "Device", None)
     monkeypatch.setattr(plan, "_measure", None)
     with pytest.raises(SystemExit) as caught:
         main.main(["plan", *arguments])
@@ -332,7 +329,7 @@ def test_bad_arguments_exit_with_2_before_any_work(
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", "{}", json.dumps(FINDINGS | {"link": []})])
-def test_a_file_that_doctor_did_not_write(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_doctor_file_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
     path.write_text(content)
     with pytest.raises(SystemExit) as caught:

@@ -272,7 +272,7 @@ def test_a_parameter_without_an_owner_trains_normally(entry: dict[str, Any] | No
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_an_optimizer_whose_parameters_the_model_does_not_have(entry: dict[str, Any] | None) -> None:
+def test_optimizer_of_other_parameters_warns(entry: dict[str, Any] | None) -> None:
     model, other = mlp(), mlp()
     optimizer = ZenFlowAdamW(other.parameters(), **OFFLOAD_ALL)
     call = torch.compile(model, **entry) if entry else model

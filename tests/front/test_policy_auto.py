@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
-from tests.planning.machines import SLOW_HOST
+from tests.planning.machines import SLOW_HOST, scenario
 from zenflow_compile import ZenFlowAdamW, lazy_engine
 from zenflow_compile.compiler.ownership import optimizer_of
-from zenflow_compile.options.options import Options, split_backend_options
+from zenflow_compile.options.backend_options import split_backend_options
+from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.planning import plan
 from zenflow_compile.prediction import auto_policy
@@ -35,7 +36,7 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
     """Bytes that the model of the tests needs of a memory under a policy."""
     shape = auto_policy.shape_of(specs_of(list(build().named_parameters())))
-    found = auto_policy.compare(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)
+    found = auto_policy.compare(scenario(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8))
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
     return sum(getattr(needs, memory).values())
 
@@ -61,7 +62,7 @@ def test_state_stays_on_the_device_where_it_fits(measured: list[Hardware]) -> No
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_a_small_device_offloads_and_trains_as_the_choice_by_name_does(
+def test_auto_trains_as_the_chosen_policy_by_name(
     entry: dict[str, Any] | None, measured: list[Hardware], tight: Hardware
 ) -> None:
     measured[0] = tight
@@ -75,7 +76,7 @@ def test_a_small_device_offloads_and_trains_as_the_choice_by_name_does(
     training.optimizer.close()
 
 
-def test_the_choice_is_the_planners_and_the_same_each_time(measured: list[Hardware], tight: Hardware) -> None:
+def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
     specs = specs_of(list(mlp().named_parameters()))
@@ -89,7 +90,7 @@ def test_knobs_that_steer_convergence_stay(measured: list[Hardware], tight: Hard
     assert {name: getattr(options, name) for name in given} == given
 
 
-def test_without_host_memory_the_error_says_what_is_missing(measured: list[Hardware], tight: Hardware) -> None:
+def test_error_names_missing_host_memory(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = replace(tight, host_bytes=1.0)
     with pytest.raises(ValueError, match=r"no policy fits 'round': .* lacks .* GB of (host|device) memory; use fewer"):
         Training(None, AUTO).run(0, 1)
@@ -101,7 +102,7 @@ def test_without_host_memory_the_error_says_what_is_missing(measured: list[Hardw
     ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL).close()  # the parameters have no owner
 
 
-def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
+def test_files_are_chosen_if_host_memory_is_short(
     measured: list[Hardware], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
@@ -118,7 +119,7 @@ def test_files_are_chosen_where_host_memory_is_short_and_there_is_a_path(
         Training(None, {"policy": "resident"}, build=deep).load(saved)
 
 
-def test_a_state_of_another_choice_says_all_that_loads_it(measured: list[Hardware], tight: Hardware) -> None:
+def test_state_of_another_choice_is_refused(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     saving = Training(None, AUTO).run(0, 3)
     options = saving.optimizer.options
@@ -162,9 +163,7 @@ def test_parameters_in_groups_are_chosen_for_together(measured: list[Hardware], 
 
 
 @pytest.mark.parametrize("room", ["roomy", "tight"])
-def test_the_form_without_an_optimizer_object_chooses_as_well(
-    room: str, measured: list[Hardware], tight: Hardware
-) -> None:
+def test_optimizer_in_backward_chooses_a_policy(room: str, measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = SLOW_HOST if room == "roomy" else tight
     model = mlp()
     compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", "lr": 1e-2, **OFFLOAD_ALL, **AUTO})
@@ -178,14 +177,14 @@ def test_the_form_without_an_optimizer_object_chooses_as_well(
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_the_choice_knows_whether_updates_run_in_the_backward(
+def test_choice_knows_optimizer_in_backward(
     in_backward: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
     choose = auto_policy.choose
 
     def noted(*args: Any, **keywords: Any) -> Options:
-        seen.append(keywords["implicit"])
+        seen.append(keywords["in_backward"])
         return choose(*args, **keywords)
 
     monkeypatch.setattr(auto_policy, "choose", noted)
@@ -202,7 +201,7 @@ def test_the_choice_knows_whether_updates_run_in_the_backward(
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_this_machine_is_measured_and_random_numbers_stay_the_users(in_backward: bool) -> None:
+def test_measuring_keeps_random_numbers(in_backward: bool) -> None:
     model = mlp()
     options = {**OFFLOAD_ALL, **AUTO, "workers": 1}
     given = torch.random.get_rng_state()

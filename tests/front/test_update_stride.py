@@ -45,7 +45,7 @@ def test_the_stride_is_that_of_the_equation(options: dict[str, Any], machines: l
     training.optimizer.close()
 
 
-def test_the_planner_and_the_optimizer_take_the_same_stride(machines: list[Hardware]) -> None:
+def test_planner_and_optimizer_agree_on_the_stride(machines: list[Hardware]) -> None:
     training = Training(None, STATES)
     options = training.optimizer.options
     assert options == auto_policy.resolve_stride(replace(options, update_stride=None), V100, weight_bytes=4)
@@ -62,7 +62,7 @@ def test_a_stride_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("slow", ["link_to_host", "link_to_device"])
-def test_a_link_that_is_too_slow_either_way_streams_nothing(slow: str, machines: list[Hardware]) -> None:
+def test_slow_link_streams_nothing(slow: str, machines: list[Hardware]) -> None:
     machines[0] = replace(V100, **{slow: 4e6})
     training = Training(None, STATES).run(0, 2)
     assert training.optimizer.options.update_stride == performance_model.NEVER

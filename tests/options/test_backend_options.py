@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.options.options import ADAM_KEYWORDS, BackendOptions, split_backend_options
+from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
+from zenflow_compile.options.options import ADAM_KEYWORDS
 
 
 def test_no_options_mean_no_optimizer() -> None:
@@ -18,12 +19,12 @@ def test_no_options_mean_no_optimizer() -> None:
 
 
 @pytest.mark.parametrize("name", [*ADAM_KEYWORDS, "topk_ratio", "policy"])
-def test_any_optimizer_keyword_means_the_implicit_form(name: str) -> None:
+def test_keyword_means_optimizer_in_backward(name: str) -> None:
     value = {"betas": (0.9, 0.95), "policy": "resident"}.get(name, 0.1)
     assert split_backend_options({name: value}).optimizer == {name: value}
 
 
-def test_options_are_split_by_whom_they_concern() -> None:
+def test_options_are_split_by_reader() -> None:
     options = {
         "lr": 2e-5,
         "update_interval": 2,

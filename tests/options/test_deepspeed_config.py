@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.options.deepspeed import ZENFLOW_KNOBS, read_deepspeed_config
-from zenflow_compile.options.options import OPTION_NAMES, Options, split_backend_options
+from zenflow_compile.options.backend_options import split_backend_options
+from zenflow_compile.options.deepspeed import ZENFLOW_OPTIONS, read_deepspeed_config
+from zenflow_compile.options.options import OPTION_NAMES, Options
 
 # What DeepSpeed's ZenFlow tutorial recommends.
 TUTORIAL: dict[str, dict[str, Any]] = {
@@ -154,7 +155,7 @@ def test_what_the_device_has_no_use_for_is_listed(zero: dict[str, Any], ignored:
         ({"sub_group_size": 0}, "sub_group_size=0 must be"),
     ],
 )
-def test_what_is_out_of_range_is_named_where_it_is_used(zero: dict[str, Any], message: str) -> None:
+def test_out_of_range_value_is_named_at_use(zero: dict[str, Any], message: str) -> None:
     keywords = read_quietly({"zero_optimization": zero})
     with pytest.raises((ValueError, TypeError), match=message):
         Options.from_keywords(**keywords)
@@ -172,7 +173,7 @@ def test_blanks_for_another_program_are_left_out() -> None:
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
 def test_auto_of_the_optimizer_needs_a_value(name: str) -> None:
     config = adam(params={"lr": 1e-4, "weight_decay": 0.1, name: "auto"})
-    message = rf'optimizer\.params\.{name}="auto" in the DeepSpeed configuration .*pass {name}= beside the file'
+    message = rf'optimizer\.params\.{name}="auto" in the DeepSpeed configuration .*pass {name}= with the file'
     with pytest.raises(ValueError, match=message):
         read_deepspeed_config(config)
     with pytest.raises(ValueError, match=message):
@@ -223,12 +224,12 @@ def test_warning_names_the_users_line(tmp_path: Path) -> None:
     assert [each.filename for each in (*caught, *compiled)] == [__file__] * 2
 
 
-def test_weight_decay_that_is_not_written_is_none_as_in_deepspeed() -> None:
+def test_missing_weight_decay_is_zero() -> None:
     assert read_quietly(adam(params={"lr": 1e-4}))["weight_decay"] == 0.0
     assert "weight_decay" not in read_quietly({})
 
 
-def test_values_are_checked_where_the_keywords_are_used() -> None:
+def test_ranges_are_checked_at_use() -> None:
     keywords = read_quietly({"zero_optimization": {"zenflow": {"select_strategy": "epoch", "select_interval": 1}}})
     with pytest.raises(ValueError, match="steps_per_epoch"):
         Options.from_keywords(**keywords)
@@ -305,4 +306,4 @@ def test_names_in_a_file_reach_no_terminal_raw(tmp_path: Path) -> None:
 
 
 def test_deepspeed_names_are_ours() -> None:
-    assert set(ZENFLOW_KNOBS) <= set(OPTION_NAMES)
+    assert set(ZENFLOW_OPTIONS) <= set(OPTION_NAMES)

@@ -1,4 +1,4 @@
-"""The knobs: defaults, ranges, and the rules between them."""
+"""The options: defaults, ranges, and the rules between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_defaults() -> None:
     assert (options.max_grad_norm, options.gradient_accumulation_steps) == (None, None)
 
 
-def test_options_cannot_be_changed_nor_given_by_position() -> None:
+def test_options_are_frozen_and_keyword_only() -> None:
     with pytest.raises(FrozenInstanceError):
         Options().topk_ratio = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -158,7 +158,7 @@ def test_numbers_of_other_kinds_become_plain_ones() -> None:
         ({"offload": True}, 'this version.*topk_ratio.*policy="zero_offload"'),
     ],
 )
-def test_rules_between_knobs_hold_for_zenflow_alone(keywords: dict[str, Any], message: str) -> None:
+def test_cross_option_rules_hold_for_zenflow_only(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**keywords)
     for policy in ("resident", "zero_offload"):
@@ -181,7 +181,7 @@ def test_unknown_option_is_answered_with_the_nearest(keywords: dict[str, Any], n
         Options.from_keywords(**keywords)
 
 
-def test_unknown_option_without_a_near_one_is_answered_with_a_list() -> None:
+def test_unknown_option_error_lists_all_options() -> None:
     with pytest.raises(TypeError, match="valid options are policy, tokens_per_step") as error:
         Options.from_keywords(zzz=1)
     assert all(name in str(error.value) for name in OPTION_NAMES)
@@ -219,7 +219,7 @@ def test_every_option_is_documented() -> None:
         assert row[1] == written, f"default of {field.name} in docs/options.md"
 
 
-def test_the_column_of_readers_is_the_one_that_warnings_name() -> None:
+def test_documented_readers_match_the_warnings() -> None:
     table = (Path(__file__).parents[2] / "docs/options.md").read_text()
     for name in OPTION_NAMES:
         row = re.search(rf"^\| `{name}` \| .*", table, re.MULTILINE)

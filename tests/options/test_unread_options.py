@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.engine.training import mlp
+from tests.planning.machines import scenario
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import POLICIES, Options
-from zenflow_compile.performance.hardware import hardware
-from zenflow_compile.performance.models import of_size
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import of_size
 from zenflow_compile.prediction.auto_policy import compare
 
 ATEN: dict[str, Any] = {"host_kernel": "aten"}
@@ -44,7 +45,7 @@ def warned(**options: Any) -> list[str]:
         ({"tokens_per_step": 8}, ["tokens_per_step (read by auto)"]),
     ],
 )  # fmt: skip
-def test_one_warning_names_the_options_and_who_reads_them(options: dict[str, Any], named: list[str]) -> None:
+def test_one_warning_names_unread_options(options: dict[str, Any], named: list[str]) -> None:
     (message,) = warned(**options)
     assert message.startswith(f"policy={options.get('policy', 'zenflow')!r} does not read ")
     assert all(each in message for each in named)
@@ -59,7 +60,7 @@ def test_warning_in_compilation_names_the_users_line() -> None:
     assert [each.filename for each in caught] == [__file__]
 
 
-def test_what_is_read_or_left_at_its_default_is_not_named(tmp_path: Path) -> None:
+def test_read_or_default_options_do_not_warn(tmp_path: Path) -> None:
     defaults = {each.name: each.default for each in fields(Options)}
     for options in (
         {"policy": "zero_offload", "ratio": defaults["ratio"], "topk_ratio": defaults["topk_ratio"]},
@@ -82,9 +83,9 @@ KNOBS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
-def test_the_blocks_that_a_plan_recommends_warn_of_nothing(gradients: dict[str, Any], tmp_path: Path) -> None:
+def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Path) -> None:
     given = KNOBS | gradients | {"nvme_path": str(tmp_path)}
-    found = compare(Options(**given), hardware("h200"), of_size(10**7), tokens=64)
+    found = compare(scenario(Options(**given), hardware("h200"), of_size(10**7), tokens=64))
     assert {each.policy for each in found} == {*POLICIES} - {"auto"}
     for each in found:
         assert warned(**each.options) == [], each.label

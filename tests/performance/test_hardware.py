@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from zenflow_compile.performance.hardware import HARDWARE, Hardware, hardware
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import HARDWARE, hardware
 
 NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "devices", "sources")]
 
 
 @pytest.mark.parametrize("machine", HARDWARE.values(), ids=list(HARDWARE))
-def test_every_number_has_a_source_and_no_source_is_without_a_number(machine: Hardware) -> None:
+def test_numbers_and_sources_match(machine: Hardware) -> None:
     given = {name for name in NUMBERS if getattr(machine, name) is not None}
     assert given == set(machine.sources)
     assert all(machine.sources.values())
@@ -28,7 +29,7 @@ def test_numbers_are_possible(machine: Hardware) -> None:
     assert machine.name == machine.name.lower()
 
 
-def test_what_is_assumed_is_called_an_assumption() -> None:
+def test_assumptions_are_labeled() -> None:
     for machine in HARDWARE.values():
         assert machine.sources["utilization"].startswith("assumption")
         assert machine.sources["adam_per_core"].startswith("assumption")

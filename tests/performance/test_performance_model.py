@@ -8,19 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import sympy
-import torch
 
-from tests.planning.machines import SLOW_HOST, llama
+from tests.planning.machines import SLOW_HOST, llama, scenario
 from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
+from zenflow_compile.performance import equations
 from zenflow_compile.performance.equations import PLAN_TRAFFIC, STRIDE_RATIO, TRAFFIC
-from zenflow_compile.performance.hardware import Hardware, hardware
-from zenflow_compile.performance.models import flops_per_token
-from zenflow_compile.performance.models import model as named_model
+from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_catalog import model as named_model
+from zenflow_compile.performance.model_shapes import flops_per_token
 from zenflow_compile.performance.performance_model import (
     NEVER,
     bindings,
-    bytes_per_parameter,
     explain,
     formulas,
     smallest_interval,
@@ -31,7 +30,8 @@ from zenflow_compile.performance.performance_model import (
     traffic,
     update_stride,
 )
-from zenflow_compile.performance.shares import SHARES, Knobs
+from zenflow_compile.performance.step_settings import StepSettings
+from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.prediction.forecast import forecast, node_plan
@@ -58,8 +58,24 @@ MACHINE = Hardware(
 )
 
 
-def step(knobs: Knobs, hardware: Hardware = MACHINE, *, parameters: float = 100.0, flops: float = 12.0) -> Any:
-    return step_time(knobs, hardware, parameters=parameters, flops=flops)
+POLICIES = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity")
+
+
+def large(policy: str, *, final_at_step: bool = False, recompute: bool = False, **given: Any) -> StepSettings:
+    """A plan of 100 bf16 parameters with the shares of a large model: rings and buffers hold nothing of it."""
+    specs = [ParamSpec(f"w{index}", (10, 1), BFLOAT16) for index in range(10)]
+    small: dict[str, Any] = {"device_share": 0.0, "min_offload_size": 1, "sub_group_size": 1, "nvme_path": "files"}
+    if policy == "deep_optimizer_states":
+        small["update_stride"] = NEVER
+    options = Options(policy=policy, **{**small, **given})
+    plan = make_plan(specs, options)
+    found = StepSettings.of(options, plan, final_at_step=final_at_step, recompute=recompute, workers=options.workers)
+    traffic = replace(found.traffic, read_share=1.0)
+    return replace(found, copied_first=1.0, prefetched=0.0, traffic=traffic)
+
+
+def step(settings: StepSettings, hardware: Hardware = MACHINE, *, flops: float = 12.0) -> Any:
+    return step_time(settings, hardware, flops=flops)
 
 
 # Deep Optimizer States, Equation 1.
@@ -81,7 +97,7 @@ def test_both_sides_end_together_at_the_ratio() -> None:
             assert gpu == pytest.approx(cpu)
 
 
-def test_a_link_slower_than_the_host_is_left_to_the_hosts_weights() -> None:
+def test_slow_link_gives_infinite_stride() -> None:
     """0.5 seconds of link per parameter against 0.4 of CPU: however many the CPU updates, the link ends last."""
     rates = {"cpu_update": 5.0, "gpu_update": 100.0, "link": 1.0, "cpu_downscale": 5.0}
     assert update_stride(**rates) == math.inf
@@ -106,7 +122,7 @@ def test_rates_are_above_zero(name: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, math.nan])
-def test_no_stride_of_no_ratio(ratio: float) -> None:
+def test_invalid_ratio_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"cpu_to_gpu=.*>= 0"):
         stride_of(ratio)
 
@@ -120,12 +136,12 @@ def test_rates_of_a_machine_are_a_devices_share() -> None:
     assert stride_rates(MACHINE)["cpu_update"] == pytest.approx(10.0)
 
 
-def test_an_explanation_has_the_stride_where_there_is_one() -> None:
-    knobs = Knobs(policy="deep_optimizer_states", stride=2)
+def test_explanation_has_the_stride_if_finite() -> None:
+    settings = large("deep_optimizer_states", update_stride=2)
     slow_host = replace(MACHINE, adam_per_core=0.5)
-    assert explain(knobs, slow_host, parameters=100.0, flops=12.0)[0].startswith("stride_ratio = ")
+    assert explain(settings, slow_host, flops=12.0)[0].startswith("stride_ratio = ")
     fast_host = replace(MACHINE, adam_per_core=50.0)
-    assert not explain(knobs, fast_host, parameters=100.0, flops=12.0)[0].startswith("stride_ratio")
+    assert not explain(settings, fast_host, flops=12.0)[0].startswith("stride_ratio")
 
 
 # Traffic.
@@ -145,58 +161,24 @@ def test_traffic_has_ranges(topk_ratio: float, interval: float) -> None:
 
 
 def test_traffic_is_what_the_lanes_of_the_link_carry() -> None:
-    times = step(Knobs(policy="zenflow", topk_ratio=0.1, update_interval=4)).lanes
+    times = step(large("zenflow", topk_ratio=0.1, update_interval=4)).lanes
     carried = times["gradients"] * MACHINE.link_to_host + times["uploads"] * MACHINE.link_to_device
     assert carried / (100.0 * 2) == pytest.approx(traffic(0.1, 4))
-
-
-# Bytes: what a plan counts.
-
-POLICIES: list[dict[str, Any]] = [
-    {"policy": "resident"},
-    {"policy": "zero_offload"},
-    {"policy": "twinflow", "ratio": 0.75},
-    {"policy": "deep_optimizer_states", "update_stride": 3},
-    {"policy": "deep_optimizer_states", "update_stride": 1},
-    {"policy": "zenflow", "topk_ratio": 0.125, "update_interval": 4},
-    {"policy": "zenflow", "topk_ratio": 0.5, "update_interval": 8, "staleness": 1},
-    {"policy": "zenflow", "topk_ratio": 0.125, "update_stride": 2},
-    {"policy": "zenflow", "topk_ratio": 0.125, "offload_device": "nvme", "nvme_path": "files"},
-    {"policy": "zero_infinity", "nvme_path": "files"},
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("given", POLICIES, ids=str)
-def test_bytes_per_parameter_are_those_of_the_plan(given: dict[str, Any], dtype: torch.dtype) -> None:
-    options = Options(**given, device_share=0.0, sub_group_size=512 * 512)
-    plan = make_plan([ParamSpec(f"w{i}", (512, 512), dtype) for i in range(12)], options)
-    expected = bytes_per_parameter(Knobs.of(options, weight_bytes=dtype.itemsize))
-    elements = 12 * 512 * 512
-    assert plan.host_bytes == pytest.approx(expected.host * elements)
-    assert plan.device_bytes == pytest.approx(expected.device * elements)
-    assert plan.file_bytes == pytest.approx(expected.file * elements)
-
-
-@pytest.mark.parametrize("policy", list(SHARES))
-def test_every_parameter_is_somewhere_once(policy: str) -> None:
-    shares = SHARES[policy]
-    assert sympy.simplify(shares.offloaded + shares.streamed + shares.selected + shares.resident) == 1
 
 
 # Steps, by hand. 100 parameters: 4 s forward, 8 s backward; 200 bytes over the link are 10 s out and 20 s in.
 
 
 def test_a_resident_step_updates_on_the_device() -> None:
-    times = step(Knobs(policy="resident"))
+    times = step(large("resident"))
     assert (times.seconds, times.device, times.update, times.stall) == pytest.approx((22.0, 22.0, 10.0, 0.0))
 
 
 def test_zero_offload_waits_for_gradients_and_uploads() -> None:
     """Backward 8 s behind 10 s of gradients; then uploads 20 s, cores 10 s, memory 100 x 30 / 300 = 10 s."""
-    times = step(Knobs(policy="zero_offload"))
+    times = step(large("zero_offload"))
     assert times.seconds == pytest.approx(4 + 10 + 20)
-    assert step(Knobs(policy="zero_offload", final_at_step=True)).seconds == pytest.approx(4 + 10 + 20)
+    assert step(large("zero_offload", final_at_step=True)).seconds == pytest.approx(4 + 10 + 20)
     assert times.stall == pytest.approx(34 - 12)
     assert times.lanes["cores"] == pytest.approx(10.0)
     assert times.lanes["host_memory"] == pytest.approx(10.0)
@@ -204,19 +186,19 @@ def test_zero_offload_waits_for_gradients_and_uploads() -> None:
 
 def test_updates_and_copies_share_the_hosts_memory() -> None:
     """100 parameters of 28 bytes for the update and 2 for its upload: 3000 bytes at 50 bytes/s."""
-    times = step(Knobs(policy="zero_offload"), replace(MACHINE, host_bandwidth=50.0))
+    times = step(large("zero_offload"), replace(MACHINE, host_bandwidth=50.0))
     assert times.update == pytest.approx(60.0)
 
 
 def test_a_share_on_the_device_shortens_the_update() -> None:
-    times = step(Knobs(policy="twinflow", ratio=0.5))
+    times = step(large("twinflow", ratio=0.5))
     assert times.seconds == pytest.approx(4 + 8 + 10)
     assert times.lanes["device_update"] == pytest.approx(5.0)
 
 
 def test_streamed_state_passes_the_link_both_ways() -> None:
-    """Half of 100 parameters: 600 bytes in beside 100 bytes of weights, 600 out."""
-    times = step(Knobs(policy="deep_optimizer_states", stride=2))
+    """Half of 100 parameters: 600 bytes in next to 100 bytes of weights, 600 out."""
+    times = step(large("deep_optimizer_states", update_stride=2))
     assert times.lanes["uploads"] == pytest.approx(70.0)
     assert times.lanes["flushes"] == pytest.approx(30.0)
     assert times.lanes["cores"] == pytest.approx(5.0)
@@ -224,14 +206,14 @@ def test_streamed_state_passes_the_link_both_ways() -> None:
 
 
 def test_files_are_read_and_written_back() -> None:
-    times = step(Knobs(policy="zero_infinity"))
+    times = step(large("zero_infinity"))
     assert times.lanes["disk"] == pytest.approx(1200 / 24 + 1200 / 12)
     assert times.seconds == pytest.approx(150)  # read ahead, and written behind, all the time
 
 
 def test_windows_hide_what_fits_into_the_step() -> None:
     """Device: 12 s and a tenth of the update, 1 s. Gradients 9 s; uploads a quarter of 18 s; cores 9 * 34 / 28 / 4."""
-    times = step(Knobs(policy="zenflow"))
+    times = step(large("zenflow"))
     assert times.seconds == pytest.approx(13.0)
     assert times.lanes["cores"] == pytest.approx(9 * 34 / 28 / 4)
     assert times.stall == 0.0
@@ -239,28 +221,28 @@ def test_windows_hide_what_fits_into_the_step() -> None:
 
 def test_clipping_leaves_the_host_the_forward() -> None:
     """At S = 2 uploads need 9 s: hidden in a step of 13 s, not in a forward of 4 s."""
-    knobs = Knobs(policy="zenflow", update_interval=2)
-    assert step(knobs).stall == 0.0
-    clipped = step(replace(knobs, final_at_step=True))
-    assert clipped.seconds == pytest.approx(9 + 9)  # beside the device's own update and the forward
-    assert step(replace(knobs, final_at_step=True, staleness=1)).seconds == step(knobs).seconds
+    settings = large("zenflow", update_interval=2)
+    assert step(settings).stall == 0.0
+    clipped = step(replace(settings, final_at_step=True))
+    assert clipped.seconds == pytest.approx(9 + 9)  # longer than the device's own update and the forward
+    assert step(replace(settings, final_at_step=True, staleness=1)).seconds == step(settings).seconds
 
 
-def test_devices_share_the_host_and_exchange_gradients_and_weights() -> None:
+def test_devices_share_the_host_and_communicate() -> None:
     node = replace(MACHINE, devices=2, peer_bandwidth=20.0, host_bandwidth=100.0)
-    times = step(Knobs(policy="zero_offload"), node)
+    times = step(large("zero_offload"), node)
     assert times.lanes["gradients"] == pytest.approx(5.0)
     assert times.lanes["host_memory"] == pytest.approx(30.0)
     assert times.device == pytest.approx(5 + 8)  # 200 bytes, half of them sent, at 20 bytes/s: more than the forward
-    alone = step(Knobs(policy="zero_offload"), replace(node, devices=1))
+    alone = step(large("zero_offload"), replace(node, devices=1))
     assert alone.lanes["gradients"] == pytest.approx(10.0)
 
 
 def test_hardware_without_a_needed_number_is_named() -> None:
-    with pytest.raises(ValueError, match="round has no peer_bandwidth, which 2 devices need"):
-        step(Knobs(policy="resident"), replace(MACHINE, devices=2))
-    with pytest.raises(ValueError, match="round has no disk_read and disk_write"):
-        step(Knobs(policy="zero_infinity"), replace(MACHINE, disk_write=None))
+    with pytest.raises(ValueError, match=r"peer_bandwidth=None of hardware 'round' .* devices=2"):
+        step(large("resident"), replace(MACHINE, devices=2))
+    with pytest.raises(ValueError, match="disk_write=None of hardware 'round' must be bytes"):
+        step(large("zero_infinity"), replace(MACHINE, disk_write=None))
 
 
 # The smallest interval without a stall.
@@ -268,7 +250,7 @@ def test_hardware_without_a_needed_number_is_named() -> None:
 
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("final_at_step", [False, True])
-def test_the_smallest_interval_is_the_first_without_a_stall(final_at_step: bool, in_files: bool) -> None:
+def test_smallest_interval_is_the_first_without_stall(final_at_step: bool, in_files: bool) -> None:
     rng = random.Random(1)
     found = set()
     for _ in range(40):
@@ -279,11 +261,11 @@ def test_the_smallest_interval_is_the_first_without_a_stall(final_at_step: bool,
             adam_per_core=rng.uniform(0.5, 20),
             disk_read=rng.uniform(50, 300),
         )
-        knobs = Knobs(policy="zenflow", final_at_step=final_at_step, in_files=in_files)
+        settings = large("zenflow", final_at_step=final_at_step, offload_device="nvme" if in_files else "cpu")
         flops = rng.uniform(5, 60)
-        interval = smallest_interval(knobs, machine, parameters=100.0, flops=flops)
+        interval = smallest_interval(settings, machine, flops=flops)
         stalls = [
-            step(replace(knobs, update_interval=each), machine, flops=flops).stall > 1e-9 for each in range(1, 100)
+            step(replace(settings, update_interval=each), machine, flops=flops).stall > 1e-9 for each in range(1, 100)
         ]
         expected = stalls.index(False) + 1 if False in stalls else None
         if interval is None or interval < 100:
@@ -293,35 +275,35 @@ def test_the_smallest_interval_is_the_first_without_a_stall(final_at_step: bool,
     assert len(found) > 3
 
 
-def test_no_interval_hides_what_comes_at_every_step() -> None:
+def test_work_of_every_step_has_no_interval() -> None:
     slow = replace(MACHINE, link_to_host=1.0)
-    assert smallest_interval(Knobs(policy="zenflow"), slow, parameters=100.0, flops=12.0) is None
+    assert smallest_interval(large("zenflow"), slow, flops=12.0) is None
 
 
-@pytest.mark.parametrize("knobs", [Knobs(policy="zenflow", overlap=False), Knobs(policy="zero_offload")])
-def test_a_step_that_waits_has_no_smallest_interval(knobs: Knobs) -> None:
-    with pytest.raises(ValueError, match=rf"policy='{knobs.policy}' with overlap={knobs.overlap} must be 'zenflow'"):
-        smallest_interval(knobs, MACHINE, parameters=100.0, flops=12.0)
+@pytest.mark.parametrize("settings", [large("zenflow", overlap_step=False), large("zero_offload")])
+def test_blocking_step_has_no_smallest_interval(settings: StepSettings) -> None:
+    with pytest.raises(
+        ValueError, match=rf"policy='{settings.policy}' with overlap={settings.overlap} must be 'zenflow'"
+    ):
+        smallest_interval(settings, MACHINE, flops=12.0)
 
 
 @pytest.mark.parametrize("final_at_step", [False, True])
 @pytest.mark.parametrize("given", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}, {}], ids=str)
 @pytest.mark.parametrize("link", [1e8, 8e9])
-def test_the_interval_of_a_plan_does_not_decide_its_smallest(
-    link: float, given: dict[str, Any], final_at_step: bool
-) -> None:
+def test_smallest_interval_ignores_plan_interval(link: float, given: dict[str, Any], final_at_step: bool) -> None:
     """It is the first whose own plan has no stall. Over the slow link a sum, which crosses once per window, decides."""
     model = llama()
     node = replace(SLOW_HOST, link_to_host=link, link_to_device=8e9, host_bandwidth=1e10, adam_per_core=2e8)
     flops = 6.0 * model.numel * 2
 
-    def of(interval: int) -> Knobs:
+    def of(interval: int) -> StepSettings:
         options = Options(update_interval=interval, **given)
-        return Knobs.of(options, make_plan(model.params, options), final_at_step=final_at_step)
+        return StepSettings.of(options, make_plan(model.params, options), final_at_step=final_at_step)
 
-    found = {smallest_interval(of(each), node, parameters=model.numel, flops=flops) for each in (2, 3, 8)}
+    found = {smallest_interval(of(each), node, flops=flops) for each in (2, 3, 8)}
     intervals = range(2, LONGEST_UPDATE_INTERVAL + 1)
-    times = (step_time(of(each), node, parameters=model.numel, flops=flops) for each in intervals)
+    times = (step_time(of(each), node, flops=flops) for each in intervals)
     expected = next((each for each, time in enumerate(times, 2) if time.stall <= 1e-9), None)
     assert found == {expected}
 
@@ -339,18 +321,15 @@ def test_the_equations_of_a_plan_are_its_forecast(machine: str, in_backward: boo
     recompute = not in_backward
     flops = flops_per_token(model, model.context) * tokens
     options = Options(nvme_path="scratch", update_interval=2)
-    for each in auto_policy.compare(options, node, model, tokens=tokens, recompute=recompute, implicit=in_backward):
+    for each in auto_policy.compare(
+        scenario(options, node, model, tokens=tokens, recompute=recompute, in_backward=in_backward)
+    ):
         chosen = Options.from_keywords(**each.options)
-        plan = node_plan(chosen, node, model)
-        knobs = Knobs.of(chosen, plan, final_at_step=not in_backward, recompute=recompute)
-        assert PLAN_TRAFFIC.evaluate(**knobs.values()) == pytest.approx(each.traffic, rel=0.01), each.label
-        found = bytes_per_parameter(knobs)
-        on_host = each.needs.host["optimizer state"] + each.needs.host["gradients and uploads"]
-        on_device = each.needs.device["optimizer state"] * node.devices
-        assert found.device * model.numel == pytest.approx(on_device, rel=0.01), each.label
-        assert found.host * model.numel == pytest.approx(on_host, rel=0.01), each.label
-        assert found.file * model.numel == pytest.approx(each.needs.disk["optimizer state"], rel=0.01), each.label
-        bound = step_time(knobs, node, parameters=model.numel, flops=flops).seconds
+        plan = node_plan(chosen, scenario(chosen, node, model))
+        settings = StepSettings.of(chosen, plan, final_at_step=not in_backward, recompute=recompute)
+        values = bindings(settings, node, flops=flops)
+        assert PLAN_TRAFFIC.evaluate(values) == pytest.approx(each.traffic, rel=0.01), each.label
+        bound = step_time(settings, node, flops=flops).seconds
         slack = 0.95 if plan.file_bytes else 1 - 1e-6  # the first steps find room in the window of files
         assert slack * bound <= each.step_s <= LOWER_BOUND * bound, each.label
 
@@ -370,58 +349,56 @@ def test_options_beside_the_policy_count(given: dict[str, Any]) -> None:
     options = Options(**given)
     model, node = replace(llama(), embeddings=("embed.weight",)), SLOW_HOST
     plan = make_plan(model.params, options)
-    knobs = Knobs.of(options, plan, final_at_step=True)
-    said = forecast(options, node, model, tokens=64)
-    assert PLAN_TRAFFIC.evaluate(**knobs.values()) == pytest.approx(said.traffic, rel=0.01)
-    found = bytes_per_parameter(knobs)
-    assert found.device * model.numel == pytest.approx(plan.device_bytes, rel=0.01)
-    assert found.host * model.numel == pytest.approx(plan.host_bytes, rel=0.01)
+    settings = StepSettings.of(options, plan, final_at_step=True)
+    said = forecast(options, scenario(options, node, model, tokens=64))
     flops = flops_per_token(model, model.context) * 64
-    bound = step_time(knobs, node, parameters=model.numel, flops=flops).seconds
+    values = bindings(settings, node, flops=flops)
+    assert PLAN_TRAFFIC.evaluate(values) == pytest.approx(said.traffic, rel=0.01)
+    bound = step_time(settings, node, flops=flops).seconds
     assert (1 - 1e-6) * bound <= said.step_s <= LOWER_BOUND * bound
 
 
-def test_a_backward_that_computes_again_takes_as_long_as_three_forwards() -> None:
-    again = bindings(Knobs(policy="resident", recompute=True), MACHINE, parameters=100.0, flops=12.0)
-    assert (again["forward"], again["backward"]) == pytest.approx((4.0, 12.0))
-    assert step(Knobs(policy="resident", recompute=True)).seconds == pytest.approx(4 + 12 + 10)
+def test_recomputing_backward_takes_three_forwards() -> None:
+    again = bindings(large("resident", recompute=True), MACHINE, flops=12.0)
+    assert (again[equations.forward], again[equations.backward]) == pytest.approx((4.0, 12.0))
+    assert step(large("resident", recompute=True)).seconds == pytest.approx(4 + 12 + 10)
 
 
-def test_workers_that_are_named_update() -> None:
-    assert step(Knobs(policy="zero_offload", workers=1)).lanes["cores"] == pytest.approx(20.0)
+def test_given_workers_count() -> None:
+    assert step(large("zero_offload", workers=1)).lanes["cores"] == pytest.approx(20.0)
 
 
 # Reading them.
 
 
 @pytest.mark.parametrize("final_at_step", [False, True])
-@pytest.mark.parametrize("policy", list(SHARES))
-def test_every_formula_has_a_meaning_a_source_and_a_value(policy: str, final_at_step: bool) -> None:
-    knobs = Knobs(policy=policy, final_at_step=final_at_step, ratio=0.5)
-    values = bindings(knobs, MACHINE, parameters=100.0, flops=12.0)
-    names = [formula.name for formula in formulas(knobs)]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_formula_is_complete(policy: str, final_at_step: bool) -> None:
+    settings = large(policy, final_at_step=final_at_step, ratio=0.5)
+    values = bindings(settings, MACHINE, flops=12.0)
+    names = [formula.name for formula in formulas(settings)]
     assert len(set(names)) == len(names)
-    for formula in formulas(knobs):
+    for formula in formulas(settings):
         assert formula.meaning
         assert formula.source
-        assert math.isfinite(formula.evaluate(**values))
+        assert math.isfinite(formula.evaluate(values))
 
 
 def test_a_formula_prints_with_its_numbers() -> None:
-    line = TRAFFIC.explain({"topk_ratio": 0.1, "update_interval": 4})
+    line = TRAFFIC.explain({equations.topk_ratio: 0.1, equations.update_interval: 4})
     assert line == (
         "traffic [model sizes per step] = (1 - topk_ratio)*(1 + 1/update_interval) = (1 - 0.1)*(1 + 1/4) = 1.125"
     )
-    assert STRIDE_RATIO.explain(V100).endswith("= 2.295")
+    assert STRIDE_RATIO.explain({getattr(equations, name): rate for name, rate in V100.items()}).endswith("= 2.295")
     assert STRIDE_RATIO.explain() == (
         "stride_ratio = (3/link + 1/gpu_update)/(-1/(2*link) + 1/cpu_update + 1/cpu_downscale)"
     )
 
 
 def test_an_explanation_leads_to_the_step() -> None:
-    knobs = Knobs(policy="zenflow")
-    lines = explain(knobs, MACHINE, parameters=100.0, flops=12.0)
-    (line,) = (line for line in lines if line.startswith(step_formula(knobs).name))
+    settings = large("zenflow")
+    lines = explain(settings, MACHINE, flops=12.0)
+    (line,) = (line for line in lines if line.startswith(step_formula(settings).name))
     assert "lower bound" in lines[-1]
     assert line.endswith("= 13")
     assert not any(line.startswith("disk") for line in lines)
@@ -430,4 +407,4 @@ def test_an_explanation_leads_to_the_step() -> None:
 
 def test_a_formula_without_a_value_for_a_symbol_raises() -> None:
     with pytest.raises(KeyError, match="update_interval"):
-        TRAFFIC.evaluate(topk_ratio=0.1)
+        TRAFFIC.evaluate({equations.topk_ratio: 0.1})

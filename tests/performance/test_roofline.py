@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zenflow_compile.performance.roofline import Bandwidths, Traffic, limit_of, traffic_of
+from zenflow_compile.performance.roofline import limit_of
+from zenflow_compile.performance.traffic import Bandwidths, Traffic, traffic_of
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
 WEIGHT = ParamPlan(
@@ -54,7 +55,7 @@ def test_windows_of_different_lengths_add_up() -> None:
     assert both.host_per_window == REST * (24 + 2) + REST * (24 + 4)
 
 
-def test_streamed_state_crosses_both_ways_at_every_step() -> None:
+def test_streamed_state_crosses_both_ways() -> None:
     """fp32 master and moments of a bf16 weight, apart from its gradient, which stays; fp32 weights are their master."""
     streamed = replace(WEIGHT, index=2, placement=Placement.HOST_STREAMED, slices=0, length=0, k=0, interval=1)
     alone, both = traffic(replace(PLAN, params=(streamed,))), traffic(replace(PLAN, params=(WEIGHT, BIAS, streamed)))
@@ -67,15 +68,16 @@ def test_streamed_state_crosses_both_ways_at_every_step() -> None:
     assert limit.stall_ms == pytest.approx(limit.to_host_ms - 1.0)
 
 
-def test_files_are_written_once_in_a_window_and_read_unless_they_stay_in_memory() -> None:
+def test_files_are_read_unless_they_stay_in_memory() -> None:
     weights = tuple(replace(WEIGHT, index=index, in_file=True) for index in range(3))
     filed = replace(PLAN, params=weights, host_window_bytes=REST * 12)
     found = traffic(filed)
-    assert (found.disk, found.disk_per_window) == (pytest.approx((3 + 2) * REST * 12 / 4), (3 + 2) * REST * 12)
+    assert found.disk == pytest.approx((3 + 2) * REST * 12 / 4)
+    assert (1 + found.read_share) * found.files_per_window == pytest.approx((3 + 2) * REST * 12)
     for holds_all in (None, 3 * REST * 12):
         assert traffic(replace(filed, host_window_bytes=holds_all)).disk == 3 * REST * 12 / 4
     in_memory = replace(filed, params=tuple(replace(weight, in_file=False) for weight in weights))
-    assert replace(found, disk=0.0, disk_per_window=0) == traffic(in_memory)
+    assert replace(found, files=0.0, files_per_window=0, read_share=1.0) == traffic(in_memory)
     limit = limit_of(found, replace(FAST, disk=1e9), device_ms=1.0)
     assert limit.disk_ms == pytest.approx(5 * REST * 12 / 4 / 1e6)
     assert limit.stall_ms == pytest.approx(limit.disk_ms - 1.0)
@@ -83,9 +85,9 @@ def test_files_are_written_once_in_a_window_and_read_unless_they_stay_in_memory(
     assert limit_of(traffic(), FAST, device_ms=1.0).disk_ms == 0.0
 
 
-def test_a_window_has_room_beside_what_comes_at_every_step() -> None:
+def test_smallest_interval_with_streaming_and_files() -> None:
     """21.6 MB through the disk per window; of 20 ms on a link of 1 GB/s, 12 ms are taken by state."""
-    found = replace(traffic(), state=12_000_000, disk_per_window=2 * REST * 12)
+    found = replace(traffic(), state=12_000_000, files_per_window=REST * 12)
     link = replace(FAST, to_host=1e9, to_device=1e9)
     for bandwidths, device_ms, smallest in (
         (replace(FAST, disk=1e9), 22.0, 1),
@@ -98,7 +100,7 @@ def test_a_window_has_room_beside_what_comes_at_every_step() -> None:
         assert limit_of(found, bandwidths, device_ms=device_ms).smallest_interval == smallest
 
 
-def test_a_blocking_plan_may_hide_streamed_state_and_files() -> None:
+def test_blocking_plan_may_hide_streaming_and_files() -> None:
     whole = replace(WEIGHT, k=0, interval=1, blocking=True, placement=Placement.FILE, in_file=True)
     found = replace(traffic(replace(PLAN, params=(whole,))), state=5_000_000)
     bandwidths = Bandwidths(host=1e12, to_host=1e9, to_device=1e9, disk=5e8)  # it stays in memory: no reads
@@ -123,7 +125,7 @@ def test_times_are_bytes_over_bandwidth() -> None:
 
 
 @pytest.mark.parametrize("slow", ["host", "to_host", "to_device"])
-def test_what_takes_longest_is_the_stall_that_cannot_be_avoided(slow: str) -> None:
+def test_longest_lane_gives_the_stall(slow: str) -> None:
     bandwidths = replace(FAST, **{slow: 1e6})
     limit = limit_of(traffic(), bandwidths, device_ms=10.0)
     longest = getattr(limit, f"{slow}_ms")
@@ -132,7 +134,7 @@ def test_what_takes_longest_is_the_stall_that_cannot_be_avoided(slow: str) -> No
     assert limit.step_ms == pytest.approx(longest)
 
 
-def test_a_blocking_plan_hides_neither_update_nor_upload() -> None:
+def test_blocking_plan_hides_no_update_or_upload() -> None:
     plan = replace(PLAN, params=(replace(WEIGHT, k=0, interval=1, blocking=True, placement=Placement.HOST),))
     limit = limit_of(traffic(plan), Bandwidths(host=1e9, to_host=1e9, to_device=1e12), device_ms=50.0)
     assert limit.stall_ms == limit.host_ms == pytest.approx(1_000_000 * 28 / 1e6)

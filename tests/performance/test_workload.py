@@ -9,9 +9,9 @@ import pytest
 
 from tests.planning.machines import llama, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import models, workload
-from zenflow_compile.performance.hardware import hardware
-from zenflow_compile.performance.models import ModelShape, flops_per_token
+from zenflow_compile.performance import model_catalog, model_config, workload
+from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import ParamSpec, make_plan
@@ -46,8 +46,8 @@ SHAPES: dict[str, ModelShape] = {
     "stem and encoder": shaped((256, 3, 16, 16), (256,), *ENCODER * 6),
     "stem, encoder and classifier": shaped((256, 3, 16, 16), (256,), *ENCODER * 6, (1000, 256), (1000,)),
     "nothing looked up": llama(),
-    **{name: models.model(name) for name in models.MODELS},
-    "of a size": models.of_size(10**9),
+    **{name: model_catalog.model(name) for name in model_catalog.MODELS},
+    "of a size": model_catalog.of_size(10**9),
 }
 
 
@@ -65,7 +65,7 @@ def test_a_gpt2_computes_its_head_and_no_lookup(tied: bool, tmp_path: Path) -> N
     sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 5000}
     path.write_text(json.dumps({"model_type": "gpt2", "tie_word_embeddings": tied, **sizes}))
     work = 6 * (4 * 12 * 256 * 256 + 5000 * 256) + 12 * 4 * 256 * 128
-    assert computed(models.from_config(path), 1e13, 100) == pytest.approx(work * 100 / 5e12, rel=1e-5)
+    assert computed(model_config.from_config(path), 1e13, 100) == pytest.approx(work * 100 / 5e12, rel=1e-5)
 
 
 def test_an_mlp_has_six_flops_per_weight_and_no_head() -> None:
@@ -100,7 +100,7 @@ def both(
 def test_some_steps_stand_for_a_long_cycle(
     name: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models.model("llama2-7b")
+    model = model_catalog.model("llama2-7b")
     plan = make_plan(model.params, Options.from_keywords(update_interval=60, **options))
     coarse, whole = both(plan, model, name, monkeypatch, COARSE_CYCLE=25 * 34)
     assert coarse.seconds == pytest.approx(whole.seconds, rel=0.02)
@@ -127,7 +127,7 @@ def test_layers_of_a_deep_model_are_taken_together(options: dict[str, str], monk
     assert coarse.disk == pytest.approx(whole.disk, rel=0.01)
 
 
-def test_short_cycles_of_flat_models_are_simulated_whole() -> None:
+def test_small_workloads_are_not_coarse() -> None:
     model = llama()
     plan = make_plan(model.params, Options(update_interval=16, device_share=0.0))
     recording = simulate(plan, machine(), model, tokens=1, steps=16)

@@ -6,10 +6,12 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shapes import ModelShape
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec
+from zenflow_compile.prediction.scenario import Scenario
 
 ELEMENTS = 1_000_000  # of a layer
 
@@ -70,3 +72,8 @@ SLOW_HOST = machine(
     adam_per_core=1e6,
 )
 """Forward and backward take next to nothing, and the host's update most of a step."""
+
+
+def scenario(options: Options, hardware: Hardware, model: ModelShape, *, tokens: int = 1, **changes: Any) -> Scenario:
+    """A run of ``model`` with ``options``."""
+    return Scenario(options=options, hardware=hardware, model=model, tokens=tokens, **changes)

@@ -1,4 +1,4 @@
-"""What a plan says of bytes, slices and slots."""
+"""Bytes, slices and gradient buffers of a plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_slices_are_selected_or_the_rest() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_summed_window_has_one_slot_on_the_host_and_its_sum_on_the_device(staleness: int) -> None:
+def test_summed_window_has_one_gradient_buffer(staleness: int) -> None:
     plan = split(interval=4, staleness=staleness, summed=True)
     assert (plan.gradient_buffers, plan.uploads) == (1 + staleness, 1 + staleness)
     assert plan.host_bytes == (12 + 2 * (plan.gradient_buffers + plan.uploads)) * 3600
@@ -36,7 +36,7 @@ def test_a_summed_window_has_one_slot_on_the_host_and_its_sum_on_the_device(stal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_slice(dtype: torch.dtype) -> None:
+def test_compressed_gradient_bytes(dtype: torch.dtype) -> None:
     plan, plain = split(dtype, compressed=True), split(dtype)
     assert plan.buffer_bytes == 90 * (40 + 4)
     assert plain.buffer_bytes == 90 * 40 * dtype.itemsize
@@ -48,7 +48,7 @@ def test_a_compressed_gradient_is_a_byte_per_element_and_a_scale_per_slice(dtype
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("interval", [1, 4])
 def test_slots_and_uploads(interval: int, staleness: int) -> None:
-    """One more of each per step of staleness: what closed still waits for its merge."""
+    """One more of each per step of staleness: the update of a flushed window is not applied yet."""
     plan = split(interval=interval, staleness=staleness)
     assert plan.gradient_buffers == interval + staleness
     assert plan.uploads == 1 + staleness

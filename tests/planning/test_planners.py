@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import Placement, Plan
-from zenflow_compile.planning.planners import ParamSpec, extend_plan, make_plan, repeated_blocks
+from zenflow_compile.planning.planners import ParamSpec, extend_plan, make_plan
 
 Shapes = list[tuple[int, ...]]
 
@@ -114,7 +115,7 @@ def test_resident_keeps_all_on_the_device() -> None:
     assert {param.placement for param in plan_of(gpt(2), policy="resident").params} == {Placement.DEVICE}
 
 
-def test_zero_offload_blocks_with_large_parameters_on_the_host() -> None:
+def test_zero_offload_placement() -> None:
     plan = plan_of(gpt(2), policy="zero_offload", device_share=1.0)
     for param in plan.params:
         if len(param.shape) == 2 and param.numel >= 4096:
@@ -152,7 +153,7 @@ def test_zenflow_splits_what_is_large_enough() -> None:
     ],
 )
 @pytest.mark.parametrize("policy", ["zenflow", "zero_offload"])
-def test_what_cannot_be_served_stays_on_the_device(spec: ParamSpec, offloaded: bool, policy: str) -> None:
+def test_unsupported_parameters_are_resident(spec: ParamSpec, offloaded: bool, policy: str) -> None:
     plan = make_plan([spec], Options(policy=policy, device_share=0.0, min_offload_size=0))
     assert plan.params[0].offloaded is offloaded
 
@@ -170,7 +171,7 @@ def test_slices_run_along_the_longer_side(shape: tuple[int, ...], dim: int, slic
     ("ratio", "slices", "k"),
     [(0.0, 100, 0), (1.0, 100, 100), (0.1, 100, 10), (0.1, 104, 10), (0.1, 106, 11), (0.001, 99, 1), (0.999, 99, 99)],
 )
-def test_selection_size_is_rounded_and_at_least_one_slice(ratio: float, slices: int, k: int) -> None:
+def test_selection_size_rounding(ratio: float, slices: int, k: int) -> None:
     assert plan_of([(10, slices)], device_share=0.0, min_offload_size=1, topk_ratio=ratio).params[0].k == k
 
 
@@ -193,7 +194,7 @@ def test_options_reach_the_plan() -> None:
 
 
 def resident_elements(plan: Plan) -> int:
-    """Elements whose state stays on the device for good."""
+    """Elements whose state always stays on the device."""
     whole = sum(param.numel for param in plan.params if param.placement is Placement.DEVICE)
     return whole + sum(param.k * param.length for param in plan.params)
 
@@ -264,7 +265,7 @@ def test_a_small_model_has_four_strides_of_subgroups(stride: int, together: int)
     assert streamed == sum(index // together % stride == stride - 1 for index in range(40))
 
 
-def test_subgroups_of_a_large_model_have_100_million_elements() -> None:
+def test_large_model_has_100m_element_subgroups() -> None:
     shapes: Shapes = [(3000, 10_000)] * 100  # three are 90 million
     plan = plan_of(shapes, policy="deep_optimizer_states", update_stride=2)
     assert [param.subgroup for param in plan.params] == [index // 3 for index in range(100)]
@@ -272,14 +273,14 @@ def test_subgroups_of_a_large_model_have_100_million_elements() -> None:
     assert [param.subgroup for param in half.params[:20]] == [index // 2 for index in range(20)]
 
 
-def test_subgroups_go_on_counting_when_parameters_are_added() -> None:
+def test_added_parameters_continue_subgroups() -> None:
     options = Options(policy="deep_optimizer_states", update_stride=2, sub_group_size=1)
     both = extend_plan(make_plan(specs([(64, 64)] * 3), options), specs([(64, 64)] * 3), options)
     assert [param.subgroup for param in both.params] == list(range(6))
     assert [param.streamed for param in both.params] == [False, True] * 3
 
 
-def test_zenflows_host_side_may_be_streamed_or_in_files() -> None:
+def test_zenflow_deferred_state_placements() -> None:
     common: dict[str, Any] = {"update_stride": 2, "sub_group_size": 1, "device_share": 0.0}
     plan = plan_of([(64, 64)] * 6, **common)
     assert [param.streamed for param in plan.params] == [False, True] * 3
@@ -299,7 +300,7 @@ def test_streamed_state_is_the_hosts() -> None:
         assert (param.host_bytes, param.device_bytes) == (per_element * 64 * 64, 0)
 
 
-def test_a_stride_that_is_to_be_measured_must_be_resolved() -> None:
+def test_unresolved_stride_is_refused() -> None:
     for options in ({"policy": "deep_optimizer_states"}, {"update_stride": "auto"}):
         with pytest.raises(ValueError, match="has not been resolved"):
             plan_of([(64, 64)], **options)
@@ -312,7 +313,7 @@ def on_device(plan: Plan) -> set[int]:
     return {param.index for param in plan.params if not param.offloaded and param.numel >= 4096}
 
 
-def test_device_share_takes_first_block_then_embeddings_then_head() -> None:
+def test_device_share_order() -> None:
     shapes = llama(6, vocabulary=2000)  # each part larger than the one before
     sizes = [ParamSpec("", shape, torch.float32).numel for shape in shapes]
     total = sum(sizes)
@@ -328,12 +329,12 @@ def test_device_share_takes_first_block_then_embeddings_then_head() -> None:
     assert on_device(plan_of(shapes, device_share=0.0)) == set()
 
 
-def test_a_first_block_that_is_too_large_leaves_room_for_the_embedding() -> None:
+def test_embedding_is_resident_if_first_block_is_large() -> None:
     shapes: Shapes = [(64, 64), *[(512, 64), (64, 512)] * 4, (64, 64)]
     assert on_device(plan_of(shapes, device_share=0.05)) == {0, 9}
 
 
-def test_spare_device_memory_is_filled_in_the_order_of_the_forward() -> None:
+def test_spare_device_memory_fills_in_forward_order() -> None:
     shapes: Shapes = [(64, 64)] * 8
     state = 2 * 4 * 64 * 64  # two fp32 moments; the weights are their own master
     for device_share, first in ((0.0, set()), (0.25, {0, 1})):
@@ -346,7 +347,7 @@ def test_spare_device_memory_is_filled_in_the_order_of_the_forward() -> None:
     assert on_device(masters) == {0}
 
 
-def test_models_without_blocks_keep_nothing() -> None:
+def test_models_without_blocks_have_no_residents() -> None:
     assert on_device(plan_of([(64, 64), (64, 100), (100, 70)], device_share=1.0)) == set()
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.planning.machines import SLOW_HOST, layers, llama, machine
+from tests.planning.machines import SLOW_HOST, layers, llama, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import performance_model
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.hardware import hardware as named_hardware
+from zenflow_compile.performance.hardware_catalog import hardware as named_hardware
 from zenflow_compile.performance.memory import activation_bytes, needs_of
-from zenflow_compile.performance.models import model as named_model
-from zenflow_compile.performance.shares import Knobs
+from zenflow_compile.performance.model_catalog import model as named_model
+from zenflow_compile.performance.step_settings import StepSettings
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT32
 from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
 from zenflow_compile.prediction import auto_policy
@@ -39,16 +39,16 @@ def test_state_stays_on_the_device_where_it_fits() -> None:
     assert chosen(SLOW_HOST).policy == "resident"
 
 
-def test_as_much_stays_as_fits() -> None:
+def test_fastest_policy_that_fits_is_chosen() -> None:
     resident, offloaded = (bytes_of(SLOW_HOST, policy=policy) for policy in ("resident", "zero_offload"))
     tight = replace(SLOW_HOST, device_bytes=resident - 1)
     best = chosen(tight)
     assert best.policy != "resident"
-    assert not forecast(best, tight, MODEL, tokens=64).shortages
+    assert not forecast(best, scenario(best, tight, MODEL, tokens=64)).shortages
     assert chosen(replace(SLOW_HOST, device_bytes=offloaded)).policy == "zero_offload"
 
 
-def test_the_memory_that_is_given_counts() -> None:
+def test_given_memory_limits_the_choice() -> None:
     resident = bytes_of(SLOW_HOST, policy="resident")
     options = Options()
     arguments: dict[str, Any] = {"tokens": 64, "model": MODEL}
@@ -80,7 +80,7 @@ def test_nothing_fits() -> None:
 def test_the_fastest_that_fits_is_taken() -> None:
     """No other candidate that fits is faster by more than what is worth it."""
     tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
-    found = auto_policy.compare(Options(), tight, MODEL, tokens=64)
+    found = auto_policy.compare(scenario(Options(), tight, MODEL, tokens=64))
     best = auto_policy.recommended(found)
     assert best is not None
     assert {each.policy for each in found} == POLICIES
@@ -111,7 +111,7 @@ def test_the_stride_comes_from_the_equation() -> None:
     assert auto_policy.resolve_stride(given, hardware, weight_bytes=2) is given
 
 
-def test_a_pass_over_a_window_counts_for_each_of_its_steps() -> None:
+def test_window_pass_counts_for_each_step() -> None:
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
     resolved = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, weight_bytes=2)
     cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
@@ -122,7 +122,7 @@ def test_a_pass_over_a_window_counts_for_each_of_its_steps() -> None:
 
 
 @pytest.mark.parametrize(("dtypes", "weight_bytes"), [((BFLOAT16,), 2), ((FLOAT32,), 4), ((FLOAT32, BFLOAT16), 4)])
-def test_the_equation_that_is_explained_is_the_one_that_chose(dtypes: tuple[Any, ...], weight_bytes: int) -> None:
+def test_explained_stride_is_the_chosen_one(dtypes: tuple[Any, ...], weight_bytes: int) -> None:
     """The first parameter is the largest. A pass takes 24 bytes of state both ways, a gradient and a weight."""
     first, *others = MODEL.params
     params = tuple(replace(spec, dtype=dtypes[-1]) for spec in others)
@@ -133,22 +133,22 @@ def test_the_equation_that_is_explained_is_the_one_that_chose(dtypes: tuple[Any,
     options = auto_policy.resolve_stride(
         Options(policy="deep_optimizer_states"), node, weight_bytes=stride_weight_bytes(model.params)
     )
-    compared = auto_policy.compare(Options(ratio=0.5), node, model, tokens=64)
+    compared = auto_policy.compare(scenario(Options(ratio=0.5), node, model, tokens=64))
     (tried,) = (each for each in compared if "deep" in each.label)
     assert options.update_stride == tried.options["update_stride"] == performance_model.stride_of(expected)
-    knobs = Knobs.of(options, make_plan(model.params, options))
-    equation, *_ = performance_model.explain(knobs, node, parameters=model.numel, flops=1e9)
+    settings = StepSettings.of(options, make_plan(model.params, options))
+    equation, *_ = performance_model.explain(settings, node, flops=1e9)
     assert equation.startswith("stride_ratio")
     assert equation.endswith(f"= {expected:.4g}")
 
 
-def test_weights_that_the_host_may_have_decide_the_stride() -> None:
+def test_stride_weight_is_the_largest_offloadable() -> None:
     assert stride_weight_bytes([]) == 0
     assert stride_weight_bytes([ParamSpec("", (9,), torch.float64), ParamSpec("", (2,), torch.float16)]) == 2
     assert stride_weight_bytes([ParamSpec("", (9,), torch.float64)]) == 8
 
 
-def test_a_model_of_which_only_parameters_are_known() -> None:
+def test_shape_from_parameters_only() -> None:
     shape = auto_policy.shape_of(MODEL.params)
     assert (shape.layers, shape.hidden, shape.context) == (4, 512, 0)
     assert auto_policy.choose(MODEL.params, Options(), SLOW_HOST, tokens=64).policy == "resident"
@@ -159,23 +159,25 @@ def test_a_model_that_begins_with_a_scalar() -> None:
     assert auto_policy.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
 
 
-def test_an_optimizer_object_updates_when_the_backward_is_over() -> None:
+def test_optimizer_object_updates_after_backward() -> None:
     """A host that needs two thirds of a step has it in the optimizer-in-backward form, the forward in the other."""
     hardware = machine(adam_per_core=0.4e6)
     steps = {}
     for implicit in (False, True):
-        found = auto_policy.compare(Options(update_interval=1), hardware, layers(12), tokens=1, implicit=implicit)
+        found = auto_policy.compare(
+            scenario(Options(update_interval=1), hardware, layers(12), tokens=1, in_backward=implicit)
+        )
         steps[implicit] = next(each.step_s for each in found if each.label == "zenflow")
     assert steps[False] > 1.05 * steps[True]
     with_clipping = auto_policy.compare(
-        Options(update_interval=1, max_grad_norm=1.0), hardware, layers(12), tokens=1, implicit=True
+        scenario(Options(update_interval=1, max_grad_norm=1.0), hardware, layers(12), tokens=1, in_backward=True)
     )
     assert next(each.step_s for each in with_clipping if each.label == "zenflow") == steps[False]
 
 
-def test_a_stride_that_is_given_leaves_a_zenflow_that_streams_nothing() -> None:
+def test_given_stride_keeps_unstreamed_zenflow() -> None:
     options = Options(update_stride=4, sub_group_size=1)
-    found = {each.label: each for each in auto_policy.compare(options, SLOW_HOST, MODEL, tokens=64)}
+    found = {each.label: each for each in auto_policy.compare(scenario(options, SLOW_HOST, MODEL, tokens=64))}
     assert found["zenflow"].state == found["zenflow, device filled"].state == 0.0
     assert "update_stride" not in found["zenflow"].options
     for label in ("zenflow, streamed", "deep_optimizer_states"):
@@ -183,10 +185,10 @@ def test_a_stride_that_is_given_leaves_a_zenflow_that_streams_nothing() -> None:
     assert found["zenflow, streamed"].state > 0.0
 
 
-def test_the_device_is_filled_with_what_fits() -> None:
+def test_device_is_filled_up_to_its_memory() -> None:
     """Each parameter that stays brings its waiting gradient: filling what is left with state alone would overflow."""
     hardware = replace(named_hardware("h200"), device_bytes=70e9)
-    found = auto_policy.compare(Options(topk_ratio=0.0), hardware, named_model("llama2-7b"), tokens=2048)
+    found = auto_policy.compare(scenario(Options(topk_ratio=0.0), hardware, named_model("llama2-7b"), tokens=2048))
     by_label = {each.label: each for each in found}
     filled, plain = by_label["zenflow, device filled"], by_label["zenflow"]
     assert filled.fits
@@ -198,10 +200,10 @@ def test_spare_bytes_are_of_each_device() -> None:
     hardware = machine(devices=2, peer_bandwidth=1e12)
     model = layers(8)
     options = Options(spare_device_bytes=12 * 1_000_000, device_share=0.0)  # the state of a layer; of two, in halves
-    placements = [param.placement for param in node_plan(options, hardware, model).params]
+    placements = [param.placement for param in node_plan(options, scenario(options, hardware, model)).params]
     assert placements == ["device"] * 2 + ["split_columns"] * 6
     node = named_hardware("4xa100-40g-pcie4")
-    found = auto_policy.compare(Options(), node, named_model("llama2-7b"), tokens=1024)
+    found = auto_policy.compare(scenario(Options(), node, named_model("llama2-7b"), tokens=1024))
     (filled,) = (each for each in found if each.label == "zenflow, device filled")
     assert filled.options["spare_device_bytes"] < node.device_bytes
     assert filled.fits
@@ -227,9 +229,9 @@ def test_memory_by_hand() -> None:
         "optimizer state": 24 * million, "gradients and uploads": 8 * million, "window of files": 0
     }  # fmt: skip
     assert needs.device["selection"] == 16 * 2 * 1000
-    for staging, slots in ((3 * million, 1), (9 * million, 2)):  # a remainder takes no buffer; two uploads can exist
+    for staging, buffers in ((3 * million, 1), (9 * million, 2)):  # a remainder takes no buffer; two uploads can exist
         staged = needs_of(plan, model, devices=1, tokens=1, recompute=False, staging_bytes=staging)
-        assert staged.device["rings and buffers"] == (2 + slots) * 2 * million
+        assert staged.device["rings and buffers"] == (2 + buffers) * 2 * million
     files = make_plan(model.params, Options(policy="zero_infinity", nvme_path="scratch"))
     needs = needs_of(files, model, devices=1, tokens=1, recompute=False)
     assert needs.host["window of files"] == needs.disk["optimizer state"] == 24 * million
@@ -246,8 +248,8 @@ def test_without_contention_the_equations_say_the_same(policy: str) -> None:
     model = layers(40)
     hardware = machine(link_to_device=1e9, link_to_host=1e9, adam_per_core=2e6, cores=3)
     options = Options(policy=policy, ratio=0.5 if policy == "twinflow" else 1.0, max_grad_norm=1.0)
-    predicted = forecast(options, hardware, model, tokens=1)
+    predicted = forecast(options, scenario(options, hardware, model, tokens=1))
     flops = 6.0 * model.numel
-    knobs = Knobs.of(options, final_at_step=True)
-    said = performance_model.step_time(knobs, hardware, parameters=model.numel, flops=flops)
+    settings = StepSettings.of(options, make_plan(model.params, options), final_at_step=True)
+    said = performance_model.step_time(settings, hardware, flops=flops)
     assert predicted.step_s == pytest.approx(said.seconds, rel=0.03)

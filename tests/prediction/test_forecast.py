@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import layers, machine
+from tests.planning.machines import layers, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.prediction.forecast import Forecast, forecast
 from zenflow_compile.prediction.predict import Prediction
-from zenflow_compile.prediction.scenario import question
+from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.simulator.simulate import simulate
 
@@ -22,16 +22,18 @@ NEVER = 2**31 - 1
 
 def of(layer_count: int = 2, *, implicit: bool = False, label: str | None = None, **options: Any) -> Forecast:
     hardware = machine(adam_per_core=30e6 / 28)
-    return forecast(Options(**options), hardware, layers(layer_count), tokens=1, implicit=implicit, label=label)
+    return forecast(
+        Options(**options),
+        scenario(Options(**options), hardware, layers(layer_count), tokens=1, in_backward=implicit),
+        label=label,
+    )
 
 
 @pytest.mark.parametrize(
     ("implicit", "clip", "step", "stall"),
     [(True, None, 7.5, 1.5), (False, None, 8.0, 2.0), (True, 1.0, 8.0, 2.0), (False, 1.0, 8.0, 2.0)],
 )
-def test_gradients_are_final_at_the_step_of_an_optimizer_object(
-    implicit: bool, clip: float | None, step: float, stall: float
-) -> None:
+def test_gradients_are_final_at_step(implicit: bool, clip: float | None, step: float, stall: float) -> None:
     """Forwards of 1 s, backwards of 2 s, every other step one layer's copy, update and upload of 1 s each.
 
     Layer 0 is last in the backward and first in the forward: its 3 s are waited for in any case. Layer 1 has layer 0's
@@ -41,11 +43,11 @@ def test_gradients_are_final_at_the_step_of_an_optimizer_object(
     assert (found.step_s, found.stall_s) == (pytest.approx(step), pytest.approx(stall))
 
 
-def test_host_time_counts_once_however_many_workers_there_are() -> None:
+def test_host_time_counts_once_for_all_workers() -> None:
     """Three workers update two layers in a third of a second each, and are busy for two seconds together."""
     model, hardware, options = layers(2), machine(cores=5), Options(policy="zero_offload")
     assert hardware.workers == 3
-    assert forecast(options, hardware, model, tokens=1).host_update_s == pytest.approx(2 / 3)
+    assert forecast(options, scenario(options, hardware, model, tokens=1)).host_update_s == pytest.approx(2 / 3)
     recording = simulate(make_plan(model.params, options), hardware, model, tokens=1)
     assert summarize(recording)["host_update_ms_per_step"] == pytest.approx(2000.0)
 
@@ -71,13 +73,13 @@ def test_a_title_has_the_settings_that_differ(options: dict[str, Any], label: st
     assert of(8, label=label, sub_group_size=1_000_000, **options).title == title
 
 
-def test_the_nearest_lacks_the_fewest_bytes_of_all_memories_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_policy_lacks_the_fewest_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that lacks 7 GB of one memory is nearer than the one that lacks 5 GB of two."""
     fits = of()
     two = replace(fits, label="two", shortages={"device": 5 * 10**9, "host": 5 * 10**9})
     one = replace(fits, label="one", shortages={"device": 7 * 10**9})
     assert (fits.missing_bytes, two.missing_bytes, one.missing_bytes) == (0, 10**10, 7 * 10**9)
-    asked = question(layers(2), machine(), tokens=1)
+    asked = scenario_of(layers(2), machine(), tokens=1)
     assert Prediction(asked, (two, one), None).shown is one
     assert Prediction(asked, (two, one, fits), fits).shown is fits
     monkeypatch.setattr(auto_policy, "compare", lambda *_, **__: [two, one])

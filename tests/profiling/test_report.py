@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tests.profiling.synthetic import event, known_run, recording
-from zenflow_compile.performance.roofline import Bandwidths, Traffic
+from zenflow_compile.performance.traffic import Bandwidths, Traffic
 from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import can_show_blocks, print_report
@@ -152,7 +152,7 @@ def test_a_limit_takes_what_the_run_reached_for_possible():
 
 
 def test_limits_name_the_disk_where_its_bandwidth_is_known():
-    filed = dataclasses.replace(TRAFFIC, disk=50e6)
+    filed = dataclasses.replace(TRAFFIC, files=25e6)
     bandwidths = Bandwidths(host=20e9, to_host=10e9, to_device=5e9)
     assert "disk 50.0 ms at 1.0 GB/s" in limits(dataclasses.replace(bandwidths, disk=1e9), filed)
     assert "disk" not in limits(bandwidths, filed)

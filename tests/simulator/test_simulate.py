@@ -14,9 +14,9 @@ from rich.console import Console
 
 from tests.planning.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import models
-from zenflow_compile.performance.models import flops_per_token
-from zenflow_compile.performance.roofline import traffic_of
+from zenflow_compile.performance import model_catalog
+from zenflow_compile.performance.model_shapes import flops_per_token
+from zenflow_compile.performance.traffic import traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.profiling.chrome_trace import chrome_trace
@@ -90,7 +90,7 @@ def test_host_updates_block_at_the_step() -> None:
     assert recording.blocking
 
 
-def test_clipping_lets_no_update_start_before_the_backward_is_over() -> None:
+def test_clipped_updates_start_after_the_backward() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_offload")
     recording = simulate(plan, machine(link_to_host=4e6), model, tokens=1, steps=1, final_at_step=True)
@@ -101,8 +101,8 @@ def test_clipping_lets_no_update_start_before_the_backward_is_over() -> None:
     assert step_times(recording) == {1: 9.5}
 
 
-def test_windows_close_at_their_phase_and_land_before_the_next_use() -> None:
-    """Layer 0 closes at even steps and has no slack; layer 1 closes at odd ones and is done before it is needed."""
+def test_windows_are_flushed_by_phase() -> None:
+    """Layer 0 is flushed at even steps without slack; layer 1 at odd ones, and is done before it is needed."""
     model = layers(2)
     plan = plan_of(model, topk_ratio=0.0, device_share=0.0, update_interval=2)
     assert [param.phase for param in plan.params] == [0, 1]
@@ -157,7 +157,7 @@ def test_residents_are_updated_while_the_host_works() -> None:
     ("count", "step", "stalls"),
     [(1, 4.0, []), (3, 12.0, []), (5, 20.0, [])],
 )
-def test_streamed_state_comes_in_while_the_one_before_goes_out(count: int, step: float, stalls: list[Any]) -> None:
+def test_streamed_copies_overlap(count: int, step: float, stalls: list[Any]) -> None:
     """Three buffers: the fourth subgroup comes in when the first one's state is back, not when the second one's is."""
     model = layers(count)
     options = {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": ELEMENTS}
@@ -187,7 +187,7 @@ def test_the_host_updates_its_neighbours_meanwhile() -> None:
     assert step_times(recording) == {1: pytest.approx(8 + 1 / 6)}
 
 
-def test_state_in_files_is_read_ahead_updated_and_written_back() -> None:
+def test_file_state_is_read_ahead_and_written_back() -> None:
     """One block fits into the window: the one that is used first, until it is written. The next one waits for that."""
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=12_000_000)
@@ -210,7 +210,7 @@ def test_what_is_not_written_yet_keeps_its_space() -> None:
     assert spans(recording, "worker 0", "host_update", 1) == updates
 
 
-def test_state_that_stays_in_the_window_is_only_written() -> None:
+def test_cached_state_is_only_written() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch")
     recording = simulate(plan, machine(), model, tokens=1, steps=1, final_at_step=True)
@@ -219,7 +219,7 @@ def test_state_that_stays_in_the_window_is_only_written() -> None:
     assert step_times(recording) == {1: 10.0}
 
 
-def test_two_devices_own_half_each_and_exchange_the_rest() -> None:
+def test_two_devices_own_half_each() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_offload")
     hardware = machine(devices=2, cores=6, peer_bandwidth=1e6)
@@ -242,9 +242,9 @@ def test_recomputation_costs_another_forward() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "qwen2.5-1.5b", "dos-20b"])
-def test_all_work_of_a_token_is_done_in_forward_and_backward(name: str) -> None:
+def test_forward_and_backward_do_all_flops(name: str) -> None:
     """Heads that are embeddings, too, count; embeddings that are only looked up do not."""
-    model = models.model(name)
+    model = model_catalog.model(name)
     recording = simulate(plan_of(model, policy="resident"), machine(device_flops=1e15), model, tokens=100, steps=1)
     computed = sum(event.duration_ns for event in recording.events if event.kind in ("forward", "backward")) / S
     assert computed == pytest.approx(flops_per_token(model, model.context) * 100 / 5e14, rel=1e-3)
@@ -253,7 +253,7 @@ def test_all_work_of_a_token_is_done_in_forward_and_backward(name: str) -> None:
 # Host memory is shared.
 
 
-def test_transfers_that_want_more_than_there_is_are_slowed_alike() -> None:
+def test_transfers_share_host_memory() -> None:
     """10 and 30 bytes/s on 20: half speed, until the first is done. Compute keeps its own pace."""
     clock = Clock(20.0)
     ends: dict[str, float] = {}
@@ -301,7 +301,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Plan, Recording, float]:
     return plan, simulate(plan, busy(bandwidth), model, tokens=64), bandwidth
 
 
-def test_what_moves_is_what_the_plan_says(case: tuple[Plan, Recording, float]) -> None:
+def test_moved_bytes_match_the_plan(case: tuple[Plan, Recording, float]) -> None:
     plan, recording, _ = case
     steps = len(step_times(recording))
     moved: dict[str, int] = defaultdict(int)
@@ -321,7 +321,7 @@ def test_what_moves_is_what_the_plan_says(case: tuple[Plan, Recording, float]) -
     assert least * (1 - 1e-9) <= moved["disk read"] <= closed * (1 + 1e-9)
 
 
-def test_every_close_is_updated_and_comes_back(case: tuple[Plan, Recording, float]) -> None:
+def test_every_flush_is_updated_and_uploaded(case: tuple[Plan, Recording, float]) -> None:
     plan, recording, _ = case
     names = {param.name: param for param in plan.params}
     flushed = [event for event in recording.events if event.kind == "close"]
@@ -352,7 +352,7 @@ def test_no_lane_does_two_things_at_once(case: tuple[Plan, Recording, float]) ->
             assert before.end_ns <= after.start_ns, lane
 
 
-def test_host_memory_is_never_asked_for_more_than_it_has(case: tuple[Plan, Recording, float]) -> None:
+def test_host_bandwidth_is_never_exceeded(case: tuple[Plan, Recording, float]) -> None:
     """In no stretch of time do the transfers that lie in it touch more bytes than the bandwidth allows."""
     _, recording, bandwidth = case
     touching = [event for event in recording.events if event.bytes and event.lane != "peers"]
@@ -388,7 +388,7 @@ def test_it_is_deterministic(case: tuple[Plan, Recording, float]) -> None:
 
 
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())))
-def test_overlap_never_costs_time_and_blocking_waits_at_the_step(options: dict[str, Any]) -> None:
+def test_overlap_never_costs_time(options: dict[str, Any]) -> None:
     model = llama()
     plan = plan_of(model, **options)
     hardware = machine(device_flops=1e10, device_bandwidth=1e9, link_to_host=1.5e7, link_to_device=1.5e7)

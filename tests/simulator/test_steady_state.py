@@ -8,8 +8,8 @@ import pytest
 
 from tests.planning.machines import layers, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import models
-from zenflow_compile.performance.hardware import hardware
+from zenflow_compile.performance import model_catalog
+from zenflow_compile.performance.hardware_catalog import hardware
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.simulator.simulate import simulate, steady_step
@@ -23,14 +23,14 @@ FILES: dict[str, dict[str, Any]] = {
 def plan_of(name: str, window: float | None) -> Plan:
     size = None if window is None else int(window)
     options = Options(**FILES[name], nvme_path="scratch", host_window_bytes=size)
-    return make_plan(models.model("llama2-7b").params, options)
+    return make_plan(model_catalog.model("llama2-7b").params, options)
 
 
 @pytest.mark.parametrize("policy", FILES)
 @pytest.mark.parametrize("window", [None, 5e9, 20e9, 40e9, 70e9])
-def test_as_much_is_written_as_closes_and_all_but_the_window_is_read(policy: str, window: float | None) -> None:
+def test_file_traffic_of_a_steady_step(policy: str, window: float | None) -> None:
     """What a window still kept from before its first cycle, or has not written yet, would be missing."""
-    model, node, plan = models.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
+    model, node, plan = model_catalog.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
     step = steady_step(plan, node, model, tokens=2048)
     closing = sum(param.file_bytes / param.interval for param in plan.params)
     cycle = max(param.interval for param in plan.params)
@@ -41,7 +41,7 @@ def test_as_much_is_written_as_closes_and_all_but_the_window_is_read(policy: str
 @pytest.mark.parametrize("policy", FILES)
 @pytest.mark.parametrize("window", [None, 40e9])
 def test_plan_and_trace_have_the_same_step(policy: str, window: float | None) -> None:
-    model, node, plan = models.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
+    model, node, plan = model_catalog.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
     recording = simulate(plan, node, model, tokens=2048)
     steps = [event.duration_ns / 1e9 for event in recording.events if event.lane == "step"]
     step = steady_step(plan, node, model, tokens=2048)
@@ -51,7 +51,7 @@ def test_plan_and_trace_have_the_same_step(policy: str, window: float | None) ->
     assert step.seconds == pytest.approx(sum(steps) / len(steps), rel=2e-3)
 
 
-def test_steps_that_take_turns_count_all() -> None:
+def test_alternating_steps_are_averaged() -> None:
     """Two of three blocks fit. The last update ends after 19 s, and its upload 1 s later.
 
     In every second step it is the second block's: the third one's upload comes after it.

@@ -1,8 +1,7 @@
-"""Checks of values that users pass. Every error names the option, the value, what is allowed, and a remedy.
+"""Checks values that users pass. Every error names the option, the value, the allowed values, and a remedy.
 
-Wrong kind: ``TypeError``; wrong value: ``ValueError``. A ``bool`` is not a number here, and NaN is in no
-range. Accepted numbers, NumPy's too, come back as plain ``int`` and ``float``:
-``torch.load(weights_only=True)`` reads those.
+A wrong type raises ``TypeError``, a wrong value ``ValueError``. A ``bool`` is not a number here; NaN is in no range.
+Numbers, also NumPy's, are returned as plain ``int`` and ``float``, which ``torch.load(weights_only=True)`` reads.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ import difflib
 import math
 import numbers
 import os
-import sys
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 LARGEST_INTEGER = 2**63 - 1
-"""Larger integers fit into no tensor, and so into no state dict."""
+"""Larger integers do not fit into a tensor, and so not into a state dict."""
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -43,7 +40,7 @@ def check_ratio(name: str, value: Any) -> float:
 
 
 def check_cores(name: str, value: Any) -> tuple[int, ...]:
-    """``value`` as logical cores that this process may use, none of them twice."""
+    """``value`` as logical cores that this process may use, without duplicates."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise TypeError(f"{name}={value!r} must be a list of core numbers, such as [2, 3], or None")
     cores = tuple(check_integer(name, core, 0) for core in value)
@@ -90,7 +87,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """``; did you mean "x"?`` with the valid name nearest to ``name``, in any case; empty if none is."""
     by_lower = {candidate.lower(): candidate for candidate in valid}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    if not near and len(name) > 2:  # a cut-off name is far from the whole one, as "topk" from "topk_ratio"
+    if not near and len(name) > 2:  # difflib finds a prefix too far from the name: "topk" from "topk_ratio"
         near = [candidate for candidate in by_lower if candidate.startswith(name.lower())][:1]
     return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
 
@@ -100,8 +97,8 @@ def unknown_option(name: object, valid: tuple[str, ...], *, where: str = "") -> 
 
     Args:
         name: what the user wrote.
-        valid: every name that would be right there, the likely ones first.
-        where: the place, as in ``" in the zenflow block of run.json"``.
+        valid: all valid names, the likely ones first.
+        where: the place of the name, as in ``" in the zenflow block of run.json"``.
     """
     remedy = nearest(str(name), valid) or f"; valid options are {', '.join(valid[:40])}"
     return TypeError(f"unknown option {name!r}{where}{remedy}")
@@ -117,23 +114,9 @@ def _as_float(name: str, value: Any, allowed: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """``repr(value)`` for an error, cut short where an integer has very many digits."""
+    """``repr(value)`` for an error, shortened if it is very long."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to write more than some thousand digits
+    except ValueError:  # Python refuses to print integers of thousands of digits
         return f"(an integer of {int(value).bit_length()} bits)"
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text)} characters)"
-
-
-def user_stacklevel() -> int:
-    """The ``stacklevel`` of ``warnings.warn``, in the caller, that names the first line outside of this package and
-    PyTorch: options reach the compile backend through many frames of Dynamo's.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "zenflow_compile"):
-            return level
-        frame = frame.f_back
-        level += 1
-    return 1

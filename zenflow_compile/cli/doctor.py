@@ -1,4 +1,4 @@
-"""``zenflow-compile doctor``: what this machine has and what it reaches."""
+"""``zenflow-compile doctor``: measures this machine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _QUICK_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine has.
+    """The parts of a machine.
 
     Attributes:
         nodes: physical cores that this process may use, one logical core each, by NUMA node.
-        workers: how many an optimizer would run unless options say otherwise.
+        workers: worker threads of an optimizer with default options.
         cache_bytes: of the last level.
-        memory_bytes: that this process can still use; ``memory_limit`` says what limits it.
+        memory_bytes: memory that this process can still use; ``memory_limit`` names the limit.
         lockable_bytes: RLIMIT_MEMLOCK; None without a limit.
-        compiler: C++ compiler of the fused host kernel; None where there is none.
-        versions: of what the measurements depend on.
+        compiler: C++ compiler of the fused host kernel; None if there is none.
+        versions: of the software that the measurements depend on.
     """
 
     nodes: dict[int, list[int]]
@@ -52,12 +52,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What ``doctor`` measured; all rates per second.
+    """The measurements; all rates per second.
 
     Attributes:
         kernel: the host kernel behind ``HostRates.adam``.
-        device: AdamW on a tenth of a matrix's columns; resident: on a whole parameter.
-        matmul_flops: of a large product of bf16 matrices on the device.
+        device: AdamW on a tenth of a matrix's columns; resident: on all of a parameter.
+        matmul_flops: FLOP/s of a large product of bf16 matrices on the device.
         disk: None without a directory to measure.
     """
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measure and print.
 
     Args:
-        options: what ``cli`` parsed.
+        options: the parsed arguments.
         parser: reports errors, with exit code 2.
     """
     cores = len(physical_cores())
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--rounds {options.rounds} must be at least 1")
     available = available_host_memory()[0] // 2**20
     if options.megabytes is not None and not 1 <= options.megabytes <= available:
-        parser.error(f"--megabytes {options.megabytes} must be in [1, {available}], the memory that is available")
+        parser.error(f"--megabytes {options.megabytes} must be in [1, {available}], the available memory")
     try:
         device = _device(options.device)
         disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
@@ -118,7 +118,7 @@ def measure(
     """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``.
 
     Args:
-        dtype: of the weights that the device updates whole.
+        dtype: of the resident parameter.
     """
     return Findings(
         machine=machine(device),
@@ -133,7 +133,7 @@ def measure(
 
 
 def quick_findings(nvme_path: str | None) -> dict[str, Any]:
-    """This machine with one worker and with all, as ``doctor --json`` prints it, in fewer rounds.
+    """The output of ``doctor --json`` for one worker and for all, in fewer rounds.
 
     Raises:
         ValueError: ``nvme_path`` cannot be used.
@@ -145,7 +145,7 @@ def quick_findings(nvme_path: str | None) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> Machine:
-    """What this process sees of its machine."""
+    """The machine, as this process sees it."""
     nodes: dict[int, list[int]] = {}
     cores = physical_cores()
     for core in cores:
@@ -176,7 +176,7 @@ def tables(findings: Findings) -> list[Table]:
     about = Table(title="This machine", show_header=False, box=None, title_justify="left")
     for name, value in (
         ("physical cores", "; ".join(f"NUMA node {node}: {_ranges(cores)}" for node, cores in has.nodes.items())),
-        ("workers", f"{has.workers} unless options say otherwise"),
+        ("workers", f"{has.workers} by default"),
         ("last-level cache", _gib(has.cache_bytes)),
         ("usable memory", f"{_gib(has.memory_bytes)} ({has.memory_limit})"),
         ("lockable memory", "no limit" if has.lockable_bytes is None else f"{_gib(has.lockable_bytes)} (ulimit -l)"),
@@ -206,7 +206,10 @@ def tables(findings: Findings) -> list[Table]:
     device = _table("AdamW on the device, bf16", product)
     for column in ("of", "M parameters/s", "GB/s"):
         device.add_column(column, justify="left" if column == "of" else "right")
-    for name, reached in (("whole parameters", findings.resident), ("a tenth of a matrix's columns", findings.device)):
+    for name, reached in (
+        ("resident parameters", findings.resident),
+        ("a tenth of a matrix's columns", findings.device),
+    ):
         device.add_row(name, f"{reached.parameters / 1e6:.0f}", _gb(reached.bytes))
     found = [about, memory, link, device]
     if findings.disk is not None:
@@ -219,14 +222,15 @@ def tables(findings: Findings) -> list[Table]:
 
 
 def _table(title: str, note: str) -> Table:
-    """An empty table with a line about it under its title."""
+    """An empty table with ``note`` under its title."""
     return Table(title=f"{title}\n{note}" if note else title, title_justify="left", min_width=56)
 
 
 def _device(name: str | None) -> torch.device:
-    """
+    """The device of this name; None: CUDA if available.
+
     Raises:
-        ValueError: no such device here.
+        ValueError: this machine has no such device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""The hardware that ``zenflow-compile doctor`` measured, as planning wants it."""
+"""Converts the output of ``zenflow-compile doctor`` to a ``Hardware``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ _SOURCE = "zenflow-compile doctor"
 def hardware_of(
     findings: Mapping[str, Any], *, flops: float | None = None, device_bytes: float | None = None
 ) -> Hardware:
-    """One device with the host that ``doctor`` saw.
+    """One device with the measured host.
 
-    The device's bandwidth is that of AdamW on a whole parameter; the host's is the best that was reached in place with
-    the most threads. Host updates are taken to be as fast per byte as in the measurement, whatever the length of the
-    window.
+    The device's bandwidth is that of AdamW on a resident parameter; the host's is the best of the in-place kernels with
+    the most threads. Host updates take the same time per byte as in the measurement, for any length of the window.
 
     Args:
-        findings: what ``doctor --json`` prints.
-        flops: FLOP/s that a forward and backward reach on the device; None takes what a large product of matrices
-            reaches: a bound, so that more host work is hidden than predicted.
-        device_bytes: memory of the device; None takes the host's, where the device is the CPU.
+        findings: the output of ``doctor --json``.
+        flops: FLOP/s that a forward and backward reach on the device; None takes those of a large matrix product: an
+            upper bound, so that more host work is hidden than predicted.
+        device_bytes: memory of the device; None takes the host's if the device is the CPU.
 
     Raises:
-        ValueError: ``findings`` is nothing that ``doctor`` printed, or the device's memory is not known.
+        ValueError: ``findings`` is not an output of ``doctor``, or the device's memory is not known.
     """
     try:
         has, host, link = findings["machine"], findings["host"], findings["link"][0]
         on_cpu = link["memory"] == "memmove"
         if device_bytes is None and not on_cpu:
             raise ValueError(
-                f"device_bytes=None must be bytes: doctor does not say how much memory {has['device']} has; pass it"
+                f"device_bytes=None must be bytes: doctor does not measure the memory of {has['device']}; pass it"
             )
         disk = findings["disk"] or dict.fromkeys(("read", "write", "free_bytes"))
         fewest, most = (select(host, key=lambda rates: rates["threads"]) for select in (min, max))
@@ -57,4 +56,4 @@ def hardware_of(
             sources={"all": _SOURCE},
         )
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{error!r} in what should be what zenflow-compile doctor --json prints; run it") from None
+        raise ValueError(f"{error!r} in the output of zenflow-compile doctor --json; run it again") from None

@@ -1,6 +1,6 @@
-"""The command line: ``zenflow-compile plan``, before a machine is rented, and ``doctor``, once it is there.
+"""The command line: ``zenflow-compile plan`` predicts a run, ``zenflow-compile doctor`` measures this machine.
 
-Commands are imported when they are called: to plan takes no torch, whose import alone takes seconds.
+Commands are imported when they are called: ``plan`` needs no torch, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2 for a bad argument, after a message that names it.
     """
-    parser = argparse.ArgumentParser(prog="zenflow-compile", description="Tools around optimizer offloading.")
+    parser = argparse.ArgumentParser(
+        prog="zenflow-compile", description="Plan optimizer offloading, and measure a machine for it."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     plan_parser = commands.add_parser(
         "plan",
         help="predict memory, time and traffic of every policy on given hardware",
-        description="Predicts, by simulation, whether a model fits, how long a step takes and what it waits for, "
-        "under every policy. No GPU is needed.",
+        description="Predicts by simulation, for every policy, whether a model fits, the time of a step and its stall. "
+        "No GPU is needed.",
     )
     _add_plan_arguments(plan_parser)
     doctor_parser = commands.add_parser(
         "doctor",
-        help="measure what offloading lives on here",
-        description="Measures memory, links, update kernels and disk of this machine, in about half a minute; the host "
-        "kernel is compiled before, where no cache has it. Numbers are medians; nothing else should run meanwhile.",
+        help="measure the hardware that offloading depends on",
+        description="Measures memory, links, update kernels and disk of this machine, in about half a minute; first it "
+        "compiles the host kernel unless it is cached. Numbers are medians; run nothing else at the same time.",
     )
     _add_doctor_arguments(doctor_parser)
     options = parser.parse_args(arguments)
@@ -50,11 +52,16 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--params", type=float, metavar="N", help="a Llama-like model of about N parameters, as 7e9")
     model.add_argument("--config", metavar="PATH", help="a Hugging Face config.json")
     hardware = parser.add_mutually_exclusive_group(required=True)
-    hardware.add_argument("--hardware", help="a named machine, such as h200, or measured: this one")
-    hardware.add_argument("--doctor-json", metavar="FILE", help="what doctor --json printed on the machine")
-    parser.add_argument("--nvme-path", metavar="DIR", help="for state in files; measured where the hardware is")
+    hardware.add_argument("--hardware", help="a named machine, such as h200, or measured: this machine")
+    hardware.add_argument("--doctor-json", metavar="FILE", help="the output of doctor --json on the machine")
     parser.add_argument(
-        "--flops", type=float, metavar="F", help="FLOP/s of training, where measured (those of a matrix product)"
+        "--nvme-path", metavar="DIR", help="directory for state in files; measured with --hardware measured"
+    )
+    parser.add_argument(
+        "--flops",
+        type=float,
+        metavar="F",
+        help="FLOP/s of training on measured hardware (default: those of a matrix product)",
     )
     parser.add_argument("--device-bytes", type=float, metavar="B", help="memory of a device (the hardware's)")
     parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of the node (the hardware's)")
@@ -66,25 +73,33 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implicit",
         action="store_true",
-        help="the update runs in the backward: torch.compile(..., options=...) without an optimizer object",
+        help="optimizer in backward: torch.compile(..., options=...) without an optimizer object",
     )
-    parser.add_argument("--recompute", action="store_true", help="activations are checkpointed at every layer")
-    parser.add_argument("--policy", default="auto", help="auto (all, and the fastest that fits) or one policy")
-    parser.add_argument("--topk-ratio", type=float, metavar="R", help="share of the columns selected, in [0, 1]")
-    parser.add_argument("--update-interval", type=int, metavar="S", help="steps per window, at least 1")
+    parser.add_argument(
+        "--recompute", action="store_true", help="recompute activations in the backward (checkpoint every layer)"
+    )
+    parser.add_argument("--policy", default="auto", help="auto (all policies, and the fastest that fits) or one policy")
+    parser.add_argument(
+        "--topk-ratio", type=float, metavar="R", help="share of the columns that is selected, in [0, 1]"
+    )
+    parser.add_argument("--update-interval", type=int, metavar="S", help="steps per update window, at least 1")
     parser.add_argument("--staleness", type=int, metavar="N", help="0 or 1")
     parser.add_argument("--ratio", type=float, metavar="R", help="share of the state off the device, in [0, 1]")
     parser.add_argument(
         "--update-stride",
         type=_update_stride,
         metavar="K",
-        help='every K-th subgroup is updated on the device; "auto": by the model',
+        help='stream every K-th subgroup through the device; "auto": by the performance model',
     )
     parser.add_argument("--sub-group-size", type=int, metavar="N", help="elements of a subgroup")
-    parser.add_argument("--max-grad-norm", type=float, metavar="X", help="clip: updates wait for the whole backward")
-    parser.add_argument("--explain", action="store_true", help="print the equations with their numbers, too")
+    parser.add_argument(
+        "--max-grad-norm", type=float, metavar="X", help="clip gradients: updates wait for the whole backward"
+    )
+    parser.add_argument("--explain", action="store_true", help="also print the equations with their numbers")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens per second")
-    parser.add_argument("--trace", metavar="FILE", help="write the recommended plan's timeline for ui.perfetto.dev")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the timeline of the recommended plan for ui.perfetto.dev"
+    )
 
 
 def _update_stride(text: str) -> int | str:
@@ -102,4 +117,4 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--megabytes", type=int, metavar="MB", help="memory to measure in (3 times the largest cache)")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"repetitions at most ({_ROUNDS})")
-    parser.add_argument("--nvme-path", metavar="DIR", help="measure the disk of this directory, too")
+    parser.add_argument("--nvme-path", metavar="DIR", help="also measure the disk of this directory")

@@ -1,4 +1,4 @@
-"""``zenflow-compile plan``: from arguments to a prediction, and out as tables, JSON or a trace."""
+"""``zenflow-compile plan``: predicts a run and prints tables or JSON, or writes a trace."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from zenflow_compile.checks.validate import check_positive
 from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.cli.plan_report import print_prediction
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import hardware as machines
+from zenflow_compile.performance import hardware_catalog
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import flops_per_token
-from zenflow_compile.prediction.forecast import final_at_step, node_plan
+from zenflow_compile.performance.model_shapes import flops_per_token
+from zenflow_compile.prediction.forecast import node_plan
 from zenflow_compile.prediction.predict import Prediction, predict, timeline
-from zenflow_compile.prediction.scenario import question
+from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
-_KNOBS = (
+_OPTIONS = (
     "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm",
     "nvme_path",
+)  # fmt: skip
+
+_SCENARIO = (
+    "tokens", "sequence", "dtype", "devices", "policy", "implicit", "recompute", "epoch_tokens", "device_bytes",
+    "host_bytes",
 )  # fmt: skip
 
 
@@ -35,7 +40,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Predict and print.
 
     Args:
-        options: what ``cli`` parsed.
+        options: the parsed arguments.
         parser: reports errors, with exit code 2, before anything is computed.
     """
     try:
@@ -55,28 +60,20 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _predict(options: argparse.Namespace) -> Prediction:
-    """
+    """The prediction for the parsed arguments.
+
     Raises:
-        TypeError, ValueError, OSError: an argument, or a file that it names, is not right.
+        TypeError, ValueError, OSError: an argument, or a file that it names, is invalid.
     """
-    given = {name: getattr(options, name) for name in _KNOBS if getattr(options, name) is not None}
-    Options.from_keywords(**given)  # before a machine is measured
-    asked = question(
+    given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
+    Options.from_keywords(**given)  # checked before a machine is measured
+    scenario = scenario_of(
         _model(options),
         _hardware(options),
-        tokens=options.tokens,
-        sequence=options.sequence,
-        dtype=options.dtype,
-        devices=options.devices,
-        policy=options.policy,
-        implicit=options.implicit,
-        recompute=options.recompute,
-        epoch_tokens=options.epoch_tokens,
-        device_bytes=options.device_bytes,
-        host_bytes=options.host_bytes,
+        **{name: getattr(options, name) for name in _SCENARIO},
         **given,
     )
-    return predict(asked)
+    return predict(scenario)
 
 
 def _model(options: argparse.Namespace) -> str | Path | float:
@@ -90,9 +87,9 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         if options.flops is not None:
             raise ValueError(
                 f"--flops={options.flops} goes with --hardware measured or --doctor-json; "
-                f"--hardware {options.hardware} has a speed of its own: leave --flops out"
+                f"--hardware {options.hardware} has its own speed: leave --flops out"
             )
-        return machines.hardware(options.hardware)
+        return hardware_catalog.hardware(options.hardware)
     flops = None if options.flops is None else check_positive("--flops", options.flops)
     findings = _measure(options.nvme_path) if options.doctor_json is None else _findings(options.doctor_json)
     return hardware_of(findings, flops=flops, device_bytes=options.device_bytes)
@@ -109,43 +106,43 @@ def _findings(path: str) -> Mapping[str, Any]:
         found = json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"--doctor-json {printable(path)} is no JSON ({error}); save the output of doctor --json"
+            f"--doctor-json {printable(path)} is not valid JSON ({error}); save the output of doctor --json"
         ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"--doctor-json {printable(path)} is no output of doctor --json; save that")
+        raise ValueError(f"--doctor-json {printable(path)} is not the output of doctor --json; save that")
     return found
 
 
 def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentParser) -> None:
     chosen = Options.from_keywords(**prediction.shown.options)
     try:
-        write_chrome_trace([timeline(prediction.question, chosen)], path)
+        write_chrome_trace([timeline(prediction.scenario, chosen)], path)
     except OSError as error:
         parser.error(f"--trace {printable(path)} cannot be written: {error.strerror}; choose another place")
 
 
 def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """What ``--explain`` adds: the equations, and for overlapped windows the interval from which on nothing waits."""
+    """The output of ``--explain``: equations and, if host updates overlap, the smallest interval without a stall."""
     if not options.explain:
         return {}
     from zenflow_compile.performance import performance_model  # imports sympy
-    from zenflow_compile.performance.shares import Knobs  # likewise
+    from zenflow_compile.performance.step_settings import StepSettings
 
-    asked = prediction.question
+    scenario = prediction.scenario
     chosen = Options.from_keywords(**prediction.shown.options)
-    knobs = Knobs.of(
+    settings = StepSettings.of(
         chosen,
-        node_plan(chosen, asked.hardware, asked.model),
-        final_at_step=final_at_step(chosen, implicit=asked.implicit),
-        recompute=asked.recompute,
+        node_plan(chosen, scenario),
+        final_at_step=scenario.final_at_step(chosen),
+        recompute=scenario.recompute,
         workers=chosen.workers,
     )
-    flops = flops_per_token(asked.model) * asked.tokens
-    explanation = performance_model.explain(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    flops = flops_per_token(scenario.model) * scenario.tokens
+    explanation = performance_model.explain(settings, scenario.hardware, flops=flops)
     explained = {"explained": explanation}
-    if not knobs.windowed:
+    if not settings.overlapped:
         return explained
-    smallest = performance_model.smallest_interval(knobs, asked.hardware, parameters=asked.model.numel, flops=flops)
+    smallest = performance_model.smallest_interval(settings, scenario.hardware, flops=flops)
     return explained | {"smallest_interval": smallest}
 
 
@@ -153,5 +150,5 @@ def _print_explained(explained: Mapping[str, Any], console: Console) -> None:
     for line in explained.get("explained", ()):
         console.print(Text(line))
     if "smallest_interval" in explained:
-        none = "none, since no window is long enough; raise topk_ratio, or the tokens of a step"
+        none = "none: no update window is long enough; raise topk_ratio, or the tokens of a step"
         console.print(Text(f"smallest stall-free update_interval: {explained['smallest_interval'] or none}"))

@@ -1,4 +1,4 @@
-"""A prediction for a terminal: a row per policy, what the best one needs, and the options to paste."""
+"""Prints a prediction: a row per policy, the memory of the best one, and the options to paste."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zenflow_compile.prediction.predict import Prediction
 from zenflow_compile.prediction.scenario import SOME_DISK, Scenario
 
 _NOTHING = "-"
-_WIDTH = 60  # of tables at least, so that their captions fit
+_WIDTH = 60  # smallest width of tables, so that their captions fit
 
 
 def print_prediction(prediction: Prediction, console: Console) -> None:
-    """Print all of it; widths follow ``console``."""
-    asked = prediction.question
+    """Print the prediction as wide as ``console``."""
+    asked = prediction.scenario
     console.print(printable(heading(asked)), style="bold", highlight=False)
     if asked.note is not None:
         console.print(Text(asked.note))
@@ -30,9 +30,9 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
     shown = prediction.shown
     console.print(breakdown(shown, prediction))
     if prediction.recommended is None:
-        console.print(Text(f"Nothing fits. {shown.title} comes nearest, GB it lacks: {_missing(shown)}."))
+        console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {_missing(shown)}."))
         return
-    where = "torch.compile" if asked.implicit else "ZenFlowAdamW"
+    where = "torch.compile" if asked.in_backward else "ZenFlowAdamW"
     console.print(Text(f"Fastest that fits: {shown.title}. Options to pass to {where}:"))
     console.print(Text(json.dumps(shown.options, indent=4)))
     if shown.options.get("nvme_path") == SOME_DISK:
@@ -42,10 +42,10 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
 
 
 def heading(asked: Scenario) -> str:
-    """What is predicted, in a sentence."""
+    """The scenario, in a sentence."""
     devices = "1 device" if asked.hardware.devices == 1 else f"{asked.hardware.devices} devices"
     sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
-    form = "without" if asked.implicit else "with"
+    form = "without" if asked.in_backward else "with"
     return (
         f"{asked.model.name}, {asked.model.numel / 1e9:.2f}e9 parameters in {asked.dtype}, on {asked.hardware.name}, "
         f"{devices}, {asked.tokens} tokens per device and step{sequences}, {form} an optimizer object"
@@ -66,7 +66,7 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
         table.add_row(each.title, *cells, style=_style(each))
     table.caption = (
         "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
-        "which its workers update, together, not added up. Moves: traffic in model sizes per step, streamed state "
+        "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
         "included."
     )
     table.caption_justify = "left"
@@ -74,7 +74,7 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
 
 
 def memory(forecasts: Sequence[Forecast]) -> Table:
-    """What each policy needs, and whether it is there."""
+    """Memory, a row per policy, and whether it fits."""
     table = Table(title="Memory, GB", title_justify="left", min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for column in ("device", "host", "disk"):
@@ -84,30 +84,30 @@ def memory(forecasts: Sequence[Forecast]) -> Table:
         needs = (each.needs.device, each.needs.host, each.needs.disk)
         fits = "yes" if each.fits else f"no: {_missing(each)} missing"
         table.add_row(each.title, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
-    table.caption = "Of one device, and of the node. Activations are an estimate."
+    table.caption = "Device: of one device. Host and disk: of the node. Activations are an estimate."
     table.caption_justify = "left"
     return table
 
 
 def breakdown(each: Forecast, prediction: Prediction) -> Table:
-    """What one policy needs, item by item, beside what there is."""
-    hardware = prediction.question.hardware
+    """Memory of one policy by item, next to the hardware's."""
+    hardware = prediction.scenario.hardware
     table = Table(title=f"Memory of {each.title}, GB", title_justify="left", show_header=False, box=None)
-    places = (
+    memories = (
         ("device", each.needs.device, hardware.device_bytes),
         ("host", each.needs.host, hardware.host_bytes),
         ("disk", each.needs.disk, hardware.disk_bytes),
     )
-    for place, items, has in places:
+    for memory, items, has in memories:
         parts = ", ".join(f"{name} {_gb(size)}" for name, size in items.items() if size)
-        there = "none" if has is None else _gb(has)
+        available = "none" if has is None else _gb(has)
         if parts:
-            table.add_row(place, f"{_gb(sum(items.values()))} of {there}", parts)
+            table.add_row(memory, f"{_gb(sum(items.values()))} of {available}", parts)
     return table
 
 
 def _missing(each: Forecast) -> str:
-    return ", ".join(f"{_gb(size)} on {place}" for place, size in each.shortages.items())
+    return ", ".join(f"{_gb(size)} on {memory}" for memory, size in each.shortages.items())
 
 
 def _style(each: Forecast) -> str | None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, read as keywords for ``ZenFlowAdamW``; docs/options.md says what each means here."""
+"""Reads DeepSpeed's JSON as keywords for ``ZenFlowAdamW``; docs/options.md describes the differences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.validate import unknown_option, user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import unknown_option
 
-ZENFLOW_KNOBS = (
+ZENFLOW_OPTIONS = (
     "topk_ratio",
     "select_strategy",
     "select_interval",
@@ -23,7 +24,7 @@ ZENFLOW_KNOBS = (
     "pt_reserved_cores_perc",
     "steps_per_epoch",
 )
-"""Names of DeepSpeed's ``zenflow`` block; here they are options of the same names."""
+"""Keys of DeepSpeed's ``zenflow`` block, which are options of the same names here."""
 
 _TAKES_AUTO = ("select_strategy", "select_interval", "update_interval")
 _ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
@@ -36,33 +37,34 @@ _PRECISIONS = {
     "fp16": "use torch.autocast(dtype=torch.float16) with torch.amp.GradScaler, or model.half()",
     "bf16": "use torch.autocast(dtype=torch.bfloat16), or model.bfloat16()",
 }
-_SAYS_NOTHING = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
+_WITHOUT_EFFECT = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
 
 
 def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
-    """Reads a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
+    """Read a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
 
-    Read are ``zero_optimization.zenflow`` (without it, ``offload_optimizer`` on ``"cpu"`` means policy
-    zero_offload, or twinflow where its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and neither means resident;
-    with it, ``"nvme"`` means files), ``sub_group_size``, ``optimizer``, ``gradient_clipping`` and
-    ``gradient_accumulation_steps``. One warning names everything else. ``"auto"`` is a blank that another program
-    fills in, except in the three options that have an automatic mode: it is refused for ``lr``, ``betas``, ``eps`` and
-    ``weight_decay`` unless ``keywords`` has them, and left out everywhere else. Ranges are checked where the
-    keywords are used.
+    It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``sub_group_size``, ``optimizer``,
+    ``gradient_clipping`` and ``gradient_accumulation_steps``; one warning names everything else. Without a ``zenflow``
+    block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or twinflow if its ``ratio`` is not 1, on
+    ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the block, ``"nvme"`` is state in files.
+
+    ``"auto"`` is a blank for another program to fill in, except in the three options that have an automatic mode. It is
+    refused for ``lr``, ``betas``, ``eps`` and ``weight_decay`` unless ``keywords`` has them, and left out everywhere
+    else. Ranges are checked where the keywords are used.
 
     Args:
-        source: path of a JSON file, or the dict it would hold.
-        keywords: of ``ZenFlowAdamW``; they complete and replace those of the file.
+        source: path of a JSON file, or its content as a dict.
+        keywords: of ``ZenFlowAdamW``; they override those of the file.
 
     Returns:
-        Keywords for ``ZenFlowAdamW``, ``keywords`` among them.
+        Keywords for ``ZenFlowAdamW``, with ``keywords``.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is
-            no JSON object.
-        ValueError: not JSON, a key that an object has twice, an optimizer that is not Adam, optimizer state on a device
-            that there is not, or ``"auto"`` where nothing fills it in.
+        FileNotFoundError: the file does not exist.
+        TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is not a JSON
+            object.
+        ValueError: not valid JSON, a duplicate key, an optimizer other than Adam, an unknown device for optimizer
+            state, or ``"auto"`` where a number is needed.
     """
     config, where = _load_json(source)
     zero = _block(config, "zero_optimization", where)
@@ -70,15 +72,15 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
     offload = _block(zero, "offload_optimizer", where)
     found = _read_offload(zero, offload, where)
     for name, value in zenflow.items():
-        if name not in ZENFLOW_KNOBS:
-            raise unknown_option(name, ZENFLOW_KNOBS, where=f" in the zenflow block of {where}")
+        if name not in ZENFLOW_OPTIONS:
+            raise unknown_option(name, ZENFLOW_OPTIONS, where=f" in the zenflow block of {where}")
         if value != "auto" or name in _TAKES_AUTO:
             found[name] = value
     ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
     ignored += [
         f"zero_optimization.offload_optimizer.{name}"
         for name, value in offload.items()
-        if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _SAYS_NOTHING.get(name, ())
+        if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _WITHOUT_EFFECT.get(name, ())
     ]
     if config.get("optimizer") is not None:
         found.update(_read_adam(_block(config, "optimizer", where), where, ignored, keywords))
@@ -113,7 +115,7 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
 
 
 def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Policy, and what says where its state is, under the block's names where they are ours, too."""
+    """The policy, and the options of where its state lives."""
     device = offload.get("device", "cpu" if zero.get("cpu_offload") is True else "none")
     if device not in ("cpu", "nvme", "none", None):
         raise ValueError(
@@ -125,7 +127,7 @@ def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: st
         found["policy"] = "zenflow"
         if device == "nvme":
             found["offload_device"] = "nvme"
-    elif device == "cpu" and offload.get("ratio") not in _SAYS_NOTHING["ratio"]:
+    elif device == "cpu" and offload.get("ratio") not in _WITHOUT_EFFECT["ratio"]:
         found |= {"policy": "twinflow", "ratio": offload["ratio"]}
     else:
         found["policy"] = {"cpu": "zero_offload", "nvme": "zero_infinity"}.get(str(device), "resident")
@@ -140,11 +142,11 @@ def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: st
 def _read_adam(
     optimizer: Mapping[str, Any], where: str, ignored: list[str], filled_in: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """lr, betas, eps and weight_decay of the ``optimizer`` block; refuses what AdamW does not do.
+    """lr, betas, eps and weight_decay of the ``optimizer`` block; refuses settings that AdamW does not have.
 
     Args:
-        ignored: takes the names that have no effect.
-        filled_in: keywords that stand for those of the block.
+        ignored: gets the names that have no effect.
+        filled_in: keywords that override those of the block.
     """
     kind = optimizer.get("type")
     if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
@@ -153,11 +155,11 @@ def _read_adam(
             'backend="inductor", or change the type'
         )
     parameters = _block(optimizer, "params", where)
-    # DeepSpeed's own Adam decays nothing unless told to; torch.optim.AdamW, and ours, decay by 0.01.
+    # The default of DeepSpeed's Adam is 0; of torch.optim.AdamW, and of ours, 0.01.
     found = {"weight_decay": 0.0, **{name: parameters[name] for name in _ADAM_KEYWORDS if name in parameters}}
     needed = {"bias_correction": True, "amsgrad": False}
     if kind.lower() == "adam" and found["weight_decay"] != 0.0:
-        needed["adam_w_mode"] = True  # L2 regularisation and decoupled decay differ, unless there is no decay
+        needed["adam_w_mode"] = True  # L2 regularization and decoupled decay differ, unless the decay is 0
     for name, value in needed.items():
         if parameters.get(name, value) not in (value, "auto"):
             raise ValueError(
@@ -172,7 +174,7 @@ def _read_adam(
         if isinstance(value, str) and value == "auto" and name not in filled_in:
             raise ValueError(
                 f'optimizer.params.{name}="auto" in {where} was not filled in by any program; write a number there, or '
-                f"pass {name}= beside the file"
+                f"pass {name}= with the file"
             )
     return found
 
@@ -188,7 +190,7 @@ def _block(parent: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any
 
 
 def _load_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The configuration, and what messages call it."""
+    """The configuration, and its name in messages."""
     if isinstance(source, Mapping):
         return source, "the DeepSpeed configuration"
     if not isinstance(source, str | os.PathLike):
@@ -202,14 +204,14 @@ def _load_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapp
         except ValueError as error:  # malformed JSON, bytes that are not UTF-8, or a duplicate key
             raise ValueError(f"config={path!r} is not valid JSON: {error}") from error
         except RecursionError as error:
-            raise ValueError(f"config={path!r} is not a DeepSpeed configuration: it is nested too deep") from error
+            raise ValueError(f"config={path!r} is not a DeepSpeed configuration: it is nested too deeply") from error
     if not isinstance(config, dict):
         raise ValueError(f"config={path!r} must hold a JSON object, not {type(config).__name__}")
     return config, printable(os.fsdecode(path))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, refused if it has a key twice: ``json`` would keep the last value without a word."""
+    """A JSON object without duplicate keys: ``json`` would silently keep the last value."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -1,15 +1,15 @@
-"""The knobs, checked before anything is allocated, and the ``options=`` of ``torch.compile`` taken apart.
+"""The options of ``ZenFlowAdamW``, checked before anything is allocated.
 
-The knobs that DeepSpeed also has keep its names and the meaning its documentation gives them; docs/options.md
-says, option by option, where behaviour differs from DeepSpeed's and why. Nothing here touches a device or
-imports the runtime. Numbers that steer convergence name the study they come from.
+Options that DeepSpeed also has keep its names and their documented meaning; docs/options.md says, option by option,
+where the behavior differs and why. Numbers that steer convergence name the study they come from.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 from zenflow_compile.checks.validate import (
@@ -21,30 +21,14 @@ from zenflow_compile.checks.validate import (
     check_ratio,
     unknown_option,
 )
-from zenflow_compile.options.deepspeed import read_deepspeed_config
-
-__all__ = [
-    "ADAM_KEYWORDS",
-    "AUTO_SELECT_INTERVAL",
-    "OPTION_NAMES",
-    "BackendOptions",
-    "Options",
-    "read_deepspeed_config",
-    "split_backend_options",
-]
 
 POLICIES = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity", "auto")
 OFFLOAD_DEVICES = ("cpu", "nvme")
-SELECT_STRATEGIES = ("auto", "step", "epoch")
-HostKernel = Literal["auto", "inductor", "aten"]
-HOST_KERNELS = ("auto", "inductor", "aten")
-GRADIENT_COMPRESSIONS = ("int8",)
-WEIGHT_GRAD_ORDERS = ("asap", "forward")
 
 AUTO_SELECT_INTERVAL = 16
-"""Least steps between re-selections under ``select_interval="auto"``, which only drift brings about. Same study: with
-an averaged score, more often than every 16 to 64 steps buys nothing, and selecting only once costs +19% from scratch
-(2 seeds)."""
+"""Fewest steps between re-selections under ``select_interval="auto"``, which only drift brings about. From the same
+study: with an averaged score, more often than every 16 to 64 steps gains nothing, and selecting only once costs +19%
+from scratch (2 seeds)."""
 
 ADAM_KEYWORDS = (
     "lr",
@@ -58,208 +42,188 @@ ADAM_KEYWORDS = (
     "differentiable",
     "fused",
 )
-"""Keywords of ``torch.optim.AdamW``; ``runtime.param_groups`` says which of their values are taken."""
+"""Keywords of ``torch.optim.AdamW``; ``runtime.step.param_groups`` says which of their values are supported."""
 
 LONGEST_UPDATE_INTERVAL = 64
-"""The host kernel takes every gradient buffer of an update window as an argument of its own: it compiles in 9 s for 64
-of them, and in 100 s for 256. The longest window that the convergence study found useful has 8 steps."""
+"""Each gradient buffer of an update window is an argument of the host kernel: it compiles in 9 s for 64 of them, and in
+100 s for 256. The longest window that the convergence study found useful has 8 steps."""
+
+
+def _option(default: Any, check: Callable[[str, Any], Any], *, unless: tuple[Any, ...] = ()) -> Any:
+    """A field whose value is replaced by ``check(name, value)``, except for the values ``unless``."""
+    return field(default=default, metadata={"check": check, "unless": unless})
+
+
+def _choice(default: str | None, *allowed: str, unless: tuple[Any, ...] = ()) -> Any:
+    return _option(default, partial(check_choice, allowed=allowed), unless=unless)
+
+
+def _integer(default: Any, at_least: int, at_most: int | None = None, *, unless: tuple[Any, ...] = ()) -> Any:
+    remedy = "" if not unless else ' or "auto"' if "auto" in unless else " or None"
+    return _option(default, partial(check_integer, at_least=at_least, at_most=at_most, remedy=remedy), unless=unless)
+
+
+def _check_path(name: str, value: Any) -> Any:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be a path, or None")
+    if not os.fspath(value):
+        raise ValueError(f"{name}='' must be the path of a directory on a local disk, or None")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user chose, checked; planners and the engine read it and nothing changes it.
+    """The options of one optimizer, checked. Planners and the engine read them; nothing changes them.
 
-    Numbers are stored as plain ``int`` and ``float``, so that ``torch.load(weights_only=True)`` reads a dict
-    of them. A *step* is a call of ``step()``; one that ``GradScaler`` skips is none. Every policy checks the ranges of
-    all options and ignores those that it does not read; "read by" in docs/options.md has the policies that read each.
-    An optimizer warns of options that its policy does not read.
+    Numbers are stored as plain ``int`` and ``float``, so that ``torch.load(weights_only=True)`` reads a dict of them.
+    A *step* is a call of ``step()`` that ``GradScaler`` does not skip. The ranges of all options are checked under
+    every policy; the optimizer warns of options that its policy does not read (docs/options.md, "read by").
 
     Attributes:
         policy: Where optimizer state lives. ``"resident"``: on the device, as in plain AdamW.
-            ``"zero_offload"``: on the host, every update blocking. ``"twinflow"``: so, but a fixed share of it on the
-            device. ``"deep_optimizer_states"``: on the host, some of it streamed to the device and updated there
-            meanwhile. ``"zero_infinity"``: in files behind a window of host memory. ``"zenflow"``: that of the selected
-            columns on the device, the rest on the host. ``"auto"``: the one of these, or mixture of them, that is
-            predicted to be the fastest of those that fit this machine when the optimizer is made.
-        tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step: with the parameters
-            they say how long a step takes and what activations need. ``policy="auto"`` needs it, and no other
-            reads it.
+            ``"zero_offload"``: on the host, every update blocking. ``"twinflow"``: the same with a fixed share on the
+            device. ``"deep_optimizer_states"``: on the host, some of it streamed to the device and updated there.
+            ``"zero_infinity"``: in files behind a cache in host memory. ``"zenflow"``: state of the selected columns on
+            the device, of the deferred ones on the host. ``"auto"``: the policy, or mixture of policies, with the
+            shortest predicted step of those that fit this machine when the optimizer is made.
+        tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step. Only
+            ``policy="auto"`` reads it, and needs it to predict the time of a step and the memory of activations.
         topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
             at every step. 0 defers everything, 1 nothing.
-        select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (``steps_per_epoch`` is needed
-            then), or ``"auto"``, which chooses unit and number.
+        select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (needs ``steps_per_epoch``), or
+            ``"auto"``, which chooses unit and number.
         select_interval: Steps or epochs between re-selections, >= 1; an integer needs strategy ``"step"`` or
-            ``"epoch"``. A parameter re-selects at the first close of its own window at or after that many
-            steps. ``"auto"``: when its selection has drifted, after 16 steps at the earliest.
-        update_interval: Window length S in steps, in [1, 64]: the gradient of what was not selected is collected
-            for S steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 2 to
+            ``"epoch"``. A parameter re-selects at the first flush of its update window at or after that many steps.
+            ``"auto"``: when its selection has drifted, after 16 steps at the earliest.
+        update_interval: Length S of the update window in steps, in [1, 64]: deferred gradients are collected for S
+            steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 2 to
             ``max_update_interval``, and not below ``min_update_interval``.
-        max_update_interval: Longest window in steps, in [1, 64], that ``update_interval="auto"`` may choose. Source
-            of its default: this project's convergence study (docs/options.md, "Where the defaults come from"): a
-            small GPT trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more
-            at 8 (1 seed).
-        min_update_interval: Shortest window in steps, in [1, ``max_update_interval``], that ``update_interval="auto"``
-            may choose. None: from the host's measured rate and the time of the first step that compiles nothing, which
-            may differ between runs; it is kept in the state.
-        full_warm_up_rounds: Steps at the start, >= 0, in which every window closes at once: synchronous,
+        max_update_interval: Longest update window in steps, in [1, 64], under ``update_interval="auto"``. Source of its
+            default: this project's convergence study (docs/options.md, "Where the defaults come from"): a small GPT
+            trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more at 8 (1
+            seed).
+        min_update_interval: Shortest update window in steps, in [1, ``max_update_interval``], under
+            ``update_interval="auto"``. None: from the host's measured rate and the time of the first step that compiles
+            nothing. It may differ between runs, and is saved in the state.
+        full_warm_up_rounds: Steps at the start, >= 0, in which every update window is flushed at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
-        overlap_step: Run host updates beside the device's work. False makes every due update visible when ``step()``
+        overlap_step: Run host updates during the device's work. False makes every due update visible when ``step()``
             returns (when ``backward()`` returns, without an optimizer object), for code that reads weights by hand,
-            such as an EMA; all policies but ``"zenflow"`` do so always. This changes time, never numbers.
-        staleness: Whole steps, 0 or 1, by which a closed window's result may be seen late. 1 gives the host
-            one more step to hide in; it costs +9 to +19% validation loss from scratch and +0.3% in low-rate
+            such as an EMA; all policies but ``"zenflow"`` always do so. This changes time, never numbers.
+        staleness: Whole steps, 0 or 1, by which a flushed window's update may be applied late. 1 gives the host
+            one more step to finish; it costs +9 to +19% validation loss from scratch and +0.3% in low-rate
             fine-tuning.
         offload: Keep the state of the selected columns off the device too. Not in this version.
-        auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window closes when the norm of what
-            waits reaches this share of the average norm of what is selected.
+        auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window is flushed when the norm of its
+            deferred gradients reaches this share of the average norm of the selected ones.
         pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch; the others, at least one,
             run host updates. None leaves it two cores, and one for each DataLoader worker process that is alive when
             the optimizer is made. Ignored where ``workers`` or ``worker_cores`` is given.
         workers: Threads that run host updates, >= 1, at most one per physical core that this process may use; None
             derives them from ``pt_reserved_cores_perc``.
-        worker_cores: The logical cores that workers are pinned to, one worker each; None takes physical cores that
-            this process may use and that have the fewest workers of its other optimizers, the last ones first.
+        worker_cores: Logical cores that workers are pinned to, one worker each. None takes physical cores that this
+            process may use and that have the fewest workers of its other optimizers, the last ones first.
         steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
-        gradient_accumulation_steps: Backwards per step, >= 1, when the user declares them, so that
-            gradients are split and copied in the last of them. None: any number, and they are final at ``step()``.
-        device_share: First block, embeddings and head, in this order, stay on the device whole, as far as
-            they fit into this share, in [0, 1], of all parameters. 0 never keeps them there.
-        spare_device_bytes: Device memory, in bytes of each device, to be filled with the optimizer state of further
-            parameters, whole, in the order of the forward: they are then updated at every step, and the host gets less
-            to do.
-        min_offload_size: Parameters with fewer elements, and all 1-D ones, keep their state on the device.
-        accumulate_on_device: Sum the gradients of a window on the device, which takes 4 bytes per deferred element
-            there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
-        gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per line, and
-            keeps what was rounded away for the next step; None sends them in the model's dtype.
+        gradient_accumulation_steps: Backwards per step, >= 1, if it is always the same number: gradients are then split
+            and copied in the last of them. None: any number, and gradients are final at ``step()``.
+        device_share: Share, in [0, 1], of all parameters that stay resident: first block, embeddings and head, in this
+            order, as far as they fit. 0 keeps none of them.
+        spare_device_bytes: Memory of each device, in bytes, for the optimizer state of further resident parameters, in
+            forward order: they are updated at every step, and the host has less to do.
+        min_offload_size: Parameters with fewer elements, and all 1-D ones, are resident.
+        accumulate_on_device: Sum the gradients of an update window on the device, which takes 4 bytes per deferred
+            element there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
+        gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per slice, and
+            adds the rounding error to the next step's gradient; None sends them in the model's dtype.
         ratio: Share, in [0, 1], of the optimizer state that policies ``"twinflow"`` and ``"deep_optimizer_states"``
-            keep off the device (DeepSpeed's ``offload_optimizer.ratio``); the others ignore it.
-        sub_group_size: Elements, >= 1, of the groups of whole parameters that updates are interleaved by. None: 100
-            million, or what divides the state that is the host's into four strides' worth of groups, if that is less.
+            keep off the device (DeepSpeed's ``offload_optimizer.ratio``).
+        sub_group_size: Elements, >= 1, of the groups of whole parameters that ``update_stride`` counts. None: 100
+            million, or a ``4 * update_stride``-th of the elements on the host, if that is less.
         update_stride: Every so many subgroups, >= 1, one is updated on the device, with state that is streamed there
-            from host memory and back: 1 updates all of them there, 2 every other one. ``"auto"`` takes it from the
-            performance model and rates that are measured once, before the first step. None: no streaming, and
-            ``"auto"`` under policy ``"deep_optimizer_states"``.
+            and back: 1 updates all of them there, 2 every other one. ``"auto"``: from the performance model, with rates
+            that are measured once, before the first step. None: no streaming, and ``"auto"`` under policy
+            ``"deep_optimizer_states"``.
         offload_device: ``"nvme"`` keeps the host's state in files under ``nvme_path``, ``"cpu"`` in memory. Policy
-            ``"zero_infinity"`` always has it in files.
-        nvme_path: Directory for the files; they are scratch, as large as the fp32 state, and removed by ``close()``.
-        host_window_bytes: Host memory, in bytes, that state in files passes through; at least the state of the largest
+            ``"zero_infinity"`` always keeps it in files.
+        nvme_path: Directory for these files, which are as large as the fp32 state; ``close()`` removes them.
+        host_window_bytes: Host memory, in bytes, that caches state in files; at least the state of the largest
             parameter's deferred part. None: twice that, and 64 MiB at least.
-        staging_bytes: Device memory, in bytes, through which uploads pass; at least the largest parameter's
-            remaining lines. More than all uploads that can be in flight is not allocated. None: three times the least.
-        weight_grad_order: Order of the backward: ``"asap"`` computes every weight gradient as soon as it can be;
+        staging_bytes: Device memory, in bytes, that uploads pass through; at least the largest parameter's deferred
+            slices. More than all uploads that can be in flight is not allocated. None: three times that minimum.
+        weight_grad_order: Order of the backward. ``"asap"`` computes every weight gradient as soon as possible;
             ``"forward"`` computes those of the first layers last, in the order in which the next forward needs them,
             which gives the host more time for them.
-        weight_grad_bytes: Device memory, in bytes, that inputs and output gradients may take which ``"forward"``
-            keeps for longer: it decides for how many layers. None: a quarter of what is free.
+        weight_grad_bytes: Device memory, in bytes, for inputs and output gradients that ``"forward"`` keeps longer; it
+            limits the number of layers. None: a quarter of the free memory.
         host_kernel: Host Adam: ``"inductor"`` (one fused kernel; needs a C++ compiler), ``"aten"``
-            (``torch._fused_adamw_``, slower), or ``"auto"``, the first where it compiles.
+            (``torch._fused_adamw_``, slower), or ``"auto"``: the first if it compiles.
     """
 
-    policy: str = "zenflow"
-    tokens_per_step: int | None = None
-    topk_ratio: float = 0.1
-    select_strategy: str = "auto"
-    select_interval: int | Literal["auto"] = "auto"
-    update_interval: int | Literal["auto"] = 4
-    max_update_interval: int = 4
-    min_update_interval: int | None = None
-    full_warm_up_rounds: int = 0
-    overlap_step: bool = True
-    staleness: int = 0
-    offload: bool = False
-    auto_ratio: float = 0.99
-    pt_reserved_cores_perc: float | None = None
-    workers: int | None = None
-    worker_cores: tuple[int, ...] | None = None
-    steps_per_epoch: int | None = None
-    max_grad_norm: float | None = None
-    gradient_accumulation_steps: int | None = None
-    device_share: float = 0.25
-    spare_device_bytes: int = 0
-    min_offload_size: int = 4096
-    accumulate_on_device: bool = False
-    gradient_compression: str | None = None
-    ratio: float = 1.0
-    sub_group_size: int | None = None
-    update_stride: int | Literal["auto"] | None = None
-    offload_device: str = "cpu"
-    nvme_path: str | None = None
-    host_window_bytes: int | None = None
-    staging_bytes: int | None = None
-    weight_grad_order: str = "asap"
-    weight_grad_bytes: int | None = None
-    host_kernel: HostKernel = "auto"
+    policy: str = _choice("zenflow", *POLICIES)
+    tokens_per_step: int | None = _integer(None, 1, unless=(None,))
+    topk_ratio: float = _option(0.1, check_ratio)
+    select_strategy: str = _choice("auto", "auto", "step", "epoch")
+    select_interval: int | Literal["auto"] = _integer("auto", 1, unless=("auto",))
+    update_interval: int | Literal["auto"] = _integer(4, 1, LONGEST_UPDATE_INTERVAL, unless=("auto",))
+    max_update_interval: int = _integer(4, 1, LONGEST_UPDATE_INTERVAL)
+    min_update_interval: int | None = None  # its range depends on ``max_update_interval``
+    full_warm_up_rounds: int = _integer(0, 0)
+    overlap_step: bool = _option(True, check_flag)
+    staleness: int = _integer(0, 0, 1)
+    offload: bool = _option(False, check_flag)
+    auto_ratio: float = _option(0.99, check_ratio)
+    pt_reserved_cores_perc: float | None = _option(None, check_ratio, unless=(None,))
+    workers: int | None = _integer(None, 1, unless=(None,))
+    worker_cores: tuple[int, ...] | None = _option(None, check_cores, unless=(None,))
+    steps_per_epoch: int | None = _integer(None, 1, unless=(None,))
+    max_grad_norm: float | None = _option(
+        None, partial(check_positive, remedy="; None turns clipping off"), unless=(None,)
+    )
+    gradient_accumulation_steps: int | None = _integer(None, 1, unless=(None,))
+    device_share: float = _option(0.25, check_ratio)
+    spare_device_bytes: int = _integer(0, 0)
+    min_offload_size: int = _integer(4096, 0)
+    accumulate_on_device: bool = _option(False, check_flag)
+    gradient_compression: str | None = _choice(None, "int8", unless=(None,))
+    ratio: float = _option(1.0, check_ratio)
+    sub_group_size: int | None = _integer(None, 1, unless=(None,))
+    update_stride: int | Literal["auto"] | None = _integer(None, 1, unless=("auto", None))
+    offload_device: str = _choice("cpu", *OFFLOAD_DEVICES)
+    nvme_path: str | None = _option(None, _check_path, unless=(None,))
+    host_window_bytes: int | None = _integer(None, 1, unless=(None,))
+    staging_bytes: int | None = _integer(None, 1, unless=(None,))
+    weight_grad_order: str = _choice("asap", "asap", "forward")
+    weight_grad_bytes: int | None = _integer(None, 0, unless=(None,))
+    host_kernel: Literal["auto", "inductor", "aten"] = _choice("auto", "auto", "inductor", "aten")
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "policy": check_choice("policy", self.policy, POLICIES),
-            "select_strategy": check_choice("select_strategy", self.select_strategy, SELECT_STRATEGIES),
-            "host_kernel": check_choice("host_kernel", self.host_kernel, HOST_KERNELS),
-            "offload_device": check_choice("offload_device", self.offload_device, OFFLOAD_DEVICES),
-            "weight_grad_order": check_choice("weight_grad_order", self.weight_grad_order, WEIGHT_GRAD_ORDERS),
-            "max_update_interval": check_integer(
-                "max_update_interval", self.max_update_interval, 1, LONGEST_UPDATE_INTERVAL
-            ),
-            "full_warm_up_rounds": check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0),
-            "staleness": check_integer("staleness", self.staleness, 0, 1),
-            "spare_device_bytes": check_integer("spare_device_bytes", self.spare_device_bytes, 0),
-            "min_offload_size": check_integer("min_offload_size", self.min_offload_size, 0),
-        }
-        for name in ("topk_ratio", "auto_ratio", "device_share", "ratio"):
-            checked[name] = check_ratio(name, getattr(self, name))
-        if self.pt_reserved_cores_perc is not None:
-            checked["pt_reserved_cores_perc"] = check_ratio("pt_reserved_cores_perc", self.pt_reserved_cores_perc)
-        for name, longest in (("select_interval", None), ("update_interval", LONGEST_UPDATE_INTERVAL)):
-            if (value := getattr(self, name)) != "auto":
-                checked[name] = check_integer(name, value, 1, longest, remedy=' or "auto"')
-        if self.update_stride not in ("auto", None):
-            checked["update_stride"] = check_integer("update_stride", self.update_stride, 1, remedy=' or "auto"')
-        integers = ("steps_per_epoch", "gradient_accumulation_steps", "workers", "staging_bytes", "host_window_bytes")
-        for name in ("tokens_per_step", "sub_group_size", *integers):
-            if (value := getattr(self, name)) is not None:
-                checked[name] = check_integer(name, value, 1, remedy=" or None")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "check" in each.metadata and value not in each.metadata["unless"]:
+                object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
         if self.min_update_interval is not None:
-            longest = checked["max_update_interval"]
+            longest = self.max_update_interval
             remedy = f": no more than max_update_interval={longest}; None measures it"
-            checked["min_update_interval"] = check_integer(
-                "min_update_interval", self.min_update_interval, 1, longest, remedy=remedy
+            shortest = check_integer("min_update_interval", self.min_update_interval, 1, longest, remedy=remedy)
+            object.__setattr__(self, "min_update_interval", shortest)
+        if self.workers is not None and self.worker_cores is not None and self.workers != len(self.worker_cores):
+            raise ValueError(
+                f"workers={self.workers} and worker_cores={list(self.worker_cores)} disagree: one worker runs on each "
+                "core of the list; give one of the two"
             )
-        if self.max_grad_norm is not None:
-            remedy = "; None turns clipping off"
-            checked["max_grad_norm"] = check_positive("max_grad_norm", self.max_grad_norm, remedy=remedy)
-        if self.weight_grad_bytes is not None:
-            checked["weight_grad_bytes"] = check_integer(
-                "weight_grad_bytes", self.weight_grad_bytes, 0, remedy=" or None"
-            )
-        if self.gradient_compression is not None:
-            checked["gradient_compression"] = check_choice(
-                "gradient_compression", self.gradient_compression, GRADIENT_COMPRESSIONS
-            )
-        if self.worker_cores is not None:
-            checked["worker_cores"] = check_cores("worker_cores", self.worker_cores)
-            if self.workers is not None and self.workers != len(checked["worker_cores"]):
-                raise ValueError(
-                    f"workers={self.workers} and worker_cores={self.worker_cores!r} disagree: one worker runs on each "
-                    "core of the list; give one of the two"
-                )
-        for name in ("overlap_step", "offload", "accumulate_on_device"):
-            check_flag(name, getattr(self, name))
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
         self._check_files()
         if self.policy == "auto" and self.tokens_per_step is None:
             raise ValueError(
-                'tokens_per_step=None under policy="auto" must be an integer >= 1: how long a step takes decides what '
-                "is fastest; pass the tokens (or rows) that the device trains on per step, as in "
+                'tokens_per_step=None under policy="auto" must be an integer >= 1: the time of a step decides what is '
+                "fastest; pass the tokens (or rows) that the device trains on per step, as in "
                 "tokens_per_step=batch_size * sequence_length"
             )
-        if self.policy in ("zenflow", "auto"):  # what is chosen may be zenflow
+        if self.policy in ("zenflow", "auto"):  # "auto" may choose zenflow
             self._check_zenflow()
 
     def _check_files(self) -> None:
-        """Where state may be in files, and that they have a place."""
+        """State in files needs a policy that reads files, and a directory."""
         if self.offload_device == "nvme" and self.policy not in ("zenflow", "zero_infinity"):
             raise ValueError(
                 f'offload_device="nvme" under policy={self.policy!r} is not supported: state in files goes with '
@@ -268,16 +232,12 @@ class Options:
             )
         if self.in_files and self.nvme_path is None:
             raise ValueError(
-                "nvme_path=None must be a directory on a local disk: the optimizer's state is to live in files; pass "
+                "nvme_path=None must be a directory on a local disk for the optimizer state in files; pass "
                 "its path, or choose a policy that keeps state in memory"
             )
-        if self.nvme_path is not None and not isinstance(self.nvme_path, (str, os.PathLike)):
-            raise TypeError(f"nvme_path={self.nvme_path!r} must be a path, or None")
-        if self.nvme_path is not None and not os.fspath(self.nvme_path):
-            raise ValueError("nvme_path='' must be the path of a directory on a local disk, or None")
 
     def _check_zenflow(self) -> None:
-        """Rules between knobs that the other policies ignore."""
+        """Rules between options that the other policies ignore."""
         if self.offload:
             raise ValueError(
                 "offload=True (state of the selected columns off the device) is not supported in this "
@@ -306,22 +266,22 @@ class Options:
                 'steps_per_epoch=None under select_strategy="epoch" must be an integer >= 1; pass it, as in '
                 'steps_per_epoch=len(loader), or use select_strategy="step"'
             )
-        # update_interval="auto" may close a window at every step: no select_interval is too short for it.
+        # update_interval="auto" may flush a window at every step: no select_interval is too short for it.
         steps = self.resolved_select_interval()
         if self.update_interval != "auto" and steps < self.update_interval:
             raise ValueError(
                 f"select_interval={self.select_interval} ({steps} steps) must be at least update_interval="
-                f"{self.update_interval}: a parameter re-selects only when its window closes; raise "
+                f"{self.update_interval}: a parameter re-selects only when its window is flushed; raise "
                 "select_interval or lower update_interval"
             )
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Options:
-        """``Options(**keywords)``, but an unknown name is answered with the nearest valid one.
+        """``Options(**keywords)``; the error for an unknown name suggests the nearest valid one.
 
         Raises:
             TypeError: an unknown name, or a value of the wrong type.
-            ValueError: a value outside its range, or a combination that makes no sense.
+            ValueError: a value outside its range, or options that exclude each other.
         """
         for name in keywords:
             if name not in OPTION_NAMES:
@@ -330,14 +290,14 @@ class Options:
 
     @property
     def longest_window(self) -> int:
-        """Longest window in steps, which sizes host memory: the bound under ``"auto"``, 1 without deferral."""
+        """Longest update window in steps, which sizes host memory: the bound under ``"auto"``, 1 without deferral."""
         if self.policy != "zenflow":
             return 1
         return self.max_update_interval if self.update_interval == "auto" else self.update_interval
 
     @property
     def adaptive(self) -> bool:
-        """Whether gradient values decide when windows close."""
+        """Whether gradient values decide when update windows are flushed."""
         return self.policy == "zenflow" and self.update_interval == "auto"
 
     @property
@@ -350,7 +310,7 @@ class Options:
         """Every so many subgroups, one is updated on the device; None: no streaming.
 
         Raises:
-            ValueError: it is to be measured, and has not been; see ``planning.auto``.
+            ValueError: it is still ``"auto"``; see ``prediction.auto_policy.resolve_stride``.
         """
         if self.policy not in ("zenflow", "deep_optimizer_states"):
             return None
@@ -361,19 +321,19 @@ class Options:
 
     @property
     def measures_stride(self) -> bool:
-        """Whether ``update_stride`` is still to come from the performance model."""
+        """Whether ``update_stride`` is to come from the performance model."""
         if self.policy == "deep_optimizer_states":
             return self.update_stride in ("auto", None)
         return self.policy == "zenflow" and self.update_stride == "auto"
 
     def resolved_select_interval(self, update_interval: int | None = None) -> int:
-        """Steps between re-selections of a parameter whose windows are ``update_interval`` steps long.
+        """Steps between re-selections of a parameter whose update windows have ``update_interval`` steps.
 
         Args:
             update_interval: the parameter's own window length; by default ``longest_window``.
 
         Returns:
-            Steps, not yet rounded up to a close of the parameter's windows.
+            Steps, not yet rounded up to a flush of the parameter's update window.
         """
         if self.select_interval == "auto":
             return max(AUTO_SELECT_INTERVAL, update_interval or self.longest_window)
@@ -383,77 +343,3 @@ class Options:
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(each.name for each in fields(Options))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendOptions:
-    """``mode=`` and ``options=`` of ``torch.compile(backend="zenflow")``, taken apart.
-
-    Attributes:
-        optimizer: Keywords for ``ZenFlowAdamW``, already checked against ``Options``, when the backend is to
-            make the optimizer itself (optimizer-in-backward form); None when the parameters have an optimizer of their
-            own.
-        inner: What compiles the rewritten graphs: ``"inductor"``, or ``"eager"`` for no code generation.
-        inductor: Inductor's own settings: the mode's, and the explicit ones over them.
-    """
-
-    optimizer: dict[str, Any] | None = None
-    inner: Literal["inductor", "eager"] = "inductor"
-    inductor: dict[str, Any] = field(default_factory=dict)
-
-
-def split_backend_options(options: Mapping[str, Any] | None = None, mode: str | None = None) -> BackendOptions:
-    """Takes the options of ``torch.compile(backend="zenflow")`` apart, before anything is compiled.
-
-    ``torch.compile`` refuses ``mode=`` beside ``options=``, so ``options`` may hold a ``"mode"`` of its own.
-
-    Args:
-        options: ``inner``, ``mode``, ``config`` (path or dict for ``read_deepspeed_config``), keywords of
-            ``ZenFlowAdamW``, which replace those of ``config``, and Inductor's own settings.
-        mode: the ``mode=`` of ``torch.compile``.
-
-    Raises:
-        TypeError: an unknown name (with the nearest valid one), or a value of the wrong type.
-        ValueError: a value outside its range, CUDA graphs, or Inductor settings under ``inner="eager"``.
-        FileNotFoundError: ``config`` names no file.
-    """
-    from zenflow_compile.torch_internals import (
-        torch_private,  # imports torch, which the rest of this file does not need
-    )
-
-    rest = dict(options or {})
-    inner = check_choice("inner", rest.pop("inner", "inductor"), ("inductor", "eager"))
-    mode = rest.pop("mode", mode)
-    config = rest.pop("config", None)
-    optimizer_names = (*ADAM_KEYWORDS, *OPTION_NAMES)
-    optimizer = {name: rest.pop(name) for name in optimizer_names if name in rest}
-    if config is not None:
-        optimizer = read_deepspeed_config(config, **optimizer)
-    Options.from_keywords(**{name: value for name, value in optimizer.items() if name in OPTION_NAMES})
-
-    inductor: dict[str, Any] = {}
-    if mode is not None:
-        modes = torch_private.inductor_modes()
-        inductor.update(modes[check_choice("mode", mode, tuple(modes))])
-    inductor_names = torch_private.inductor_option_names() if rest else frozenset()
-    for name, value in rest.items():
-        setting = str(name).replace("-", "_")  # torch.compile reads names for Inductor like this too
-        if setting not in inductor_names:
-            known = (*optimizer_names, "config", "inner", "mode", *sorted(inductor_names))
-            raise unknown_option(name, known)
-        inductor[setting] = value
-    if inductor.get("triton.cudagraphs"):
-        raise ValueError(
-            'CUDA graphs (triton.cudagraphs, and so mode="reduce-overhead" and mode="max-autotune") are not '
-            "supported in this version: a replayed graph would repeat the copies it recorded, while the "
-            "engine's windows and buffers move on; use "
-            'mode="max-autotune-no-cudagraphs", or no mode'
-        )
-    if inner == "eager" and inductor:
-        raise ValueError(
-            f'inner="eager" generates no code, so {", ".join(sorted(inductor))} would have no effect; '
-            'remove them, or use inner="inductor"'
-        )
-    return BackendOptions(
-        optimizer=optimizer or None, inner="eager" if inner == "eager" else "inductor", inductor=inductor
-    )

@@ -1,14 +1,11 @@
-"""Which policies read an option, and the options that have no effect under the policy in use.
-
-Nothing here imports torch.
-"""
+"""Which policies read an option, and the warning about options without effect."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import fields
 
-from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.options.options import POLICIES, Options
 
 _OFFLOADING = tuple(policy for policy in POLICIES if policy not in ("resident", "auto"))
@@ -44,8 +41,8 @@ _READERS: dict[str, tuple[str, ...]] = {
         ("zenflow",),
     ),
 }
-"""Which policies read an option. Those that are not here say how the machine is used, or hold under every policy.
-``"auto"`` may choose any policy, and is named where no other reads the option."""
+"""The policies that read an option. Every policy reads the options that are not listed. ``"auto"`` may choose any
+policy, and is listed only where no other reads the option."""
 
 
 def readers(name: str) -> str:
@@ -56,9 +53,9 @@ def readers(name: str) -> str:
 
 
 def unread(options: Options) -> list[str]:
-    """Names of the options at other values than their defaults that the policy does not read.
+    """Names of the options that the policy does not read and that are not at their defaults.
 
-    None under ``policy="auto"``, which may choose any policy.
+    Empty under ``policy="auto"``, which may choose any policy.
     """
     if options.policy == "auto":
         return []
@@ -67,11 +64,11 @@ def unread(options: Options) -> list[str]:
 
 
 def warn_of_unread(options: Options) -> None:
-    """One ``UserWarning`` that names ``unread`` options and who reads them."""
+    """Warn, once, of the ``unread`` options, with the policies that read them."""
     if named := [f"{name} (read by {readers(name)})" for name in unread(options)]:
         warnings.warn(
-            f"policy={options.policy!r} does not read {', '.join(named)}: leave out what has no effect, or choose a "
-            "policy that reads it",
+            f"policy={options.policy!r} does not read {', '.join(named)}: leave them out, or choose a policy "
+            "that reads them",
             UserWarning,
             stacklevel=user_stacklevel(),
         )

@@ -1,4 +1,4 @@
-"""A named equation: a symbolic expression with its meaning and source, evaluated and printed with numbers put in."""
+"""A named equation: a symbolic expression that is evaluated, and printed with its numbers."""
 
 from __future__ import annotations
 
@@ -16,53 +16,54 @@ class Formula:
     """One equation.
 
     Attributes:
-        name: what the expression gives, with its unit: ``stride_ratio``, ``traffic [model sizes per step]``.
-        expression: of symbols that are named in words.
+        symbol: stands for the result in other equations.
+        unit: of the result; empty for a plain number.
+        expression: of symbols whose names are words.
         meaning: one sentence.
         source: paper and equation, or how it follows.
     """
 
-    name: str
+    symbol: Symbol
+    unit: str
     expression: Expr
     meaning: str
     source: str
 
     @property
-    def symbols(self) -> tuple[str, ...]:
-        """Names of what has to be put in, sorted."""
-        return _compiled(self.expression)[0]
+    def name(self) -> str:
+        """The symbol with its unit, as in ``step [s]``."""
+        return f"{self.symbol} [{self.unit}]" if self.unit else str(self.symbol)
 
-    def evaluate(self, **values: float) -> float:
-        """The expression's value.
+    def evaluate(self, values: Mapping[Symbol, float]) -> float:
+        """The value of the expression.
 
         Raises:
-            KeyError: a symbol has no value. Values that the expression does not have are ignored.
+            KeyError: a symbol of the expression has no value.
         """
         return evaluated(self.expression, values)
 
-    def explain(self, values: Mapping[str, float] | None = None) -> str:
-        """``name = expression``; with ``values`` also the same with numbers put in, and the result."""
+    def explain(self, values: Mapping[Symbol, float] | None = None) -> str:
+        """``name = expression``; with ``values`` also the expression with its numbers, and the result."""
         line = f"{self.name} = {self.expression}"
         if values is None:
             return line
-        # Symbols named like numbers: sympy would evaluate numbers, and there would be nothing to read.
-        numbers = {symbol: Symbol(f"{values[str(symbol)]:.4g}") for symbol in self.expression.free_symbols}
-        return f"{line} = {self.expression.xreplace(numbers)} = {self.evaluate(**values):.4g}"
+        # Symbols named like numbers: sympy would evaluate real numbers, and only the result would be left to print.
+        numbers = {symbol: Symbol(f"{values[symbol]:.4g}") for symbol in self.expression.free_symbols}
+        return f"{line} = {self.expression.xreplace(numbers)} = {self.evaluate(values):.4g}"
 
 
-def evaluated(expression: Expr, values: Mapping[str, float]) -> float:
-    """The expression with a value for each of its symbols, and maybe others. Raises: see ``Formula.evaluate``."""
+def evaluated(expression: Expr, values: Mapping[Symbol, float]) -> float:
+    """The value of ``expression``; raises as :meth:`Formula.evaluate`."""
     symbols, function = _compiled(expression)
-    return float(function(*[values[name] for name in symbols]))
+    return float(function(*[values[symbol] for symbol in symbols]))
 
 
-@cache
-def _compiled(expression: Expr) -> tuple[tuple[str, ...], Callable[..., Any]]:
-    """Names of the symbols, sorted, and a function of their values. Kept, since planners evaluate thousands."""
-    arguments = sorted(expression.free_symbols, key=str)
-    return tuple(map(str, arguments)), sympy.lambdify(arguments, expression, modules="math")
+@cache  # planners evaluate the same expressions thousands of times
+def _compiled(expression: Expr) -> tuple[tuple[Symbol, ...], Callable[..., Any]]:
+    symbols = tuple(sorted(expression.free_symbols, key=str))
+    return symbols, sympy.lambdify(symbols, expression, modules="math")
 
 
 def positive_symbols(names: str) -> tuple[Symbol, ...]:
-    """One symbol per word of ``names``. Zero may be put in for them: being positive only helps to simplify."""
+    """One symbol per word of ``names``. Zero is a valid value, too: the assumption only helps sympy to simplify."""
     return tuple(Symbol(name, positive=True) for name in names.split())

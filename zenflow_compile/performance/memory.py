@@ -1,4 +1,4 @@
-"""What a plan needs of each memory, item by item, and whether a machine has it."""
+"""The memory that a plan takes, by item, and the shortages of a machine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shapes import ModelShape
 from zenflow_compile.planning.plan import GRADIENT_RING, STATE_BYTES, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
 
-SLICE_BYTES = 16  # of an offloaded parameter's slice: squared norm and score in fp32, its number and place in int32
+SLICE_BYTES = 16  # per slice of an offloaded parameter: fp32 squared norm and score, int32 number and position
 
 LAYER_BYTES = 34
-"""Bytes of activations per token and unit of width that a layer keeps for its backward, in 16 bits and without the
-scores, which fused attention does not keep: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+"""Bytes of activations per token and unit of width that a layer keeps for its backward, in 16 bits, without the scores
+of attention, which a fused kernel does not keep: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models", equation 1."""
 
-CHECKPOINT_BYTES = 2  # likewise where only a layer's input is kept, in 16 bits (the same paper, section 5)
+CHECKPOINT_BYTES = 2  # likewise with recomputation: only a layer's input, in 16 bits (the same paper, section 5)
 LOGIT_BYTES = 6  # per token and word: 16-bit logits, and their softmax in fp32
 
 
@@ -29,7 +29,7 @@ class Needs:
     disk: Mapping[str, int]
 
     def shortages(self, hardware: Hardware) -> dict[str, int]:
-        """By memory that is too small for its items: how many bytes are missing. Empty where the plan fits."""
+        """Missing bytes, by memory that is too small. Empty if the plan fits."""
         has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 0.0}
         wanted = {"device": self.device, "host": self.host, "disk": self.disk}
         missing = {memory: sum(items.values()) - int(has[memory]) for memory, items in wanted.items()}
@@ -45,12 +45,12 @@ def needs_of(
     recompute: bool,
     staging_bytes: int | None = None,
 ) -> Needs:
-    """What training with ``plan`` takes. Gradients that accumulate over several backwards are not counted.
+    """The memory that training with ``plan`` takes. Accumulated gradients of several backwards are not counted.
 
     Args:
         devices: of the node; each has all weights and an equal share of the optimizer state.
         tokens: per device and step; they decide activations, which are an estimate.
-        recompute: a layer's activations are computed again in the backward, and only its input is kept.
+        recompute: activations are computed again in the backward, and only each layer's input is kept.
         staging_bytes: the option, of each device.
     """
     weights = sum(param.numel * param.dtype.itemsize for param in plan.params)
@@ -74,54 +74,49 @@ def needs_of(
 
 
 def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:
-    """An estimate for a Transformer: what all layers keep, and the logits; one layer in full where it is recomputed."""
+    """An estimate for a Transformer: activations of all layers and logits; with recomputation one layer in full."""
     kept = model.layers * CHECKPOINT_BYTES + LAYER_BYTES if recompute else model.layers * LAYER_BYTES
     vocabulary = max(next(iter(spec.shape), 1) for spec in (model.params[0], model.params[-1]))  # scalars have no sizes
     return tokens * (kept * model.hidden + LOGIT_BYTES * vocabulary)
 
 
 def _gradients(plan: Plan, devices: int) -> int:
-    """Those that wait for the step, in shares, and the largest at its moment.
+    """Gradients that stay until the step, in shares, and the largest one while it is computed.
 
-    Of an offloaded one the selected slices wait, and the others only where they are held.
+    Of an offloaded parameter the selected slices stay, and the deferred ones only if they are pending.
     """
     largest = max((param.numel * param.dtype.itemsize for param in plan.params), default=0)
-    waiting = 0
+    kept = 0
     for param in plan.params:
         split = param.k + (param.deferred if param.keeps_gradient else 0)
         elements = split * param.length if param.offloaded else param.numel
-        waiting += elements * param.dtype.itemsize
-    return waiting // devices + largest
+        kept += elements * param.dtype.itemsize
+    return kept // devices + largest
 
 
 def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, staging_bytes: int | None) -> int:
-    """Rings for gradients and uploads, and buffers for state that passes through; of all devices together.
+    """Rings of gradients and uploads, and buffers for streamed state, of all devices together.
 
-    What is held passes through no ring of gradients.
+    Pending gradients use no ring.
     """
-    gradients = GRADIENT_RING * max((_block_bytes(param) for param in offloaded if not param.keeps_gradient), default=0)
-    largest = max(map(_block_bytes, offloaded), default=0)
-    slots = UPLOAD_RING
+    gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
+    largest = max((param.upload_bytes for param in offloaded), default=0)
+    buffers = UPLOAD_RING
     if staging_bytes is not None and largest:
         uploads = sum(param.uploads for param in offloaded)  # each takes one buffer at most
-        slots = min(max(1, staging_bytes * devices // largest), uploads)
+        buffers = min(max(1, staging_bytes * devices // largest), uploads)
     streamed: dict[int | None, int] = {}
     for param in plan.params:
         if param.streamed:
             streamed[param.subgroup] = streamed.get(param.subgroup, 0) + param.whole_state_bytes
     passing = min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
-    return gradients + slots * largest + passing
-
-
-def _block_bytes(param: ParamPlan) -> int:
-    """What one gradient or upload of the deferred slices takes on the device."""
-    return param.deferred * param.length * param.dtype.itemsize
+    return gradients + buffers * largest + passing
 
 
 def _host_state(param: ParamPlan) -> int:
-    """fp32 state that stays in host memory."""
+    """Bytes of fp32 state in host memory, without the cache of files."""
     if param.streamed:
         return param.whole_state_bytes
     if not param.offloaded or param.in_file:
         return 0
-    return param.deferred * param.length * STATE_BYTES
+    return param.deferred_numel * STATE_BYTES

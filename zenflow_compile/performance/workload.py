@@ -1,7 +1,7 @@
-"""What a plan asks of a machine in each step: the model's blocks, their work, and the bytes that their parameters move.
+"""The work of a plan's step: the model's blocks, their time, and the bytes that their parameters move.
 
-Parameters are taken together by block of the model, since a timeline of every tensor says no more and takes longer.
-Bytes are those of one device. Each of several devices owns an equal share of all optimizer state.
+Parameters are combined by block of the model: a timeline of every tensor takes longer and shows no more. Bytes are
+those of one device. Each of several devices owns an equal share of all optimizer state.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape, flops_per_token
-from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan, Plan
-from zenflow_compile.planning.planners import repeated_blocks
+from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
+from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.plan import ParamPlan, Plan
 
 HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
@@ -24,21 +24,21 @@ DEVICE_UPDATE_BYTES = 28
 gradient read, weights of the model's dtype written. With fp32 weights moments 16, weights 8, gradient 4: as many."""
 
 COARSE_LAYERS = 128
-"""Blocks that a coarse workload makes of a model's layers at most."""
+"""Most blocks that a coarse workload makes of a model's layers."""
 
 COARSE_CYCLE = 1600
-"""Blocks times steps that a cycle of a coarse workload has at most."""
+"""Most steps of a coarse workload's cycle, times its blocks."""
 
-_FILES_AHEAD = 4  # blocks' state: one is read, one updated, one written, and one waits
+_FILES_AHEAD = 4  # blocks of state: one is read, one updated, one written, and one is ready
 
 
 @dataclass(frozen=True, slots=True)
 class FlushedWindow:
-    """The windows of a part that close in one step.
+    """The update windows of a part that are flushed in one step.
 
     Attributes:
-        host: bytes of host memory that their update reads and writes.
-        upload: bytes of weights that go to the device.
+        host: bytes of host memory that the host update reads and writes.
+        upload: bytes of new weights for the device.
         file: bytes of state that are read from files, and written back.
         params: names of the parameters.
     """
@@ -51,29 +51,29 @@ class FlushedWindow:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Offloaded parameters of a block that are treated alike.
+    """Offloaded parameters of a block with the same schedule.
 
     Attributes:
         down: bytes of gradient that are copied when they are produced, every step.
-        held: bytes that are copied when they are final, by step within a cycle.
-        closes: what closes, by step within a cycle; None where nothing does.
+        pending: bytes that are copied when they are final, by step within a cycle.
+        flushes: the window that is flushed, by step within a cycle; None where none is.
     """
 
     blocking: bool
     staleness: int
     down: int
-    held: tuple[int, ...]
-    closes: tuple[FlushedWindow | None, ...]
+    pending: tuple[int, ...]
+    flushes: tuple[FlushedWindow | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of the model: what one step does for it.
+    """The work of one step for a block of the model.
 
     Attributes:
         forward, backward: seconds; the backward includes splitting the gradient.
-        gradient: bytes that a device sends to its peers, so that each has the sum of its share.
-        gathered: bytes of weights that the device itself updated and receives from its peers.
+        gradient: bytes that a device sends in the reduce-scatter of gradients.
+        gathered: bytes of weights, updated on devices, that it receives in the all-gather.
     """
 
     name: str
@@ -99,12 +99,12 @@ class Subgroup:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All of it.
+    """What a step does on one device.
 
     Attributes:
-        cycle: steps after which windows close in the same order again.
+        cycle: steps after which update windows are flushed in the same order again.
         update: seconds of the device's own updates per step.
-        file_window: bytes of host memory that state in files passes through.
+        file_window: bytes of the host memory that caches state in files.
         head, backward_head: seconds at the forward's end and the backward's start that belong to no block.
     """
 
@@ -115,6 +115,16 @@ class Workload:
     file_window: int
     head: float
     backward_head: float
+
+    @property
+    def in_files(self) -> bool:
+        """Whether any flushed window reads its state from files."""
+        return any(each.file for block in self.blocks for part in block.parts for each in part.flushes if each)
+
+    @property
+    def staleness(self) -> int:
+        """The largest staleness of all parts, in steps."""
+        return max((part.staleness for block in self.blocks for part in block.parts), default=0)
 
 
 def workload_of(
@@ -130,10 +140,10 @@ def workload_of(
     """See ``simulate`` for the other arguments.
 
     Args:
-        coarse: take hardly more time for deep models and long windows than for others. Of more layers than
-            ``COARSE_LAYERS`` equally many that follow each other become one block. Of a cycle that is longer than
-            ``COARSE_CYCLE`` allows there are evenly spaced steps, since about as many bytes close in each; their window
-            of files is smaller by the state that they leave out.
+        coarse: bound the time of simulating deep models and long windows. If there are more layers than
+            ``COARSE_LAYERS``, equally many consecutive ones become one block. A cycle that is longer than
+            ``COARSE_CYCLE`` allows is replaced by evenly spaced steps of it, since each flushes about as many bytes;
+            the cache of files is smaller by the state of the other steps.
     """
     flops = _Flops(hardware, model, tokens, recompute)
     cycle = math.lcm(*(param.interval for param in plan.params if param.offloaded))
@@ -150,8 +160,8 @@ def workload_of(
                 name=name,
                 forward=forward,
                 backward=flops.backward_factor * forward + split / hardware.device_bandwidth,
-                gradient=_to_peers(sum(param.numel * param.dtype.itemsize for param in params), devices),
-                gathered=_to_peers(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
+                gradient=_sent(sum(param.numel * param.dtype.itemsize for param in params), devices),
+                gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
                 parts=_parts(params, devices, steps, overlap),
             )
         )
@@ -168,26 +178,26 @@ def workload_of(
 
 
 def _spaced(cycle: int, most: int) -> Sequence[int]:
-    """At most so many steps of a cycle. Each is in the middle of those it stands for: the first closes the largest."""
+    """At most ``most`` steps of a cycle, each in the middle of those it replaces: the first flushes the most bytes."""
     if cycle <= most:
         return range(cycle)
     return [(2 * number + 1) * cycle // (2 * most) for number in range(most)]
 
 
 def _file_window(blocks: Sequence[Block], plan: Plan, devices: int) -> int:
-    """Bytes of a device's window; of one that holds the same share where ``blocks`` close only some of the files."""
+    """Bytes of a device's cache of files; reduced in proportion if ``blocks`` flush only some of the files."""
     window, whole = plan.file_window_bytes // devices, plan.file_bytes // devices
-    closes = [close.file for block in blocks for part in block.parts for close in part.closes if close and close.file]
-    if sum(closes) >= whole:
+    flushed = [each.file for block in blocks for part in block.parts for each in part.flushes if each and each.file]
+    if sum(flushed) >= whole:
         return window
-    return min(window, max(window * sum(closes) // whole, _FILES_AHEAD * max(closes, default=0)))
+    return min(window, max(window * sum(flushed) // whole, _FILES_AHEAD * max(flushed, default=0)))
 
 
 class _Flops:
-    """Spreads the work of a token over the parameters that do it.
+    """Distributes the work of a token over the parameters.
 
-    A block's matrices do 2 FLOPs per element and token, its attention what ``flops_per_token`` says of the context. In
-    an embedding tokens are only looked up; where it is the head, too, its work comes at the forward's end.
+    A block's matrices do 2 FLOPs per element and token in the forward, its attention the share of ``flops_per_token``
+    that grows with the context. An embedding does none; one that is also the head does its work at the forward's end.
     """
 
     def __init__(self, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool) -> None:
@@ -199,14 +209,14 @@ class _Flops:
         ]
         self._speed = hardware.device_flops * hardware.utilization
         self._tokens = tokens
-        # Of a step's work a third is the forward's (Kaplan et al. 2020, section 2.1: 2N of 6N FLOPs per token).
+        # The forward is a third of a step's work (Kaplan et al. 2020, section 2.1: 2N of 6N FLOPs per token).
         attention = (flops_per_token(model, model.context) - flops_per_token(model, 0)) / 3
         self._attention = attention / len(self._repeated)
         self.backward_factor = 3.0 if recompute else 2.0
         self.head_seconds = self._seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
 
     def forward_seconds(self, indices: Sequence[int]) -> float:
-        """Of the parameters that make up a block."""
+        """Seconds of a block with these parameters."""
         elements = sum(self._multiplied[index] for index in indices)
         attention = self._attention * len(indices) if indices[0] in self._repeated else 0.0
         return self._seconds(2.0 * elements + attention)
@@ -216,9 +226,9 @@ class _Flops:
 
 
 def _named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
-    """Blocks with the indices of their parameters, in forward order; each parameter alone where nothing repeats.
+    """Names and parameter indices of blocks, in forward order; one block per parameter if nothing repeats.
 
-    Layers that follow each other are one block where there are more than ``most`` of them.
+    Consecutive layers are combined if there are more than ``most`` of them.
     """
     found = repeated_blocks([spec.shape for spec in model.params])
     count = len(model.params)
@@ -238,7 +248,7 @@ def _own_elements(param: ParamPlan) -> int:
     return param.k * param.length if param.offloaded else param.numel
 
 
-def _to_peers(size: int, devices: int) -> int:
+def _sent(size: int, devices: int) -> int:
     """Bytes that each device sends in a ring's reduce-scatter, and receives in its all-gather (Thakur et al. 2005)."""
     return size * (devices - 1) // devices
 
@@ -253,37 +263,34 @@ def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int], over
             blocking=blocking,
             staleness=staleness,
             down=sum(param.buffer_bytes // devices for param in group if not param.keeps_gradient),
-            held=tuple(_held_bytes(group, step, devices) for step in steps),
-            closes=tuple(_close(group, step, devices) for step in steps),
+            pending=tuple(_pending_bytes(group, step, devices) for step in steps),
+            flushes=tuple(_flushed(group, step, devices) for step in steps),
         )
         for (blocking, staleness), group in alike.items()
     )
 
 
-def _closing(params: Sequence[ParamPlan], step: int) -> list[ParamPlan]:
+def _flushing(params: Sequence[ParamPlan], step: int) -> list[ParamPlan]:
     return [param for param in params if step % param.interval == param.phase]
 
 
-def _held_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
-    """Compressed gradients go down every step, sums only when their window closes."""
+def _pending_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
+    """Compressed gradients are copied at every step, sums only when their window is flushed."""
     going = [param for param in params if param.compressed]
-    going += [param for param in _closing(params, step) if param.summed]
+    going += [param for param in _flushing(params, step) if param.summed]
     return sum(param.buffer_bytes // devices for param in going)
 
 
-def _close(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindow | None:
-    closing = _closing(params, step)
-    if not closing:
+def _flushed(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindow | None:
+    flushing = _flushing(params, step)
+    if not flushing:
         return None
     host = upload = file = 0
-    for param in closing:
-        elements = param.deferred * param.length
-        weights = elements * param.dtype.itemsize
-        gradients = param.buffer_bytes * (1 if param.summed else param.interval)
-        host += (elements * 2 * STATE_BYTES + gradients + weights) // devices
-        upload += weights // devices
+    for param in flushing:
+        host += param.update_bytes(param.interval) // devices
+        upload += param.upload_bytes // devices
         file += param.file_bytes // devices
-    return FlushedWindow(host=host, upload=upload, file=file, params=tuple(param.name for param in closing))
+    return FlushedWindow(host=host, upload=upload, file=file, params=tuple(param.name for param in flushing))
 
 
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:

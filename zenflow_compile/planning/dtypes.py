@@ -1,6 +1,6 @@
-"""Dtypes as planning knows them: by name and size, so that planning a run needs no torch, whose import takes seconds.
+"""Dtypes for planning, by name and size: planning imports no torch, which takes seconds.
 
-A torch dtype passes wherever one of these does; the runtime's plans have torch's own.
+Code that takes one of these takes torch's dtypes, too; the runtime's plans have torch's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Named:
-    """Equal to torch's dtype of this name. ``itemsize`` in bytes."""
+    """A dtype that equals torch's dtype of this name. ``itemsize`` in bytes."""
 
     name: str
     itemsize: int

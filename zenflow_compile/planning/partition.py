@@ -1,17 +1,17 @@
-"""How the slices of a parameter are divided into groups: slice ``i`` belongs to group ``i % groups``.
+"""Divides the slices of a parameter into groups: slice ``i`` belongs to group ``i % groups``.
 
 Slices are selected inside each group, always the same number per group. A group's selection depends on its own scores
-alone, so that the groups of a parameter can be shared among several ranks that exchange nothing to select, and that
-select together what one rank selects. Any power-of-two number of ranks up to ``groups`` divides the groups evenly.
+alone. So several ranks can share the groups of a parameter, select without communication, and select the same slices
+as one rank. Any power-of-two number of ranks up to ``groups`` divides the groups evenly.
 """
 
 from __future__ import annotations
 
 MOST_GROUPS = 16
-"""Groups of a parameter with many slices: as many ranks can share it evenly."""
+"""Groups of a parameter with many slices, and so the most ranks that can share it evenly."""
 
 SELECTED_PER_GROUP = 4
-"""A group selects at least so many slices, and leaves as many, or there are fewer groups."""
+"""Fewest slices that a group selects, and fewest that it defers; smaller parameters have fewer groups."""
 
 
 def group_count(slices: int, k: int) -> int:
@@ -19,8 +19,8 @@ def group_count(slices: int, k: int) -> int:
 
     Args:
         slices: slices of the parameter.
-        k: selected slices. Group ``g`` selects ``k // groups`` of them, one more where ``g < k % groups``; so do the
-            first ``k`` slices, which are selected before there are scores.
+        k: selected slices. Group ``g`` selects ``k // groups`` of them, one more if ``g < k % groups``. The first
+            ``k`` slices, which are selected before there are scores, are divided in the same way.
     """
     groups = MOST_GROUPS
     while groups > 1 and min(k, slices - k) < SELECTED_PER_GROUP * groups:

@@ -1,6 +1,6 @@
-"""The plan: for every parameter where its optimizer state lives and when its updates run.
+"""The plan: where the optimizer state of every parameter lives, and when its updates run.
 
-A plan is decided before anything runs and never changes a placement afterwards; passes and runtime only realise it.
+A plan is made before training and never changes a placement; passes and runtime carry it out.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 FP32_BYTES = 4
 STATE_TENSORS = 3  # fp32 master, exp_avg, exp_avg_sq
 STATE_BYTES = STATE_TENSORS * FP32_BYTES
-"""Of an element whose state is apart from the weights: fp32 master, exp_avg and exp_avg_sq."""
+"""Bytes per element of fp32 master, exp_avg and exp_avg_sq."""
 
 GRADIENT_RING = 2
-"""Buffers of the device's ring of gradients, each as large as the largest parameter's deferred part: one is copied
-while the next gradient is split into the other."""
+"""Buffers of the device's ring of gradients, each as large as the largest parameter's deferred part: one is copied to
+the host while the next gradient is split into the other."""
 
 UPLOAD_RING = 3
-"""Likewise of its ring of new weights, unless ``Options.staging_bytes`` says otherwise: one is merged while two are on
-their way."""
+"""Buffers of the device's ring of new weights, unless ``Options.staging_bytes`` is given: one is merged while two are
+copied."""
 
 STREAM_BUFFERS = 3
-"""Device buffers that subgroups' state is streamed through: one comes in, one is updated, one is flushed."""
+"""Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""
 
 FILE_WINDOW_BYTES = 64 << 20
-"""Host memory that state in files passes through at least, unless options say otherwise: two blocks of a model of many
-small matrices hold so little that every block is waited for."""
+"""Smallest default of the host memory that caches state in files. The state of two small matrices is too little: the
+step would wait for every read."""
 
 
 def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
-    """Host memory that state in files passes through.
+    """Bytes of host memory that cache state in files.
 
     Args:
-        sizes: of the parameters' state, in bytes.
+        sizes: bytes of each parameter's state.
         given: the option ``host_window_bytes``.
     """
     largest = max(sizes, default=0)
@@ -51,32 +51,32 @@ def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
 class Placement(StrEnum):
     """Where a parameter's optimizer state lives and its update runs."""
 
-    DEVICE = "device"  # state and update on the device, every step
-    HOST = "host"  # state and update on the host, blocking at the step
-    HOST_STREAMED = "host_streamed"  # state on the host, streamed through the device around an update there
-    FILE = "file"  # state in a file behind a window of host memory, update on the host, blocking at the step
-    SPLIT_COLUMNS = "split_columns"  # selected slices on the device, the rest on the host, asynchronously
+    DEVICE = "device"  # state and update on the device, every step: resident
+    HOST = "host"  # state and update on the host; the step waits
+    HOST_STREAMED = "host_streamed"  # state on the host, copied to the device for its update there and back
+    FILE = "file"  # state in a file, cached in host memory; update on the host; the step waits
+    SPLIT_COLUMNS = "split_columns"  # selected slices on the device, deferred ones on the host, asynchronously
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlan:
-    """What happens to one parameter.
+    """The plan of one parameter.
 
     A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view ``[shape[0], -1]``. All state of
-    an offloaded parameter is laid out ``[slice, length]``, on both sides.
+    an offloaded parameter has the layout ``[slice, length]``, on the device and on the host.
 
     Attributes:
-        index: position in the optimizer's list of parameters, for good.
-        name: the parameter's name, or ``param<index>`` where none is known.
+        index: position in the optimizer's list of parameters; it never changes.
+        name: the parameter's name, or ``param<index>`` if it has none.
         slices: number of slices; length: elements per slice.
-        k: slices whose state is on the device; ``deferred`` = slices - k are the host's.
-        interval: steps per window (upper bound where the interval adapts).
-        phase: the window closes at the steps t with t % interval == phase.
-        staleness: whole steps after which a closed window becomes visible, beyond the next forward.
-        blocking: the step waits for the host update instead of the parameter's next use.
-        fixed: the device's slices are the first ``k`` for good.
+        k: slices with state on the device; ``deferred`` = slices - k have it on the host.
+        interval: steps per update window (upper bound if the interval adapts).
+        phase: the window is flushed at the steps t with t % interval == phase.
+        staleness: whole steps by which a flushed window's update is applied late; 0: before the next forward.
+        blocking: the step, not the parameter's next use, waits for the host update.
+        fixed: the selected slices are always the first ``k``.
         in_file: the host's state lives in a file, and in host memory only around its update.
-        subgroup: which subgroup its update belongs to, in update order; None where there are none.
+        subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
     """
@@ -102,27 +102,27 @@ class ParamPlan:
 
     @property
     def deferred(self) -> int:
-        """Slices whose state lives on the host."""
+        """Number of slices with state on the host."""
         return self.slices - self.k
 
     @property
     def offloaded(self) -> bool:
-        """Whether the host updates any of it, so that its gradient goes there."""
+        """Whether the host updates any slice, so that gradients are copied there."""
         return self.placement not in (Placement.DEVICE, Placement.HOST_STREAMED)
 
     @property
     def streamed(self) -> bool:
-        """Whether the device updates it, with state that is the host's between updates."""
+        """Whether the device updates it, with state that is on the host between updates."""
         return self.placement is Placement.HOST_STREAMED
 
     @property
     def selects(self) -> bool:
-        """Whether there are slices to choose from, and the choice may move."""
+        """Whether slices are selected, and the selection may change."""
         return self.k > 0 and self.deferred > 0 and not self.fixed
 
     @property
     def groups(self) -> int:
-        """Groups of slices inside which slices are selected, where ``selects``."""
+        """Number of groups that slices are selected in, if ``selects``."""
         return group_count(self.slices, self.k)
 
     @property
@@ -135,22 +135,22 @@ class ParamPlan:
 
     @property
     def gradient_buffers(self) -> int:
-        """Gradient slots of the window; one more per step of staleness, since those still wait for their merge."""
+        """Gradient buffers of the window; one more per step of staleness, for updates that are not applied yet."""
         return (1 if self.summed else self.interval) + self.staleness
 
     @property
     def keeps_gradient(self) -> bool:
-        """Whether the deferred gradient stays on the device until it is final, because it is not copied as it is."""
+        """Whether the deferred gradient is pending until it is final, because it is summed or compressed first."""
         return self.deferred > 0 and (self.summed or self.compressed)
 
     @property
     def buffer_shape(self) -> tuple[int, int]:
-        """Shape of a gradient slot, in ``buffer_dtype``."""
+        """Shape of a gradient buffer, in ``buffer_dtype``."""
         return self.deferred, self.length + (FP32_BYTES if self.compressed else 0)
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """Of a gradient slot: the model's, or int8 with room for a scale per slice."""
+        """Dtype of a gradient buffer: the model's, or int8 with the bytes of a scale in each slice."""
         if not self.compressed:
             return self.dtype
         import torch  # see ``planning.dtypes``
@@ -159,50 +159,71 @@ class ParamPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a gradient slot."""
+        """Bytes of a gradient buffer."""
         return self.buffer_shape[0] * self.buffer_shape[1] * (1 if self.compressed else self.dtype.itemsize)
 
     @property
+    def deferred_numel(self) -> int:
+        """Elements of the deferred slices."""
+        return self.deferred * self.length
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of new weights that a flushed window sends to the device."""
+        return self.deferred_numel * self.dtype.itemsize
+
+    def update_bytes(self, gradients: int) -> int:
+        """Bytes of host memory that the host update of one window reads and writes, caches aside.
+
+        The fp32 state is read and written, each gradient is read, and the new weights are written.
+
+        Args:
+            gradients: steps of the window that have a gradient; those of a ``summed`` window share one buffer.
+        """
+        buffers = min(gradients, 1) if self.summed else gradients
+        return self.deferred_numel * 2 * STATE_BYTES + self.upload_bytes + buffers * self.buffer_bytes
+
+    @property
     def uploads(self) -> int:
-        """Upload buffers in flight at most."""
+        """Most upload buffers in flight."""
         return 1 + self.staleness
 
     @property
     def whole_state_bytes(self) -> int:
-        """State of all elements: fp32 moments, and an fp32 master where the weights are not the master."""
+        """State of all elements: fp32 moments, and an fp32 master if the weights are not fp32."""
         tensors = STATE_TENSORS - (self.dtype == FLOAT32)
         return self.numel * tensors * FP32_BYTES
 
     @property
     def file_bytes(self) -> int:
         """Bytes in a file: the fp32 state of the ``deferred`` slices."""
-        return self.deferred * self.length * STATE_BYTES if self.in_file else 0
+        return self.deferred_numel * STATE_BYTES if self.in_file else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: fp32 state, the window's gradient slots and the upload buffers of the ``deferred`` slices.
+        """Host memory: fp32 state, gradient buffers and upload buffers of the ``deferred`` slices.
 
-        State in a file is not counted: the window that it passes through is shared by all.
+        State in a file is not counted: all parameters share its cache.
         """
         if self.streamed:
             return self.whole_state_bytes
         if not self.offloaded:
             return 0
         per_element = (0 if self.in_file else STATE_BYTES) + self.uploads * self.dtype.itemsize
-        return self.deferred * self.length * per_element + self.gradient_buffers * self.buffer_bytes
+        return self.deferred_numel * per_element + self.gradient_buffers * self.buffer_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the state: fp32 moments, and an fp32 master where the weights are not the master.
+        """Device memory of the state: fp32 moments, and an fp32 master if the weights are not fp32.
 
-        Where a window's gradients are summed, their sum in fp32, too; where they are compressed, what that lost.
-        What state passes through on its way is shared by all, and not counted.
+        With it, the fp32 sum of a window's gradients, and the rounding error of compressed ones. Buffers for streamed
+        state are not counted: all parameters share them.
         """
         if self.streamed:
             return 0
         if self.offloaded:
             per_deferred = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
-            return self.k * self.length * STATE_BYTES + self.deferred * self.length * per_deferred
+            return self.k * self.length * STATE_BYTES + self.deferred_numel * per_deferred
         return self.whole_state_bytes
 
 
@@ -212,7 +233,7 @@ class Plan:
 
     Attributes:
         host_window_bytes: the option.
-        adaptive: windows close when gradients say so, after ``interval`` steps at the latest.
+        adaptive: gradient values decide when windows are flushed, after ``interval`` steps at the latest.
     """
 
     policy: str
@@ -237,5 +258,5 @@ class Plan:
 
     @property
     def file_window_bytes(self) -> int:
-        """Host memory that this state passes through, up to the rounding to whole pages."""
+        """Bytes of host memory that cache this state, before rounding to whole pages."""
         return file_window_bytes([param.file_bytes for param in self.params], self.host_window_bytes)

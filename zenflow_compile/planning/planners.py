@@ -1,18 +1,19 @@
-"""The planners: every offloading system is an assignment of placements to parameters.
+"""Planners, one per policy: each assigns placements to parameters.
 
-Planning looks at shapes, dtypes and the order of parameters only, so that a compiled and an eager run, and a resumed
-one, get the same plan.
+Planning reads only shapes, dtypes and the order of parameters, so that compiled, eager and resumed runs get the same
+plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from zenflow_compile.checks.printable import printable
+from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
 if TYPE_CHECKING:
@@ -21,54 +22,17 @@ if TYPE_CHECKING:
 OFFLOADABLE_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 LARGEST_SUB_GROUP = 100_000_000
-"""Elements of a subgroup where ``sub_group_size`` is None: those of Deep Optimizer States (arXiv 2410.21316)."""
+"""Most elements of a subgroup if ``sub_group_size`` is None: those of Deep Optimizer States (arXiv 2410.21316)."""
 
 STRIDES = 4
-"""So many strides' worth of subgroups a smaller model is then divided into, as far as its parameters allow."""
-
-
-class PlanningOptions(Protocol):
-    """The options that planning reads."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def topk_ratio(self) -> float: ...
-    @property
-    def longest_window(self) -> int: ...
-    @property
-    def adaptive(self) -> bool: ...
-    @property
-    def staleness(self) -> int: ...
-    @property
-    def overlap_step(self) -> bool: ...
-    @property
-    def device_share(self) -> float: ...
-    @property
-    def spare_device_bytes(self) -> int: ...
-    @property
-    def min_offload_size(self) -> int: ...
-    @property
-    def ratio(self) -> float: ...
-    @property
-    def sub_group_size(self) -> int | None: ...
-    @property
-    def stride(self) -> int | None: ...
-    @property
-    def host_window_bytes(self) -> int | None: ...
-    @property
-    def offload_device(self) -> str: ...
-    @property
-    def accumulate_on_device(self) -> bool: ...
-    @property
-    def gradient_compression(self) -> str | None: ...
+"""A smaller model is divided into this many times ``update_stride`` subgroups, as far as its parameters allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What planning may know of a parameter. ``splittable``: it is trained and contiguous, so slices can be written.
+    """What planning reads of a parameter. ``splittable``: trained and contiguous, so that slices can be written.
 
-    The name is for errors and reports, and is made printable: those of a model may hold control characters.
+    The name is for errors and reports. It is made printable: a model's names may have control characters.
     """
 
     name: str
@@ -88,55 +52,54 @@ class ParamSpec:
 
 
 def stride_weight_bytes(params: Sequence[ParamSpec | ParamPlan]) -> int:
-    """Bytes of a weight that ``update_stride`` is chosen for: the largest parameter's, of those the host may have."""
+    """Bytes of a weight that ``update_stride`` is chosen for: of the largest parameter with an offloadable dtype."""
     largest = max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel), default=None)
     return 0 if largest is None else largest.dtype.itemsize
 
 
-def make_plan(specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
+def make_plan(specs: Sequence[ParamSpec], options: Options) -> Plan:
     """Plan all parameters of a new optimizer."""
     return extend_plan(empty_plan(options), specs, options)
 
 
-def empty_plan(options: PlanningOptions) -> Plan:
-    """The plan of an optimizer that has no parameters yet."""
+def empty_plan(options: Options) -> Plan:
+    """The plan of an optimizer without parameters."""
     return Plan(
         policy=options.policy, params=(), host_window_bytes=options.host_window_bytes, adaptive=options.adaptive
     )
 
 
-def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: PlanningOptions) -> Plan:
-    """Plan further parameters; those that are planned already keep their placement and phase.
+def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Plan:
+    """Plan further parameters; the parameters of ``plan`` keep their placement and phase.
 
     Raises:
-        ValueError: the policy is none of those that have a planner.
+        ValueError: no planner has the name of the policy.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
     new = _PLANNERS[options.policy](specs, len(plan.params), options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    new = _interleaved(new, subgroups, options)
+    new = _with_streaming(new, subgroups, options)
     return replace(plan, params=(*plan.params, *_with_phases(plan.params, new)))
 
 
-def _plan_resident(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+def _plan_resident(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
     return [_on_device(spec, first + offset) for offset, spec in enumerate(specs)]
 
 
-def _plan_zero_offload(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+def _plan_zero_offload(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
     return [_on_host(spec, first + offset, options) for offset, spec in enumerate(specs)]
 
 
-def _plan_zero_infinity(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
+def _plan_zero_infinity(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
     plans = _plan_zero_offload(specs, first, options)
     return [replace(p, placement=Placement.FILE, in_file=True) if p.offloaded else p for p in plans]
 
 
-def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
-    """The last ``1 - ratio`` of all elements stay on the device for good; the parameter at the cut is split by slices.
+def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
+    """The last ``1 - ratio`` of all elements are resident; the parameter at the cut is split by slices.
 
-    The device's share comes last in the order of updates, so that it runs while the host's is under way (Deep Optimizer
-    States, section 4.1).
+    The device's share is updated last, while the host updates its own (Deep Optimizer States, section 4.1).
     """
     plans = _plan_zero_offload(specs, first, options)
     total = sum(plan.numel for plan in plans)
@@ -153,11 +116,11 @@ def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: PlanningOpti
     return plans
 
 
-def _interleaved(plans: list[ParamPlan], subgroup: int, options: PlanningOptions) -> list[ParamPlan]:
-    """Group what the host updates into subgroups, and let the device update every ``stride``-th of them.
+def _with_streaming(plans: list[ParamPlan], subgroup: int, options: Options) -> list[ParamPlan]:
+    """Group the offloaded parameters into subgroups, and stream every ``stride``-th of them.
 
     Args:
-        subgroup: the first one's number.
+        subgroup: number of the first subgroup.
     """
     if options.stride is None:
         return plans
@@ -189,8 +152,8 @@ def _streamed(plan: ParamPlan) -> ParamPlan:
     )
 
 
-def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: PlanningOptions) -> list[ParamPlan]:
-    kept = _kept_whole(specs, options) if first == 0 else frozenset[int]()
+def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
+    kept = _kept_resident(specs, options) if first == 0 else frozenset[int]()
     plans = []
     for offset, spec in enumerate(specs):
         if offset in kept or not _offloadable(spec, options):
@@ -219,13 +182,13 @@ _PLANNERS = {
     "resident": _plan_resident,
     "zero_offload": _plan_zero_offload,
     "twinflow": _plan_twinflow,
-    "deep_optimizer_states": _plan_twinflow,  # whose host share is then interleaved
+    "deep_optimizer_states": _plan_twinflow,  # ``_with_streaming`` does the rest
     "zenflow": _plan_zenflow,
     "zero_infinity": _plan_zero_infinity,
 }
 
 
-def _on_host(spec: ParamSpec, index: int, options: PlanningOptions) -> ParamPlan:
+def _on_host(spec: ParamSpec, index: int, options: Options) -> ParamPlan:
     if not _offloadable(spec, options):
         return _on_device(spec, index)
     return _split(spec, index, Placement.HOST, k=0, interval=1, staleness=0, blocking=True)
@@ -248,10 +211,9 @@ def _split(
     compressed: bool = False,
 ) -> ParamPlan:
     rows, columns = _two_dimensional(spec)
-    # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, down-projections a little in columns
-    # (the project's convergence study): in both cases the longer side, which also gives the finer choice. Of square
-    # matrices, queries, keys and values have it in rows and the output projection in neither: rows, which are
-    # contiguous, cost less.
+    # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, those of down-projections a little in
+    # columns (the project's convergence study): always the longer side, which also gives the finer choice. Square
+    # matrices use rows: gradients of queries, keys and values concentrate there, and rows are contiguous.
     dim = 0 if rows >= columns else 1
     return ParamPlan(
         index=index,
@@ -276,13 +238,13 @@ def _two_dimensional(spec: ParamSpec) -> tuple[int, int]:
 
 
 def _selection_size(slices: int, topk_ratio: float) -> int:
-    """At least one line for any ratio above zero: rounding down would silently turn selection off for small weights."""
+    """At least one slice for any ratio above zero: rounding down would turn selection off for small weights."""
     if topk_ratio == 0.0:
         return 0
     return min(slices, max(1, round(slices * topk_ratio)))
 
 
-def _offloadable(spec: ParamSpec, options: PlanningOptions) -> bool:
+def _offloadable(spec: ParamSpec, options: Options) -> bool:
     return (
         len(spec.shape) >= 2
         and spec.numel >= max(1, options.min_offload_size)
@@ -291,8 +253,8 @@ def _offloadable(spec: ParamSpec, options: PlanningOptions) -> bool:
     )
 
 
-def _kept_whole(specs: Sequence[ParamSpec], options: PlanningOptions) -> set[int]:
-    """What the device keeps: the parameters without slack, then others in forward order, as memory allows."""
+def _kept_resident(specs: Sequence[ParamSpec], options: Options) -> set[int]:
+    """Indices of resident parameters: those without slack, then others in forward order, as memory allows."""
     kept = _without_slack(specs, options.device_share)
     spare = options.spare_device_bytes
     for index, spec in enumerate(specs):
@@ -307,8 +269,8 @@ def _kept_whole(specs: Sequence[ParamSpec], options: PlanningOptions) -> set[int
 def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> set[int]:
     """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements.
 
-    In order of preference: first block, what precedes it (embeddings), what follows the last block (head). The order
-    is that of the measured damage when they are updated late (the project's convergence study).
+    In order: first block, the parameters before it (embeddings), the parameters after the last block (head). This is
+    the order of the measured damage from late updates (the project's convergence study).
     """
     blocks = repeated_blocks([spec.shape for spec in specs])
     if blocks is None:
@@ -324,61 +286,10 @@ def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> set[int]:
     return kept
 
 
-def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
-    """Find a model's repeated block in its list of parameter shapes.
-
-    Returns:
-        (start, period, stop): the blocks are ``shapes[start:stop]``, each ``period`` parameters long; the shortest
-        period of the longest repetition. None if nothing of at least two parameters repeats.
-    """
-    return _repeated_blocks(tuple(shapes))
-
-
-@lru_cache(maxsize=8)  # the same model is planned many times over when policies are compared
-def _repeated_blocks(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int, int] | None:
-    """Bit ``i`` of an integer stands for ``shapes[i]``, so that one operation looks at all of them."""
-    count = len(shapes)
-    planes = _bit_planes(shapes)
-    best: tuple[int, int, int] | None = None
-    longest = 0
-    for period in range(2, count // 2 + 1):
-        differs = 0
-        for plane in planes:
-            differs |= plane ^ (plane >> period)
-        # Bit i: here begin ``repeats * period`` shapes, each of which is the same one period later.
-        repeats = max(1, longest // period)
-        begins = _runs(~differs & ((1 << (count - period)) - 1), repeats * period)
-        while begins:
-            start = (begins & -begins).bit_length() - 1
-            longest = (1 + repeats) * period
-            best = (start, period, start + longest)
-            begins &= begins >> period
-            repeats += 1
-    return best
-
-
-def _bit_planes(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """The shapes numbered in the order in which they appear; one integer for each binary digit of the numbers."""
-    numbers: dict[tuple[int, ...], int] = {}
-    numbered = [numbers.setdefault(shape, len(numbers)) for shape in reversed(shapes)]
-    digits = max(len(numbers) - 1, 0).bit_length()
-    return [int("".join("01"[number >> digit & 1] for number in numbered), 2) for digit in range(digits)]
-
-
-def _runs(bits: int, length: int) -> int:
-    """Where ``length`` ones in a row begin, the lowest of them."""
-    width = 1
-    while bits and width < length:
-        step = min(width, length - width)
-        bits &= bits >> step
-        width += step
-    return bits
-
-
 def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> list[ParamPlan]:
-    """Give every new window the phase that has the fewest bytes so far, largest parameters first.
+    """Give every new update window the phase with the fewest bytes so far, largest parameters first.
 
-    Bytes that close per step then differ by at most the largest parameter (list scheduling).
+    The bytes flushed per step then differ by at most the largest parameter (list scheduling).
     """
     interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
     if interval == 1:
@@ -388,7 +299,7 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
         if plan.offloaded:
             _add_load(load, plan, plan.phase)
     phases: dict[int, int] = {}
-    for plan in sorted(new, key=lambda plan: -plan.deferred * plan.length):
+    for plan in sorted(new, key=lambda plan: -plan.deferred_numel):
         if plan.offloaded:
             phase = min(range(plan.interval), key=lambda phase: max(load[phase :: plan.interval]))
             _add_load(load, plan, phase)
@@ -398,4 +309,4 @@ def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> lis
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:
     for step in range(phase, len(load), plan.interval):
-        load[step] += plan.deferred * plan.length * plan.dtype.itemsize
+        load[step] += plan.upload_bytes

@@ -1,4 +1,4 @@
-"""What a policy would do on given hardware: whether it fits, how long a step takes, what it moves."""
+"""Predicts one policy on given hardware: memory, time of a step, and traffic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import unread
-from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.memory import Needs, needs_of
-from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
+from zenflow_compile.prediction.scenario import Scenario
 from zenflow_compile.simulator.simulate import steady_step
 
 _S_PER_HOUR = 3600.0
@@ -20,18 +19,18 @@ _S_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Predicted numbers of one policy with its knobs.
+    """Predicted numbers of one policy with its options.
 
     Attributes:
-        label: the policy, and what is mixed in; ``title`` adds the numbers that were chosen for it.
-        options: the policy, and what it reads and differs from the defaults: the block to paste.
-        needs: bytes by item; shortages: bytes that are missing, by memory; empty where it fits.
+        label: the policy, and the name of a mixture; ``title`` adds the numbers that were chosen for it.
+        options: the policy, and the options that it reads and that are not at their defaults: the block to paste.
+        needs: bytes by item; shortages: missing bytes by memory; empty if the policy fits.
         step_s, stall_s: a step, and the time in it that the device waits, in seconds.
-        host_update_s: seconds per step in which the host's workers update. They work together and count once: the
-            summary of a recording, which adds up its workers, has as many times that as there are workers.
-        traffic: gradients and weights that cross per step, in model sizes; state: likewise what is streamed.
+        host_update_s: seconds per step in which the host's workers update, all at the same time. The summary of a
+            recording adds up the workers.
+        traffic: gradients and weights over the link per step, in model sizes; state: streamed state, likewise.
         disk_bytes: read and written per step by the node.
-        tokens_per_s: of all devices. hours: for an epoch; None where its length was not given.
+        tokens_per_s: of all devices. hours: for an epoch; None if its length was not given.
     """
 
     label: str
@@ -59,7 +58,7 @@ class Forecast:
 
     @property
     def missing_bytes(self) -> int:
-        """What all memories together lack. Where nothing fits, the forecast that lacks least comes nearest."""
+        """Missing bytes of all memories. If no policy fits, the forecast with the fewest comes nearest."""
         return sum(self.shortages.values())
 
     @property
@@ -75,63 +74,55 @@ class Forecast:
         return " ".join([self.label, ", ".join(settings)]).rstrip()
 
 
-def node_plan(options: Options, hardware: Hardware, model: ModelShape) -> Plan:
-    """The plan of all devices together: ``spare_device_bytes`` is what each of them spares for its share."""
-    spare = options.spare_device_bytes * hardware.devices
-    return make_plan(model.params, replace(options, spare_device_bytes=spare))
+def node_plan(options: Options, scenario: Scenario) -> Plan:
+    """The plan of all devices together: each of them has ``spare_device_bytes`` for its share."""
+    spare = options.spare_device_bytes * scenario.hardware.devices
+    return make_plan(scenario.model.params, replace(options, spare_device_bytes=spare))
 
 
-def forecast(
-    options: Options,
-    hardware: Hardware,
-    model: ModelShape,
-    *,
-    tokens: int,
-    recompute: bool = False,
-    implicit: bool = False,
-    epoch_tokens: float | None = None,
-    label: str | None = None,
-) -> Forecast:
-    """Predict a run.
+def needs(options: Options, scenario: Scenario) -> Needs:
+    """The memory that a run with ``options`` takes."""
+    return needs_of(
+        node_plan(options, scenario),
+        scenario.model,
+        devices=scenario.hardware.devices,
+        tokens=scenario.tokens,
+        recompute=scenario.recompute,
+        staging_bytes=options.staging_bytes,
+    )
+
+
+def forecast(options: Options, scenario: Scenario, *, label: str | None = None) -> Forecast:
+    """Predict a run with ``options`` instead of those of the scenario.
 
     Args:
-        options: with ``update_stride`` resolved, see ``auto.resolve_stride``.
-        tokens: per device and step.
-        recompute: activations are computed again in the backward.
-        implicit: updates run in the backward, as they do without an optimizer object; not where something is clipped.
-        epoch_tokens: of an epoch, over all devices.
-        label: what to call it; None takes the policy.
+        options: with ``update_stride`` resolved, see ``auto_policy.resolve_stride``.
+        label: None takes the policy.
 
     Raises:
-        ValueError: ``hardware`` lacks a number that the policy needs, or has fewer cores than ``options.workers``.
+        ValueError: the hardware lacks a number that the policy needs, or has fewer cores than ``options.workers``.
     """
-    plan = node_plan(options, hardware, model)
+    hardware, plan = scenario.hardware, node_plan(options, scenario)
     step = steady_step(
         plan,
         hardware,
-        model,
-        tokens=tokens,
-        final_at_step=final_at_step(options, implicit=implicit),
+        scenario.model,
+        tokens=scenario.tokens,
+        final_at_step=scenario.final_at_step(options),
         overlap=options.overlap_step,
-        recompute=recompute,
+        recompute=scenario.recompute,
         workers=options.workers,
     )
-    needs = needs_of(
-        plan,
-        model,
-        devices=hardware.devices,
-        tokens=tokens,
-        recompute=recompute,
-        staging_bytes=options.staging_bytes,
-    )
+    needed = needs(options, scenario)
     size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices or 1.0
-    rate = tokens * hardware.devices / step.seconds if step.seconds else math.inf  # nothing to do without an element
+    tokens = scenario.tokens * hardware.devices
+    rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time
     return Forecast(
         label=label or options.policy,
         policy=options.policy,
         options=changed(options),
-        needs=needs,
-        shortages=needs.shortages(hardware),
+        needs=needed,
+        shortages=needed.shortages(hardware),
         step_s=step.seconds,
         stall_s=step.stall,
         host_update_s=step.host_update,
@@ -139,13 +130,8 @@ def forecast(
         state=step.state / size,
         disk_bytes=step.disk * hardware.devices,
         tokens_per_s=rate,
-        hours=None if epoch_tokens is None else epoch_tokens / rate / _S_PER_HOUR,
+        hours=None if scenario.epoch_tokens is None else scenario.epoch_tokens / rate / _S_PER_HOUR,
     )
-
-
-def final_at_step(options: Options, *, implicit: bool) -> bool:
-    """Whether gradients are final only after the whole backward: for an optimizer object, and for a global norm."""
-    return not implicit or options.max_grad_norm is not None
 
 
 def changed(options: Options) -> dict[str, Any]:

@@ -1,22 +1,18 @@
-"""The question that a prediction answers, checked: which model trains how, and on what.
-
-Nothing here imports torch.
-"""
+"""The scenario of a prediction, checked: which model trains with which options on which hardware."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zenflow_compile.checks.validate import check_choice, check_flag, check_integer, check_positive
 from zenflow_compile.options.options import ADAM_KEYWORDS, POLICIES, Options
-from zenflow_compile.performance import hardware as machines
-from zenflow_compile.performance import models
+from zenflow_compile.performance import hardware_catalog, model_catalog, model_config
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shapes import ModelShape
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 if TYPE_CHECKING:
@@ -26,41 +22,47 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": BFLOAT16, "fp16": FLOAT16, "fp32": 
 """Dtypes of weights by the names that ``dtype=`` has for them."""
 
 SOME_DISK = "/path/on/a/local/disk"
-"""Stands for ``nvme_path`` in a prediction, where nothing is written."""
+"""The ``nvme_path`` of a prediction, which writes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is asked, checked: a run of ``model`` on ``hardware``.
+    """A training run of ``model`` on ``hardware``.
 
     Attributes:
-        model: with weights of the dtype, and a context of the sequence length, that are trained with.
-        hardware: with the devices and the memory that are in use.
+        model: with weights of the training dtype, and the sequence length as its context.
+        hardware: with the devices and the memory in use.
+        tokens: per device and step.
+        options: of the run; under policy ``"auto"`` those that all policies share.
         policy: one, or ``"auto"`` for all.
-        options: of the run; under ``"auto"`` the knobs that all policies share.
-        tokens: per device and step; epoch_tokens: of an epoch, over all devices.
-        implicit: the update runs in the backward, without an optimizer object.
+        in_backward: optimizer in backward: updates run in the backward, without an optimizer object.
+        recompute: activations are computed again in the backward.
+        epoch_tokens: tokens of an epoch, over all devices; None: not given.
     """
 
     model: ModelShape
     hardware: Hardware
-    policy: str
-    options: Options
     tokens: int
-    implicit: bool
-    recompute: bool
-    epoch_tokens: float | None
+    options: Options = field(default_factory=Options)
+    policy: str = "auto"
+    in_backward: bool = False
+    recompute: bool = False
+    epoch_tokens: float | None = None
 
     @property
     def dtype(self) -> str:
-        """Of the weights, by the name in ``DTYPES`` if it has one; several are joined, as in ``bf16+fp32``."""
+        """Names of the weights' dtypes, as in ``DTYPES`` where they are there; several are joined: ``bf16+fp32``."""
         names = {str(dtype): name for name, dtype in DTYPES.items()}
         found = dict.fromkeys(str(spec.dtype) for spec in self.model.params)
         return "+".join(names.get(each, each) for each in found)
 
+    def final_at_step(self, options: Options) -> bool:
+        """Whether gradients are final only after the whole backward: with an optimizer object, or a global norm."""
+        return not self.in_backward or options.max_grad_norm is not None
+
     @property
     def note(self) -> str | None:
-        """What this version cannot do of it; None where it can."""
+        """The part of the scenario that this version cannot run, as a sentence; None if it can run all of it."""
         if self.hardware.devices == 1:
             return None
         return (
@@ -69,7 +71,7 @@ class Scenario:
         )
 
 
-def question(
+def scenario_of(
     model: str | Path | float | ModelShape,
     hardware: str | Hardware,
     *,
@@ -85,7 +87,7 @@ def question(
     host_bytes: float | None = None,
     **options: Any,
 ) -> Scenario:
-    """Check everything; arguments and errors as ``predict.plan`` has them."""
+    """Check the arguments of ``predict.plan`` and ``predict.simulate``; errors as there."""
     check_choice("policy", policy, POLICIES)
     if epoch_tokens is not None:
         check_positive("epoch_tokens", epoch_tokens)
@@ -98,23 +100,25 @@ def question(
         policy=policy,
         options=_options(policy, machine, options),
         tokens=count,
-        implicit=check_flag("implicit", implicit),
+        in_backward=check_flag("implicit", implicit),
         recompute=check_flag("recompute", recompute),
         epoch_tokens=epoch_tokens,
     )
 
 
 def _model(model: object, dtype: torch.dtype | None) -> ModelShape:
-    """A named model, whatever files are called like it; else one in a file, if what is given looks like a path."""
+    """A named model, even if a file has its name; else a model in a file if the argument looks like a path."""
     if isinstance(model, ModelShape):
         return model if dtype is None else _cast(model, dtype)
     if isinstance(model, Path):
-        return models.from_config(model, dtype=dtype)
+        return model_config.from_config(model, dtype=dtype)
     if isinstance(model, str):
-        is_path = model not in models.MODELS and (Path(model).suffix == ".json" or Path(model).exists())
-        return models.from_config(model, dtype=dtype) if is_path else models.model(model, dtype=dtype or BFLOAT16)
+        is_path = model not in model_catalog.MODELS and (Path(model).suffix == ".json" or Path(model).exists())
+        if is_path:
+            return model_config.from_config(model, dtype=dtype)
+        return model_catalog.model(model, dtype=dtype or BFLOAT16)
     if isinstance(model, Real):
-        return models.of_size(int(check_positive("model", model)), dtype=dtype or BFLOAT16)
+        return model_catalog.of_size(int(check_positive("model", model)), dtype=dtype or BFLOAT16)
     raise TypeError(
         f"model={model!r} must be a name, the path of a config.json, a number of parameters, or a ModelShape; it is of "
         f"type {type(model).__name__}"
@@ -142,7 +146,7 @@ def _machine(hardware: object) -> Hardware:
             "zenflow-compile doctor --json printed, or ask zenflow-compile plan --hardware measured, which measures"
         )
     if isinstance(hardware, str):
-        return machines.hardware(hardware)
+        return hardware_catalog.hardware(hardware)
     raise TypeError(f"hardware={hardware!r} must be a name or a Hardware; it is of type {type(hardware).__name__}")
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.roofline import Bandwidths, traffic_of
+from zenflow_compile.performance.traffic import Bandwidths, traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.recording import Recording

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zenflow_compile.performance.roofline import Bandwidths, Traffic
+from zenflow_compile.performance.traffic import Bandwidths, Traffic
 from zenflow_compile.timeline.events import AdaptiveWindows, Event, NormSums
 
 

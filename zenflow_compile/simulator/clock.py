@@ -1,8 +1,8 @@
 """Simulated time: lanes that do one thing at a time, and the host memory that they share.
 
-Every transfer that touches host memory asks for a rate of it. Where the rates of all that run exceed what the memory
-has, all are slowed by the same factor (processor sharing). What touches device memory alone runs at its own speed.
-Where the device is the host's own processor, its work and its copies take cores, which are shared in the same way.
+Every transfer that touches host memory has a rate of it. If the sum of these rates exceeds the memory's bandwidth, all
+are slowed by the same factor (processor sharing). Work in device memory alone runs at full speed. If the device is the
+host's processor, its work and its copies take cores, which are shared in the same way.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_ZERO_S = 1e-12  # what is left of a span after this much rounding is nothing
+_ZERO_S = 1e-12  # a span with less than this left has ended, up to rounding
 
 
 @dataclass(slots=True)
 class Span:
-    """Something that a lane is doing.
+    """One piece of work of a lane.
 
     Attributes:
-        seconds: still to go, at full speed.
+        seconds: remaining, at full speed.
         host_rate: bytes of host memory per second, read and written, that it takes at full speed.
         done: called at its end.
-        begin: when it began.
-        cores: that it keeps busy, of those that are shared.
+        begin: time of its start.
+        cores: shared cores that it keeps busy.
     """
 
     seconds: float
@@ -34,7 +34,7 @@ class Span:
 
 
 class Clock:
-    """Runs spans side by side, one per lane, from one end of a span to the next.
+    """Runs spans in parallel, one per lane, from one end of a span to the next.
 
     Attributes:
         now: seconds since the start.
@@ -52,17 +52,17 @@ class Clock:
         return lane not in self._running
 
     def start(self, lane: str, span: Span) -> None:
-        """Let ``lane``, which is idle, do ``span`` from now on."""
+        """Start ``span`` on ``lane``, which is idle."""
         assert lane not in self._running, lane
         span.begin = self.now
         self._running[lane] = span
 
     def stop(self, lane: str) -> Span:
-        """Take what ``lane`` is doing off it; its ``seconds`` are what is left."""
+        """Interrupt the span of ``lane``; its ``seconds`` are the remaining ones."""
         return self._running.pop(lane)
 
     def advance(self) -> bool:
-        """Go on to the next end of a span; False if nothing runs."""
+        """Advance to the next end of a span; False if no lane is busy."""
         running = self._running
         if not running:
             return False
@@ -79,7 +79,7 @@ class Clock:
         return True
 
     def _speeds(self) -> list[float]:
-        """What share of its own speed everything runs at."""
+        """The share of its full speed at which each span runs."""
         spans = self._running.values()
         asked = busy = 0.0
         for span in spans:

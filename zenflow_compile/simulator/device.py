@@ -1,11 +1,11 @@
-"""The simulated device: the training thread with its stream, as a program that computes, waits and hands work on.
+"""The simulated device: the training thread with its stream, as a program that computes, waits and queues work.
 
-It does what the runtime does, in its order; see "From the user's line to the last byte" in docs/architecture.md.
+It does the same as the runtime, in the same order; docs/architecture.md describes the life of a training step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from zenflow_compile.performance.hardware import Hardware
@@ -13,7 +13,7 @@ from zenflow_compile.performance.workload import Workload
 from zenflow_compile.planning.plan import GRADIENT_RING
 from zenflow_compile.simulator.clock import Span
 from zenflow_compile.simulator.machine import Job, Machine, Row
-from zenflow_compile.simulator.nvme_cache import StateFiles
+from zenflow_compile.simulator.nvme_cache import NvmeCache
 from zenflow_compile.timeline.events import COMPUTE, SLACK, STEP, WINDOWS
 
 _Blocked = Callable[[], bool]
@@ -32,84 +32,105 @@ class Device:
     """Runs steps of a workload in simulated time.
 
     Attributes:
-        machine: everything beside the device, and the timeline.
-        step_ends: seconds, of each step since the first.
+        work: what a step does.
+        machine: the lanes next to the device, and the timeline.
+        step_ends: simulated time in seconds at the end of each step, by its number.
     """
 
     def __init__(
         self, work: Workload, hardware: Hardware, workers: int, final_at_step: bool, *, first_step: int = 0
     ) -> None:
-        """``first_step``: the number of the step that it begins with; state in files begins with a whole cycle."""
-        self.machine = Machine(hardware, workers, StateFiles(work))
-        self.step_ends: list[float] = []
-        self._work = work
+        """``first_step``: the number of the step to begin with; see ``steady_state.first_step``."""
+        self.work = work
+        self.machine = Machine(hardware, workers, NvmeCache(work))
+        self.step_ends: dict[int, float] = {}
         self._hardware = hardware
         self._final_at_step = final_at_step
-        self._step = first_step
+        self._step = first_step - 1
         self._in_ring = 0  # blocks in the ring of gradients
-        self._held = [0] * len(work.blocks)  # copies of held gradients that are under way
-        self._ungathered = [0] * len(work.blocks)  # weights that are still with the peers
-        self._unreduced = 0  # gradients that are still with the peers
+        self._pending_copies = [0] * len(work.blocks)  # copies of pending gradients in flight
+        self._gathers = [0] * len(work.blocks)  # all-gathers of weights in flight
+        self._reductions = 0  # reduce-scatters of gradients in flight
         self._arrived = 0  # subgroups whose state came in, in this step
         self._jobs: list[list[Job]] = [[] for _ in work.blocks]  # of this step
-        self._due: dict[tuple[int, int], list[Job]] = {}  # by step and block: what lands in front of its forward
+        self._due: dict[tuple[int, int], list[Job]] = {}  # by step and block before whose forward they are applied
 
-    def run(self, steps: Iterable[int]) -> None:
-        """Simulate ``steps``, numbers that follow each other, and what is under way at their end."""
-        program = self._program(steps)
-        blocked: _Blocked | None = _not_blocked
+    @property
+    def next_step(self) -> int:
+        """The number of the step that runs next."""
+        return self._step + 1
+
+    def run(self, count: int) -> None:
+        """Simulate ``count`` more steps. Work in flight at their end stays in flight."""
+        self._drive(self._steps(count))
+
+    def finish(self) -> None:
+        """Apply the updates in flight, and run every lane until it is idle."""
+        self._drive(self._synchronize())
+        while self._advance():
+            pass
+
+    def _drive(self, program: _Program) -> None:
+        blocked: _Blocked = _not_blocked
         while True:
-            while blocked is not None and self.machine.clock.idle(COMPUTE) and not blocked():
-                blocked = next(program, None)
-            self.machine.dispatch()
-            if not self.machine.clock.advance():
-                break
-        assert blocked is None, f"step {self._step} waits for something that never comes"
+            while self.machine.clock.idle(COMPUTE) and not blocked():
+                following = next(program, None)
+                if following is None:
+                    return
+                blocked = following
+            running = self._advance()
+            assert running, f"step {self._step} waits for work that never ends"
 
-    def _program(self, steps: Iterable[int]) -> _Program:
-        for self._step in steps:
-            self.machine.step = self._step
+    def _advance(self) -> bool:
+        self.machine.dispatch()
+        return self.machine.clock.advance()
+
+    def _steps(self, count: int) -> _Program:
+        for _ in range(count):
+            self._step = self.machine.step = self.next_step
             begin = self._now
             yield from self._forward()
             yield from self._backward()
             yield from self._update()
             self._row(STEP, "step", begin)
-            self.step_ends.append(self._now)
-        for _, jobs in sorted(self._due.items()):  # what synchronize() would land
+            self.step_ends[self._step] = self._now
+
+    def _synchronize(self) -> _Program:
+        for _, jobs in sorted(self._due.items()):
             for job in jobs:
                 yield partial(_is_away, job)
                 self.machine.merged()
 
     def _forward(self) -> _Program:
-        for position, block in enumerate(self._work.blocks):
+        for position, block in enumerate(self.work.blocks):
             for job in self._due.pop((self._step, position), ()):
-                yield from self._land(job)
+                yield from self._apply(job)
             yield from self._wait(partial(self._is_gathering, position), block.name)
             yield from self._compute("forward", block.forward, block.name)
-        yield from self._compute("forward", self._work.head)
+        yield from self._compute("forward", self.work.head)
 
     def _backward(self) -> _Program:
         self._arrived = 0
-        for group in self._work.subgroups:
+        for group in self.work.subgroups:
             self.machine.stream_in(group, self._step, self._state_arrived)
-        yield from self._compute("backward", self._work.backward_head)
-        for position in reversed(range(len(self._work.blocks))):
-            block = self._work.blocks[position]
+        yield from self._compute("backward", self.work.backward_head)
+        for position in reversed(range(len(self.work.blocks))):
+            block = self.work.blocks[position]
             down = sum(part.down for part in block.parts)
-            yield from self._wait(partial(self._has_no_place, position, down), block.name)
+            yield from self._wait(partial(self._has_no_buffer, position, down), block.name)
             yield from self._compute("backward", block.backward, block.name)
             self._produced(position, down)
 
     def _produced(self, position: int, down: int) -> None:
-        """A block's gradient exists: to the peers, down to the host, and on to the jobs of what closes."""
-        block, step = self._work.blocks[position], self._step
-        closes = ((part, part.closes[step % self._work.cycle]) for part in block.parts)
-        jobs = [Job(step, position, block.name, part, close) for part, close in closes if close is not None]
+        """Send a block's new gradient to the other devices and to the host, and make jobs of the flushed windows."""
+        block, step = self.work.blocks[position], self._step
+        windows = ((part, part.flushes[step % self.work.cycle]) for part in block.parts)
+        jobs = [Job(step, position, block.name, part, window) for part, window in windows if window is not None]
         self._jobs[position] = jobs
         for job in jobs:
             job.copies = bool(job.part.down)
         self._in_ring += bool(down)
-        self._unreduced += 1
+        self._reductions += 1
 
         def copied() -> None:
             self._in_ring -= 1
@@ -118,7 +139,7 @@ class Device:
                     self._copied(job)
 
         def reduced() -> None:
-            self._unreduced -= 1
+            self._reductions -= 1
             if down:
                 self.machine.copy_down("copy", down, step, block.name, copied)
             if not self._final_at_step:
@@ -127,28 +148,28 @@ class Device:
         self.machine.exchange(block.gradient, step, block.name, reduced)
 
     def _finalize(self, position: int) -> None:
-        """The block's gradient is known to be this step's: what was held for that goes down, what closes goes on."""
-        block, step = self._work.blocks[position], self._step
+        """The block's gradient is final: copy its pending part to the host, and queue the jobs that are ready."""
+        block, step = self.work.blocks[position], self._step
         for job in self._jobs[position]:
             job.final = self._now
         for part in block.parts:
-            if size := part.held[step % self._work.cycle]:
-                closing = next((job for job in self._jobs[position] if job.part is part), None)
-                self._copy_held(position, size, closing)
+            if size := part.pending[step % self.work.cycle]:
+                flushed = next((job for job in self._jobs[position] if job.part is part), None)
+                self._copy_pending(position, size, flushed)
         for job in self._jobs[position]:
             self._submit_if_ready(job)
 
-    def _copy_held(self, position: int, size: int, job: Job | None) -> None:
-        self._held[position] += 1
+    def _copy_pending(self, position: int, size: int, job: Job | None) -> None:
+        self._pending_copies[position] += 1
         if job is not None:
             job.copies += 1
 
         def copied() -> None:
-            self._held[position] -= 1
+            self._pending_copies[position] -= 1
             if job is not None:
                 self._copied(job)
 
-        self.machine.copy_down("copy", size, self._step, self._work.blocks[position].name, copied)
+        self.machine.copy_down("copy", size, self._step, self.work.blocks[position].name, copied)
 
     def _copied(self, job: Job) -> None:
         job.copies -= 1
@@ -159,44 +180,44 @@ class Device:
             self.machine.submit(job)
 
     def _update(self) -> _Program:
-        yield from self._wait(lambda: self._unreduced > 0, "")
+        yield from self._wait(lambda: self._reductions > 0, "")
         if self._final_at_step:
-            for position in range(len(self._work.blocks)):
+            for position in range(len(self.work.blocks)):
                 self._finalize(position)
         blocking = self._queue_uploads()
-        for number, group in enumerate(self._work.subgroups):
+        for number, group in enumerate(self.work.subgroups):
             yield from self._wait(partial(self._is_coming_in, number), group.name)
             yield from self._compute("update", group.update, group.name)
             self.machine.stream_out(group, self._step)
-        yield from self._compute("update", self._work.update)
-        for position, block in enumerate(self._work.blocks):
-            self._ungathered[position] += 1
+        yield from self._compute("update", self.work.update)
+        for position, block in enumerate(self.work.blocks):
+            self._gathers[position] += 1
             self.machine.exchange(block.gathered, self._step, block.name, partial(self._gathered, position))
         for job in blocking:
-            yield from self._land(job)
+            yield from self._apply(job)
 
     def _queue_uploads(self) -> list[Job]:
-        """Returns the jobs that this step itself waits for, in forward order."""
+        """Queue the uploads of this step's jobs; returns the jobs that the step itself waits for, in forward order."""
         blocking = []
         for position, jobs in enumerate(self._jobs):
             for job in jobs:
-                for name in job.close.params:
+                for name in job.window.params:
                     self._row(WINDOWS, "close", self._now, name)
                 if job.part.blocking:
                     blocking.append(job)
                     self.machine.queue_upload(job, job.step)
                     continue
-                landing = job.step + 1 + job.part.staleness
-                self._due.setdefault((landing, position), []).append(job)
-                self.machine.queue_upload(job, landing)
+                needed = job.step + 1 + job.part.staleness
+                self._due.setdefault((needed, position), []).append(job)
+                self.machine.queue_upload(job, needed)
         return blocking
 
-    def _land(self, job: Job) -> _Program:
-        """The weights are needed: wait for them and merge them."""
+    def _apply(self, job: Job) -> _Program:
+        """Wait for the job's new weights and merge them."""
         assert job.final is not None
         self._row(SLACK, "slack", job.final, job.name, step=job.step)
         yield from self._wait(partial(_is_away, job), job.name)
-        seconds = 2 * job.close.upload * self._hardware.devices / self._hardware.device_bandwidth
+        seconds = 2 * job.window.upload * self._hardware.devices / self._hardware.device_bandwidth
         yield from self._compute("merge", seconds, job.name)
         self.machine.merged()
 
@@ -204,7 +225,7 @@ class Device:
         if seconds:
             begin = self._now
             cores = self._hardware.device_cores or 0
-            # A device of its own has memory of its own. Forward and backward work mostly in caches.
+            # Only a device that is the host's processor uses host memory; forward and backward mostly hit its caches.
             host_rate = self._hardware.device_bandwidth if cores and kind in ("update", "merge") else 0.0
             self.machine.clock.start(COMPUTE, Span(seconds, host_rate, lambda: None, cores=cores))
             yield _not_blocked
@@ -222,11 +243,11 @@ class Device:
         self.machine.rows.append(Row(lane, kind, begin, self._now, step, name, 0))
 
     def _is_gathering(self, position: int) -> bool:
-        return self._ungathered[position] > 0
+        return self._gathers[position] > 0
 
-    def _has_no_place(self, position: int, down: int) -> bool:
-        """Nowhere to put a block's gradient: the ring is full, or the one held before it is still being copied."""
-        return self._held[position] > 0 or (down > 0 and self._in_ring >= GRADIENT_RING)
+    def _has_no_buffer(self, position: int, down: int) -> bool:
+        """Whether the ring is full, or the block's previous pending gradient is still being copied."""
+        return self._pending_copies[position] > 0 or (down > 0 and self._in_ring >= GRADIENT_RING)
 
     def _is_coming_in(self, number: int) -> bool:
         return self._arrived <= number
@@ -235,7 +256,7 @@ class Device:
         self._arrived += 1
 
     def _gathered(self, position: int) -> None:
-        self._ungathered[position] -= 1
+        self._gathers[position] -= 1
 
     @property
     def _now(self) -> float:

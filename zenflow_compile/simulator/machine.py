@@ -1,4 +1,4 @@
-"""The simulated machine beside its device: copy lanes, workers, disk and peers, and what waits for each of them."""
+"""The simulated machine without its device: copy lanes, workers, disk and collectives, each with its queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.workload import HOST_PASS_BYTES, FlushedWindow, Part, Subgroup
 from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
 from zenflow_compile.simulator.clock import Clock, Span
-from zenflow_compile.simulator.nvme_cache import FileBlock, StateFiles
+from zenflow_compile.simulator.nvme_cache import CachedState, NvmeCache
 from zenflow_compile.timeline.events import D2H, DISK, H2D
 
 PEERS = "peers"
@@ -38,27 +38,27 @@ class Row:
 
 @dataclass(slots=True)
 class Job:
-    """The update of what a part of a block closed with ``step``: gradients down, host update, weights up, merge.
+    """The update of a part's window that ``step`` flushes: gradients down, host update, weights up, merge.
 
     Attributes:
         position: of the block in the forward.
-        copies: gradients that are still on their way down.
-        final: when its gradient was; None before.
+        copies: copies of its gradients in flight.
+        final: when its gradient became final; None before.
         remaining: seconds of host update at full speed; reported: bytes of it that are in the timeline.
-        block: its state, where that is in a file.
-        updated: the host is done. here: the new weights are on the device, and gathered from the peers.
+        block: its state, if that is in a file.
+        updated: the host update is done. here: the new weights are on the device, and gathered from other devices.
     """
 
     step: int
     position: int
     name: str
     part: Part
-    close: FlushedWindow
+    window: FlushedWindow
     copies: int = 0
     final: float | None = None
     remaining: float = 0.0
     reported: int = 0
-    block: FileBlock | None = None
+    block: CachedState | None = None
     updated: bool = False
     here: bool = False
 
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Transfer:
-    """Bytes that wait for a lane, at ``rate`` bytes/s while nothing slows them down."""
+    """Bytes for a lane, at ``rate`` bytes/s unless a shared resource slows them down."""
 
     kind: str
     size: int
@@ -80,16 +80,16 @@ class _Transfer:
 
 
 class Machine:
-    """Serves each lane's queue in its order; ``dispatch`` starts whatever can start.
+    """Serves each lane's queue in its order; ``dispatch`` starts every transfer and update that can start.
 
     Attributes:
-        rows: what happened so far.
-        step: the one that the device is in.
-        files: state that is not in host memory for good.
+        rows: the timeline so far.
+        step: the device's current step.
+        files: the cache of state in files.
         pool_rate: bytes of host memory per second that all workers of the device read and write at full speed.
     """
 
-    def __init__(self, hardware: Hardware, workers: int, files: StateFiles) -> None:
+    def __init__(self, hardware: Hardware, workers: int, files: NvmeCache) -> None:
         self._on_host = hardware.device_cores is not None
         self._workers = workers
         self.clock = Clock(hardware.host_bandwidth / hardware.devices, hardware.cores if self._on_host else math.inf)
@@ -101,19 +101,19 @@ class Machine:
         self._down: deque[_Transfer] = deque()
         self._peers: deque[_Transfer] = deque()
         self._state_in: deque[_Transfer] = deque()
-        self._uploads: list[tuple[int, Job]] = []  # heap: by the step whose forward needs them
-        self._ready: list[Job] = []  # heap: host updates
+        self._uploads: list[tuple[int, Job]] = []  # heap, by the step whose forward needs them
+        self._ready: list[Job] = []  # heap of host updates
         self._updating: Job | None = None
         self._in_upload_ring = 0
         self._in_stream_buffers = 0
-        self._flushing: set[str] = set()  # subgroups whose state is on its way back
+        self._flushing: set[str] = set()  # subgroups whose state is being written back
 
     def copy_down(self, kind: str, size: int, step: int, name: str, done: Callable[[], None]) -> None:
         """Queue a copy from device to host."""
         self._down.append(_Transfer(kind, size, self._hardware.link_to_host, step, name, done))
 
     def exchange(self, size: int, step: int, name: str, done: Callable[[], None]) -> None:
-        """Queue a collective in which this device sends ``size`` bytes; done at once where there are none."""
+        """Queue a collective in which this device sends ``size`` bytes; call ``done`` at once if there are none."""
         if not size:
             done()
             return
@@ -126,7 +126,7 @@ class Machine:
         self._state_in.append(_Transfer("state", group.state, rate, step, group.name, done))
 
     def stream_out(self, group: Subgroup, step: int) -> None:
-        """Queue the copy of a subgroup's state back; its buffer is free after it."""
+        """Queue the copy of a subgroup's state back to the host, which frees its buffer."""
 
         def flushed() -> None:
             self._in_stream_buffers -= 1
@@ -136,27 +136,27 @@ class Machine:
         self.copy_down("state", group.state, step, group.name, flushed)
 
     def submit(self, job: Job) -> None:
-        """The job's gradients are in host memory, and final."""
-        if job.close.file:
+        """Queue the host update of a job whose gradients are final and in host memory."""
+        if job.window.file:
             begin = partial(self._begin_update, job)
-            job.block = self.files.need(job.step, job.position, job.close.params, begin)
+            job.block = self.files.need(job.step, job.position, job.window.params, begin)
         else:
             self._begin_update(job)
 
-    def queue_upload(self, job: Job, landing: int) -> None:
-        """New weights go up in the order of their use; the lane waits for a job that is not done.
+    def queue_upload(self, job: Job, needed: int) -> None:
+        """Queue an upload of new weights. They go up in the order of their use, also if a later job is done first.
 
         Args:
-            landing: the step whose forward needs them first; the job's own, if the step itself waits.
+            needed: the step whose forward needs them first; the job's own, if the step itself waits.
         """
-        heapq.heappush(self._uploads, (landing, job))
+        heapq.heappush(self._uploads, (needed, job))
 
     def merged(self) -> None:
-        """An upload was merged into its weights: its place in the ring is free."""
+        """An upload was merged into its weights, which frees its buffer in the ring."""
         self._in_upload_ring -= 1
 
     def dispatch(self) -> None:
-        """Start what can start now."""
+        """Start every transfer and update that can start now."""
         if self._down and self.clock.idle(D2H):
             self._start(D2H, self._down.popleft())
         if self._peers and self.clock.idle(PEERS):
@@ -168,7 +168,7 @@ class Machine:
         self._dispatch_workers()
 
     def _dispatch_to_device(self) -> None:
-        """State first: the device cannot go on without it, while uploads of a blocking step come last in any case."""
+        """State first: the device waits for it, while uploads of a blocking step come last in any case."""
         state = self._state_in[0] if self._state_in else None
         if state and state.name not in self._flushing and self._in_stream_buffers < STREAM_BUFFERS:
             self._in_stream_buffers += 1
@@ -176,7 +176,7 @@ class Machine:
         elif self._uploads and self._uploads[0][1].updated and self._in_upload_ring < UPLOAD_RING:
             _, job = heapq.heappop(self._uploads)
             self._in_upload_ring += 1
-            size = job.close.upload
+            size = job.window.upload
             rate = self._hardware.link_to_device
             self._start(H2D, _Transfer("copy", size, rate, job.step, job.name, lambda: self._gather(job)))
 
@@ -184,10 +184,10 @@ class Machine:
         def here() -> None:
             job.here = True
 
-        self.exchange(job.close.upload * (self._hardware.devices - 1), job.step, job.name, here)
+        self.exchange(job.window.upload * (self._hardware.devices - 1), job.step, job.name, here)
 
     def _dispatch_workers(self) -> None:
-        """All workers take the job with the earliest deadline, also from under a later one: tasks are small."""
+        """All workers take the job with the earliest deadline, and interrupt a later one for it: tasks are small."""
         if not self._ready:
             return
         if (running := self._updating) is not None:
@@ -209,17 +209,17 @@ class Machine:
             self.files.changed(job.block)
 
     def _report(self, job: Job, begin: float, remaining: float) -> None:
-        done = round(job.close.host - remaining * self.pool_rate)
+        done = round(job.window.host - remaining * self.pool_rate)
         if self.clock.now > begin:
             size = done - job.reported
             self.rows.append(Row(POOL, "host_update", begin, self.clock.now, job.step, job.name, size))
             job.reported = done
 
     def _begin_update(self, job: Job) -> None:
-        job.remaining = job.close.host / self.pool_rate
+        job.remaining = job.window.host / self.pool_rate
         heapq.heappush(self._ready, job)
 
-    def _move(self, kind: str, block: FileBlock) -> None:
+    def _move(self, kind: str, block: CachedState) -> None:
         rate = self._hardware.disk_read if kind == "read" else self._hardware.disk_write
         assert rate is not None
         moved = partial(self.files.moved, block)
@@ -236,7 +236,7 @@ class Machine:
         self.clock.start(lane, span)
 
     def _cores_of(self, lane: str, transfer: _Transfer) -> float:
-        """What a transfer takes of cores that the device computes on, too: a copy is one thread's."""
+        """Cores that a transfer takes from a device that computes on them: a copy runs in one thread."""
         if lane == DISK:
             return transfer.rate / CHECKSUM_RATE
         return float(self._copies_within(lane))

@@ -1,27 +1,29 @@
-"""The timeline that a plan would have on given hardware, in the events that a measured run leaves.
+"""Simulates the timeline of a plan on given hardware, in the events of a measured run.
 
 A discrete-event simulation of one device: the training thread with its stream, a copy lane each way, a pool of workers,
-a disk, and a lane to the peers where there are several devices. The host is theirs together: each has an equal share
-of its memory bandwidth, cores and disk. Transfers that need more host memory bandwidth than there is are slowed in
-proportion; the published performance models leave this contention out.
+a disk, and a lane for collectives if there are several devices. Each device has an equal share of the host's memory
+bandwidth, cores and disk. Transfers that need more host memory bandwidth than there is are slowed in proportion; the
+published performance models leave this contention out.
 
-What is simplified: a block of the model is the smallest thing that is computed, copied or updated; windows are as long
-as the plan says, and nothing re-selects; launching work costs nothing; a disk does one transfer at a time.
+Simplifications: a block of the model is the smallest unit of computing, copying and updating; update windows are as
+long as the plan says, and nothing re-selects; launching work costs nothing; a disk does one transfer at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
-from zenflow_compile.performance.roofline import Bandwidths, traffic_of
+from zenflow_compile.performance.model_shapes import ModelShape
+from zenflow_compile.performance.traffic import Bandwidths, traffic_of
 from zenflow_compile.performance.workload import workload_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.simulator.machine import POOL
-from zenflow_compile.simulator.steady_state import SteadyRun
+from zenflow_compile.simulator.device import Device
+from zenflow_compile.simulator.machine import POOL, Row
+from zenflow_compile.simulator.steady_state import first_step, rows_of, run_until_steady, seconds_of
 from zenflow_compile.timeline.events import COMPUTE, D2H, DISK, H2D, Event, worker_lane
 
 _NS = 1e9
@@ -41,23 +43,23 @@ def simulate(
 ) -> Recording:
     """Run ``plan`` in simulated time.
 
-    Everything is in its steady state, see ``simulated_steady``; the first step that is recorded has the number of the
-    one after a full cycle of windows. Bytes and ``model_bytes`` are one device's share, so that traffic in model sizes
-    is the node's.
+    The recorded steps are in their steady state, see ``steady_state``; the first one has the number after a full cycle
+    of update windows. Bytes and ``model_bytes`` are one device's share, so that traffic in model sizes is the node's.
 
     Args:
         plan: of the parameters of ``model``, in the same order.
         hardware: what it runs on.
         model: gives the work of forward and backward.
         tokens: per device and step.
-        steps: to record; None records three cycles of windows, at least four steps, and whole periods of what repeats.
-        final_at_step: gradients are final only when the whole backward is over; else each when it is produced.
+        steps: to record; None records three cycles of update windows, at least four steps, and whole periods of the
+            steady state.
+        final_at_step: gradients are final only after the whole backward; else each when it is produced.
         overlap: False makes every step wait for its host updates, as ``overlap_step=False`` does.
         recompute: activations are computed again in the backward, which costs another forward.
         workers: threads of each device that update on the host, of its share of the cores; None takes all but two.
 
     Returns:
-        What the profiler would have recorded; nanoseconds from the first recorded step's start. Lane ``peers`` has the
+        A recording like the profiler's; nanoseconds from the first recorded step's start. Lane ``peers`` has the
         collectives (kind ``copy``), lane ``disk`` kinds ``read`` and ``write``.
 
     Raises:
@@ -67,15 +69,16 @@ def simulate(
     check_integer("tokens", tokens, 1)
     for name, value in (("final_at_step", final_at_step), ("overlap", overlap), ("recompute", recompute)):
         check_flag(name, value)
-    check_fits_together(plan, hardware, model)
+    _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
     threads = _threads(hardware, workers)
-    run = SteadyRun(work, hardware, threads, final_at_step, steps=recorded, whole=steps is None)
+    device = Device(work, hardware, threads, final_at_step, first_step=first_step(work))
+    steady = run_until_steady(device, steps=recorded, whole=steps is None)
     offloaded = [param for param in plan.params if param.offloaded]
     elements = sum(param.numel for param in offloaded)
     return Recording(
-        events=_events(run, threads),
+        events=_events(rows_of(device, steady), threads),
         model_bytes=sum(param.numel * param.dtype.itemsize for param in plan.params) // hardware.devices,
         policy=plan.policy,
         update_interval=max((param.interval for param in offloaded), default=None),
@@ -83,7 +86,7 @@ def simulate(
         selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
         traffic=traffic_of(plan) if hardware.devices == 1 else None,
         bandwidths=Bandwidths(
-            host=min(hardware.host_bandwidth / hardware.devices, run.device.machine.pool_rate),
+            host=min(hardware.host_bandwidth / hardware.devices, device.machine.pool_rate),
             to_host=hardware.link_to_host,
             to_device=hardware.link_to_device,
             disk=_disk_bandwidth(hardware),
@@ -94,11 +97,11 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyStep:
-    """Means over cycles of windows, of one device: over one, or as many as pass until the state in files repeats.
+    """Means over one cycle of update windows, or over the cycles until the state in files repeats; of one device.
 
     Attributes:
         seconds: of a step; stall: of them, in which the device waits.
-        host_update: seconds in which the host updates.
+        host_update: seconds of host updates.
         to_host, to_device: bytes of gradients down and weights up.
         state: bytes of state that is streamed through the device, both ways.
         disk: bytes read and written.
@@ -124,27 +127,27 @@ def steady_step(
     recompute: bool = False,
     workers: int | None = None,
 ) -> SteadyStep:
-    """A step in numbers, for a fraction of a recording's time; arguments and errors as ``simulate`` has them.
+    """The numbers of a step, in a fraction of a recording's time; arguments and errors as for ``simulate``.
 
-    Deep models and long cycles are simulated coarsely (``workload_of``). How exact that is where it was compared (see
-    tests/performance/test_workload.py): with more than 128 layers a step differs by less than 3%. Where a cycle's steps
-    times the model's blocks are more than 1600, it does by less than 2%, the host's update by up to twice the largest
-    parameter's share of what is offloaded, and bytes over the link by no more than 1%. Everything else is as
-    ``simulate`` has it.
+    Deep models and long cycles are simulated coarsely (``workload_of``). Measured differences (see
+    tests/performance/test_workload.py): with more than 128 layers, a step by less than 3%. With more than 1600 steps of
+    a cycle times blocks of the model, a step by less than 2%, the host update by up to twice the largest parameter's
+    share of all offloaded elements, and bytes over the link by at most 1%. All else is equal.
     """
-    check_fits_together(plan, hardware, model)
+    _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap, coarse=True)
-    run = SteadyRun(work, hardware, _threads(hardware, workers), final_at_step, steps=work.cycle, whole=True)
-    rows = list(run.rows())
+    device = Device(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
+    steady = run_until_steady(device, steps=work.cycle, whole=True)
+    rows = list(rows_of(device, steady))
 
     def seconds(lane: str, kind: str) -> float:
-        return sum(row.end - row.begin for row in rows if (row.lane, row.kind) == (lane, kind)) / run.steps
+        return sum(row.end - row.begin for row in rows if (row.lane, row.kind) == (lane, kind)) / len(steady)
 
     def moved(*lanes: str, kind: str | None = None) -> float:
-        return sum(row.size for row in rows if row.lane in lanes and kind in (row.kind, None)) / run.steps
+        return sum(row.size for row in rows if row.lane in lanes and kind in (row.kind, None)) / len(steady)
 
     return SteadyStep(
-        seconds=run.seconds / run.steps,
+        seconds=seconds_of(device, steady) / len(steady),
         stall=seconds(COMPUTE, "wait"),
         host_update=seconds(POOL, "host_update"),
         to_host=moved(D2H, kind="copy"),
@@ -161,24 +164,15 @@ def _threads(hardware: Hardware, workers: int | None) -> int:
     return check_integer("workers", workers, 1, max(1, hardware.cores // hardware.devices), remedy=remedy)
 
 
-def check_fits_together(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
-    """
+def _check(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
+    """Refuse a plan of another model, and hardware that lacks a rate.
+
     Raises:
-        ValueError: the plan is another model's, or ``hardware`` lacks a number that it needs.
+        ValueError: see above.
     """
     if [param.shape for param in plan.params] != [spec.shape for spec in model.params]:
         raise ValueError(f"the plan is not one of {model.name}: parameters differ; make it from the model's own")
-    if hardware.devices > 1 and hardware.peer_bandwidth is None:
-        raise ValueError(
-            f"peer_bandwidth=None of hardware {hardware.name!r} must be bytes per second: devices={hardware.devices} "
-            "exchange gradients; give it, or use devices=1"
-        )
-    if plan.file_bytes and (hardware.disk_read is None or hardware.disk_write is None):
-        rates = f"disk_read={hardware.disk_read} and disk_write={hardware.disk_write}"
-        raise ValueError(
-            f"{rates} of hardware {hardware.name!r} must be bytes per second: the plan keeps state in files; give "
-            "both, or choose a policy that keeps it in memory"
-        )
+    hardware.check_rates(in_files=plan.file_bytes > 0)
 
 
 def _disk_bandwidth(hardware: Hardware) -> float | None:
@@ -188,10 +182,10 @@ def _disk_bandwidth(hardware: Hardware) -> float | None:
     return 2 / (1 / hardware.disk_read + 1 / hardware.disk_write) / hardware.devices
 
 
-def _events(run: SteadyRun, workers: int) -> tuple[Event, ...]:
-    """Events of the recorded steps, in order; the pool's become one per worker."""
+def _events(rows: Iterable[Row], workers: int) -> tuple[Event, ...]:
+    """Events of the recorded steps in order of time; those of the pool become one per worker."""
     events = []
-    for row in run.rows():
+    for row in rows:
         begin, end = round(row.begin * _NS), round(row.end * _NS)
         lanes = [worker_lane(index) for index in range(workers)] if row.lane == POOL else [row.lane]
         for index, lane in enumerate(lanes):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients, window_coefficients
 from zenflow_compile.torch_internals import torch_private
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.runtime.nvme.directory_lock import DirectoryLock, open_plain, shown, unusable, writable_by_others
 
 PAGE_BYTES = 4096

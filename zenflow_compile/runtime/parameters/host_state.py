@@ -49,8 +49,7 @@ def touched_bytes(plan: ParamPlan, gradients: int) -> float:
     Args:
         gradients: slots of the window that hold a gradient; those of a summed window share one.
     """
-    places = min(gradients, 1) if plan.summed else gradients
-    return 2 * 3 * 4 + plan.dtype.itemsize + places * plan.buffer_bytes / max(1, plan.deferred * plan.length)
+    return plan.update_bytes(gradients) / max(1, plan.deferred_numel)
 
 
 @dataclass(slots=True)

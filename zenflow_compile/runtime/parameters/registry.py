@@ -465,7 +465,7 @@ def _file_window_bytes(plan: Plan, options: Options) -> int:
 
 def block_bytes(plan: ParamPlan) -> int:
     """What one gradient or upload of the parameter's deferred slices takes."""
-    return plan.deferred * plan.length * plan.dtype.itemsize
+    return plan.upload_bytes
 
 
 def largest_block(plan: Plan, *, pending: bool = True) -> int:

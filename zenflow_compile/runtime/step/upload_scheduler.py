@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry

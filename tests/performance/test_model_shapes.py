@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.performance.models import MODELS, flops_per_token, from_config, model, of_size
+from zenflow_compile.performance.model_catalog import MODELS, model, of_size
+from zenflow_compile.performance.model_config import from_config
+from zenflow_compile.performance.model_shapes import flops_per_token
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from zenflow_compile.planning.planners import repeated_blocks
+from zenflow_compile.planning.model_blocks import repeated_blocks
 
 # Exact where the weights are published, else as the logs of Deep Optimizer States round them.
 PUBLISHED = {
@@ -131,7 +133,7 @@ def test_a_missing_key_is_named(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "many"])
-def test_a_size_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+def test_invalid_size_is_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json: vocab_size=.* must be an integer >= 1"):
         from_config(written(tmp_path, LLAMA | {"vocab_size": value}))
 
@@ -142,7 +144,7 @@ def test_another_kind_of_model_is_refused(config: object, tmp_path: Path) -> Non
         from_config(written(tmp_path, config))
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.json cannot be read: .*; give the path of a config.json"):
         from_config(tmp_path / "nowhere.json")
     (tmp_path / "config.json").write_text("not json")
@@ -150,7 +152,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         from_config(tmp_path)
 
 
-def test_a_gpt2_configuration_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+def test_gpt2_configuration_with_untied_head(tmp_path: Path) -> None:
     shape = from_config(written(tmp_path, GPT2 | {"tie_word_embeddings": False}))
     assert shape.numel == 124_439_808 + 50257 * 768
     assert shape.lookups == (50257 + 1024) * 768
@@ -182,13 +184,16 @@ def test_another_dtype_is_refused(value: object, tmp_path: Path) -> None:
         (LLAMA | {"num_key_value_heads": 64}, "num_key_value_heads=64 must be a divisor of num_attention_heads=32"),
         (LLAMA | {"head_dim": -64}, "head_dim=-64 must be an integer >= 1"),
         (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
-        (LLAMA | {"num_local_experts": 8}, "num_local_experts=8 must be absent: of a mixture of experts there is no"),
-        (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "model_type='mixtral' .*; of a mixture of experts"),
+        (
+            LLAMA | {"num_local_experts": 8},
+            "num_local_experts=8 must be absent: a mixture of experts cannot be planned",
+        ),
+        (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "model_type='mixtral' .*; a mixture of experts"),
         (GPT2 | {"n_head": 7}, "n_head=7 must be a divisor of n_embd=768"),
         (GPT2 | {"n_inner": 0}, "n_inner=0 must be an integer >= 1"),
     ],
 )
-def test_what_makes_no_model_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_configuration_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         from_config(written(tmp_path, config))
 

@@ -1,0 +1,94 @@
+"""The bytes that a step of a plan moves: input of the equations and of the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zenflow_compile.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of all devices together. Values without ``per`` in their name are per step, averaged over update windows.
+
+    Attributes:
+        host: read and written in host memory by host updates, see ``ParamPlan.update_bytes``.
+        to_host, to_device: gradients down and weights up.
+        host_per_window, host_per_gradient: the parts of ``host``: with update windows of S steps it is
+            ``host_per_window / S + host_per_gradient``. The gradients of every step are ``host_per_gradient``.
+        gradients_per_window: gradients that go down once per update window, as their mean.
+        upload_per_window: weights that a flushed window sends up.
+        state: optimizer state that is streamed to the device, and as much back. Not in ``to_host`` and ``to_device``.
+        files, files_per_window: optimizer state that is written to files.
+        read_share: share of these bytes that is also read; the rest stays in host memory until its next use.
+        blocking: the step waits for its host updates by design.
+    """
+
+    host: float = 0.0
+    to_host: float = 0.0
+    to_device: float = 0.0
+    host_per_window: int = 0
+    host_per_gradient: int = 0
+    gradients_per_window: int = 0
+    upload_per_window: int = 0
+    state: int = 0
+    files: float = 0.0
+    files_per_window: int = 0
+    read_share: float = 1.0
+    blocking: bool = False
+
+    @property
+    def disk(self) -> float:
+        """Bytes read from files and written to them per step."""
+        return (1 + self.read_share) * self.files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidths:
+    """Measured rates in bytes per second.
+
+    Attributes:
+        host: of host memory, bytes read and bytes written, with as many threads as there are workers.
+        to_host, to_device: of the link between device and host.
+        disk: of the disk, as many bytes read as written; None where it was not measured.
+    """
+
+    host: float
+    to_host: float
+    to_device: float
+    disk: float | None = None
+
+
+def traffic_of(plan: Plan) -> Traffic | None:
+    """The traffic of ``plan`` after the first update window; None if all optimizer state stays on the device."""
+    offloaded = [param for param in plan.params if param.offloaded and param.deferred]
+    state = sum(param.whole_state_bytes for param in plan.params if param.streamed)
+    if not offloaded and not state:
+        return None
+    host = to_host = to_device = files = 0.0
+    per_window = per_step = gradients = uploads = 0
+    for param in offloaded:
+        once, every = (param.buffer_bytes, 0) if param.summed else (0, param.buffer_bytes)
+        window = param.update_bytes(0) + once
+        per_window += window
+        per_step += every
+        gradients += once
+        uploads += param.upload_bytes
+        host += window / param.interval + every
+        to_host += once / param.interval + every
+        to_device += param.upload_bytes / param.interval
+        files += param.file_bytes / param.interval
+    return Traffic(
+        host=host,
+        to_host=to_host,
+        to_device=to_device,
+        host_per_window=per_window,
+        host_per_gradient=per_step,
+        gradients_per_window=gradients,
+        upload_per_window=uploads,
+        state=state,
+        files=files,
+        files_per_window=plan.file_bytes,
+        read_share=1 - plan.file_window_bytes / plan.file_bytes if plan.file_bytes else 1.0,
+        blocking=all(param.blocking for param in offloaded),
+    )

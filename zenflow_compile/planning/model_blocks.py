@@ -1,0 +1,42 @@
+"""Finds the repeated blocks (layers) of a model in the list of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import eq
+
+LONGEST_BLOCK = 512
+"""Parameters of the longest block that is looked for. A block with 128 experts of three matrices has 390."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
+    """Find the longest run of equal blocks.
+
+    Args:
+        shapes: of the parameters, in forward order.
+
+    Returns:
+        (start, period, stop): the blocks are ``shapes[start:stop]``, each ``period`` parameters long; the shortest
+        period of the longest repetition. None if no block of 2 to ``LONGEST_BLOCK`` parameters repeats.
+    """
+    return _repeated_blocks(tuple(shapes))
+
+
+@lru_cache(maxsize=8)  # policies are compared on the same model many times
+def _repeated_blocks(shapes: Shapes) -> tuple[int, int, int] | None:
+    numbers: dict[tuple[int, ...], int] = {}
+    numbered = [numbers.setdefault(shape, len(numbers)) for shape in shapes]  # faster to compare
+    best: tuple[int, int, int] | None = None
+    longest = 0
+    for period in range(2, min(len(shapes) // 2, LONGEST_BLOCK) + 1):
+        # Byte i: whether shape i is the same one period later. A run of n periods of such bytes makes n + 1 blocks.
+        same = bytes(map(eq, numbered, numbered[period:])) + b"\0"
+        end = 0
+        while (start := same.find(b"\1" * (max(1, longest // period) * period), end)) >= 0:
+            end = same.index(b"\0", start)
+            longest = (1 + (end - start) // period) * period
+            best = (start, period, start + longest)
+    return best
