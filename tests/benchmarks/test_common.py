@@ -13,7 +13,7 @@ from benchmarks import __main__ as runner
 from benchmarks.common import Spread, Target, interleaved, percentile, ratios, write_results
 
 
-def test_a_spread_is_made_of_interpolated_order_statistics() -> None:
+def test_spread_interpolates_order_statistics() -> None:
     spread = Spread.of([4.0, 1.0, 3.0, 2.0, 5.0])
     assert (spread.n, spread.median, spread.iqr) == (5, 3.0, 2.0)
     assert spread.p5 == pytest.approx(1.2)
@@ -24,7 +24,7 @@ def test_a_spread_is_made_of_interpolated_order_statistics() -> None:
         Spread.of([])
 
 
-def test_rounds_alternate_their_order_and_drop_the_warm_up() -> None:
+def test_rounds_alternate_and_drop_the_warm_up() -> None:
     order: list[str] = []
 
     def work(name: str) -> Callable[[], float]:
@@ -53,7 +53,7 @@ def test_a_target_says_whether_it_is_met(measured: float, at_least: bool, met: b
     assert ("MISSED" in str(target)) is not met
 
 
-def test_results_name_machine_versions_commit_and_command(results: Path) -> None:
+def test_results_name_machine_commit_and_command(results: Path) -> None:
     path = write_results("some", [{"x": 1}], seed=3, targets=[Target("claim", 1.0, 2.0, at_least=False)])
     assert path == results / "some.json"
     assert [each.name for each in results.iterdir()] == ["some.json"]  # nothing unfinished is left
@@ -86,9 +86,7 @@ def test_the_runner_runs_one_with_its_options(
     assert "usage: python -m benchmarks host_adam" in capsys.readouterr().out
 
 
-def test_the_runner_answers_a_wrong_name_with_the_nearest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_name_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", "host_adm"])
     assert runner.main() == 2
     assert "did you mean host_adam?" in capsys.readouterr().err

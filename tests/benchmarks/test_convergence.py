@@ -99,7 +99,7 @@ def test_runs_of_one_seed_differ_in_the_rule_alone(study: Study) -> None:
     assert len({run.folder() for run in runs}) == len(runs)
 
 
-def test_fine_tuning_alone_still_trains_what_it_starts_from(study: Study) -> None:
+def test_fine_tuning_alone_trains_its_reference(study: Study) -> None:
     first, second, *_ = plan(study, ("finetune",), range(1))
     assert (first.phase, first.rule) == ("scratch", REFERENCE)
     assert second.start == first
@@ -145,7 +145,7 @@ def test_cut_off_runs_are_not_lost(study: Study, results: Path, tmp_path: Path) 
     assert checkpoint(runs[0], tmp_path) is not None
 
 
-def test_fine_tuning_continues_the_reference_on_other_text(study: Study, tmp_path: Path) -> None:
+def test_fine_tuning_continues_on_other_text(study: Study, tmp_path: Path) -> None:
     runs = only(list(plan(study, PHASES, range(1))), REFERENCE.name)
     read: list[Phase] = []
 

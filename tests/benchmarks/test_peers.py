@@ -59,7 +59,7 @@ def test_a_target_without_its_peer_is_left_out() -> None:
     assert peers.targets("optimizer-bound", {"adamw": alone["adamw"]}) == []
 
 
-def test_rows_and_table_say_why_a_system_has_no_numbers() -> None:
+def test_skipped_system_says_why() -> None:
     skipped = outcome("deepspeed_zenflow", [], skipped="make it with scripts/setup_deepspeed.sh")
     outcomes = [*[*measured().values()][:2], skipped]
     adamw, zenflow, missing = peers.rows(outcomes, "free")
@@ -73,7 +73,7 @@ def test_rows_and_table_say_why_a_system_has_no_numbers() -> None:
     assert "1.1 (1.1 to 1.1)" in text
 
 
-def test_a_capped_run_is_compared_with_the_free_reference() -> None:
+def test_capped_run_is_compared_with_free_reference() -> None:
     capped = outcome("zenflow", [15.0], rounds_over_reference=[])
     assert "1.5 of uncapped" in printed(peers.table("title", [capped], free_reference_ms=10.0))
     assert peers._capped_bytes("tiny") == round(0.8 * 16 * 3 * (128 * 128 + 128))
