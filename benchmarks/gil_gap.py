@@ -11,7 +11,6 @@ is not counted both are the same, and only an idle machine shows anything.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common import Spread, Target, write_results
+from benchmarks.common import Spread, Target, option_parser, write_results
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 
@@ -112,11 +111,7 @@ def _seconds_in_run_queue() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks gil_gap``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gil_gap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("gil_gap", __doc__)
     parser.add_argument("--params", type=float, default=64, help="millions of parameters (default 64)")
     parser.add_argument("--slots", type=int, default=4, help="gradients in the window (default 4)")
     parser.add_argument("--kernel", nargs="+", choices=("inductor", "aten"), default=["inductor", "aten"])
@@ -137,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append({**row, "milliseconds": milliseconds})
         targets.append(Target(f"{kernel}: longest gap in ms", longest, TARGET_MS, at_least=False))
         print(f"  {targets[-1]}")
-    print(f"wrote {write_results('gil_gap', rows, targets=targets)}")
+    print(f"wrote {write_results('gil_gap', rows, out=options.out, targets=targets)}")
     return 0
 
 

@@ -18,7 +18,6 @@ in the same run, on the same cores, one thread per core.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import Spread, Target, interleaved, ratios, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam_rule import StepCoefficients
@@ -212,11 +211,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks host_adam``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks host_adam",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("host_adam", __doc__, rounds=7)
     kernels = ("copy", "ours", "fused", "aten", "deepspeed")
     add = parser.add_argument
     add("--params", type=float, default=32, help="millions of parameters (32)")
@@ -224,7 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=sorted(DTYPES), default=["bf16", "fp32"], help="of gradients and weights")
     add("--threads", type=int, nargs="+", default=[1, 2], help="threads, one per core (1 2)")
     add("--kernel", nargs="+", choices=kernels, default=list(kernels))
-    add("--rounds", type=int, default=7)
     add("--deepspeed-python", type=Path, default=DEEPSPEED_PYTHON, help="interpreter that has DeepSpeed")
     given = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -241,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(rows))
     for target in targets:
         console.print(str(target), style="green" if target.met else "red", highlight=False)
-    console.print(f"wrote {write_results('host_adam', rows, seed=0, targets=targets)}")
+    console.print(f"wrote {write_results('host_adam', rows, out=given.out, seed=0, targets=targets)}")
     return 0
 
 

@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, ratios, write_results
+from benchmarks import common
+from benchmarks.common import Spread, Target, option_parser, ratios, write_results
 from benchmarks.systems.case import COMPARED_BY_POLICIES, CUDA_ONLY, OURS, SYSTEMS, Case
 from benchmarks.systems.comparison import REFERENCE, Outcome, Schedule, compare
 from benchmarks.systems.memory import copy_gb_per_s
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decided += found
         collected += [{**row, "copy_gb_per_s": bandwidth} for row in rows(outcomes, memory)]
         # After every workload: a run that is cut off keeps what it has.
-        path = write_results(given.out, collected, seed=given.seed, targets=decided, benchmark="peers")
+        path = write_results("peers", collected, out=given.out, seed=given.seed, targets=decided)
     console.print(f"wrote {path}")
     return 0
 
@@ -252,12 +253,8 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="systems:\n" + "\n".join(f"  {name:22}  {summary}" for name, summary in SYSTEMS.items()),
-    )
+    systems = "systems:\n" + "\n".join(f"  {name:22}  {summary}" for name, summary in SYSTEMS.items())
+    parser = option_parser("peers", __doc__, seed=True, epilog=systems)
     add = parser.add_argument
     add("--model", nargs="+", choices=WORKLOADS, default=list(CUDA_MODELS if cuda else CPU_MODELS), metavar="MODEL",
         help=f"of {', '.join(WORKLOADS)} (%(default)s)")  # fmt: skip
@@ -279,9 +276,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--update-interval", type=int, default=4, help="of zenflow, ours and DeepSpeed's (4)")
     add("--option", nargs="+", type=_option, default=[], metavar="NAME=VALUE", help="further ones of ZenFlowAdamW")
     add("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
-    add("--seed", type=int, default=0)
     add("--deepspeed-python", type=Path, default=DEEPSPEED_PYTHON, help="interpreter that has DeepSpeed")
-    add("--out", help="name of the file in benchmarks/results (peers on the CPU, peers_cuda on CUDA)")
     given = parser.parse_args(arguments)
 
     usable = [core.logical for core in physical_cores()]
@@ -301,7 +296,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.device == "cpu" and (left_out := [name for name in CUDA_ONLY if name in given.system]):
         print(f"not run without a CUDA device: {', '.join(left_out)}", file=sys.stderr)
         given.system = [name for name in given.system if name not in left_out]
-    given.out = given.out or ("peers_cuda" if given.device == "cuda" else "peers")
+    if given.device == "cuda" and given.out is None:
+        given.out = common.RESULTS / "peers_cuda.json"  # beside the results of the CPU, not in their place
     return given
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, interleaved, ratios, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.prediction import Prediction, Predictor
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
@@ -226,23 +226,17 @@ def stride_verdict(rows: Sequence[dict[str, Any]], predictor: Predictor) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks policies``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks policies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("policies", __doc__, rounds=6, seed=True)
     cores = physical_cores()
     known = ("policies", "resident share", "stride")
     add = parser.add_argument
     add("--model", choices=WORKLOADS, default="compute-bound")
     add("--table", nargs="+", choices=known, default=list(known), help="(all)")
     add("--threads", type=int, default=max(1, len(cores) // 2), help="intra-op threads (half of the cores)")
-    add("--rounds", type=int, default=6, help="(%(default)s)")
     add("--steps", type=int, default=16, help="timed steps of a turn, a multiple of 4 (%(default)s)")
     add("--profile", type=int, default=24, help="steps under zf.profile() (%(default)s)")
     add("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
     add("--nvme", help="directory for state in files (a temporary one)")
-    add("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     if given.steps % 4 or given.steps < 4:
         parser.error(f"--steps {given.steps} must be a multiple of 4, whole windows")
@@ -271,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # JSON knows no infinity, and None is a link that is too slow for the device to update anything.
     said = {"stride_ratio": ratio if math.isfinite(ratio) else None, "stride": stride}
     rows.append({"hardware": predictor.described(), **said})
-    console.print(f"wrote {write_results('policies', rows, seed=given.seed, targets=found)}")
+    console.print(f"wrote {write_results('policies', rows, out=given.out, seed=given.seed, targets=found)}")
     return 0
 
 

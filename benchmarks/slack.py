@@ -16,7 +16,6 @@ All update the same parameters at the same steps, so that their weights must agr
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -31,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 import zenflow_compile as zf
-from benchmarks.common import Target, write_results
+from benchmarks.common import Target, option_parser, write_results
 from benchmarks.emulated import EmulatedModel, SlowHostAdam
 from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import ParamPlan, Placement
@@ -179,7 +178,7 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the emulation; exits with 1 if a claim does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks slack", description=__doc__.partition("\n")[0])
+    parser = option_parser("slack", __doc__)
     parser.add_argument("--steps", type=int, default=40, help="measured steps per run (%(default)s)")
     parser.add_argument("--milliseconds", type=float, default=2.5, help="of each operation (%(default)s)")
     parser.add_argument("--layers", type=int, default=KEPT + 10 * INTERVAL, help="(%(default)s)")
@@ -208,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table)
     found = targets(rows)
     console.print(*map(str, found), sep="\n", highlight=False)
-    console.print(f"wrote {write_results('slack', rows, seed=0, targets=found)}")
+    console.print(f"wrote {write_results('slack', rows, out=given.out, seed=0, targets=found)}")
     return 0 if all(target.met for target in found) else 1
 
 

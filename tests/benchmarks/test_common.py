@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks.common import Spread, Target, interleaved, percentile, ratios, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, percentile, ratios, write_results
 
 
 def test_spread_interpolates_order_statistics() -> None:
@@ -64,8 +65,31 @@ def test_results_name_machine_commit_and_command(results: Path) -> None:
     assert written["targets"][0]["met"] is True
     assert {"cpu", "cores", "python", "torch", "load_average_1min"} <= written["machine"].keys()
     assert "commit" in written
-    other = json.loads(write_results("some_gpu", [], benchmark="some").read_text())
-    assert (other["benchmark"], other["command"].split()[3]) == ("some", "some")
+
+
+def test_out_is_the_exact_path(tmp_path: Path, results: Path) -> None:
+    for name in ("trial", "trial.json", "made/here.txt"):
+        path = write_results("some", [], out=tmp_path / name)
+        assert path == tmp_path / name
+        assert json.loads(path.read_text())["benchmark"] == "some"
+    assert not results.exists()
+
+
+@pytest.mark.parametrize("name", sorted(runner.benchmarks()))
+def test_every_benchmark_takes_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(f"benchmarks.{name}").main(["--help"])
+    assert exit_.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"usage: python -m benchmarks {name} " in said
+    assert f"--out PATH results file (benchmarks/results/{name}.json)" in said
+
+
+def test_shared_options_have_defaults() -> None:
+    given = option_parser("some", "doc", rounds=7, seed=True).parse_args([])
+    assert vars(given) == {"out": None, "rounds": 7, "seed": 0}
+    given = option_parser("some", "doc").parse_args(["--out", "a/b.json"])
+    assert vars(given) == {"out": Path("a/b.json")}
 
 
 def test_the_runner_lists_what_has_a_main() -> None:

@@ -96,9 +96,9 @@ def test_wrong_options(arguments: list[str], says: str, capsys: pytest.CaptureFi
 def test_end_to_end(results: Path, tmp_path: Path) -> None:
     sizes = ["--model", "tiny", "--inner", "eager", "--rounds", "2", "--steps", "4", "--pilot", "4", "--threads", "1"]
     systems = ["--system", "adamw", "zenflow", "deepspeed_zenflow", "--deepspeed-python", str(tmp_path / "python")]
-    option = ["--option", "device_share=0.0", "--out", "trial", "--device", "cpu"]
+    option = ["--option", "device_share=0.0", "--out", str(tmp_path / "trial.json"), "--device", "cpu"]
     assert peers.main([*sizes, *systems, *option]) == 0
-    written = json.loads((results / "trial.json").read_text())
+    written = json.loads((tmp_path / "trial.json").read_text())
     adamw, zenflow, deepspeed = written["rows"]
     assert written["benchmark"] == "peers"
     assert adamw["turns_beside"] == ["zenflow"]

@@ -11,7 +11,7 @@ from torch import nn
 import zenflow_compile as zf
 from tests.profiling.synthetic import MS, event, recording
 from zenflow_compile.profiling.chrome_trace import chrome_trace
-from zenflow_compile.profiling.gantt import BACKWARD, FORWARD, IDLE, EVALUATION, UPDATE, WAIT, draw
+from zenflow_compile.profiling.gantt import BACKWARD, EVALUATION, FORWARD, IDLE, UPDATE, WAIT, draw
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import render
 from zenflow_compile.profiling.summary import Summary, summarize
