@@ -1,8 +1,8 @@
-"""What PyTorch's clipping costs over gradients of offloaded parameters and over dense ones, and what ``.grad`` costs.
+"""Time of PyTorch's clipping over gradients of offloaded parameters and over dense ones, and time to set ``.grad``.
 
 Two models of 300 weights and no biases take turns: one under ``torch.optim.AdamW``, with dense gradients, and one under
-``ZenFlowAdamW``, with all weights offloaded. In every step both clip twice right behind the backward, by PyTorch's own
-``clip_grad_norm_``. The second call finds the norms of the first, and multiplies a second factor.
+``ZenFlowAdamW``, with all weights offloaded. In every step both call PyTorch's
+``clip_grad_norm_`` twice after the backward. The second call reuses the norms of the first and multiplies its factor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET_RATIO, TARGET_GRAD_US = 2.5, 4.0
 
 
 class Layers(nn.Module):
-    """Weights without biases, each in a product of its own, so that the backward is short."""
+    """Weights without biases, each in a separate product, so that the backward is short."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Training:
 
 
 def grad_us(training: Training, repeats: int) -> Spread:
-    """What it takes to make a record and its tensor and to put them into ``.grad``, in us."""
+    """Time to make a record and its tensor and to assign them to ``.grad``, in us."""
     offloaded = next(iter(training.optimizer.engine.offloaded.values()))
     param = offloaded.param
 

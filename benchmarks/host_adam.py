@@ -1,10 +1,10 @@
 """Host Adam against the memory's bandwidth, against PyTorch's fused AdamW, and against DeepSpeed's CPUAdam.
 
-One measurement closes one window over ``--params`` parameters: S gradients in the model's dtype are applied to
+One measurement flushes one update window over ``--params`` parameters: S gradients in the model's dtype are applied to
 fp32 masters and moments, and the new weights are written in the model's dtype.
 
-* ``ours``: the one fused pass that training uses, in tasks of 2^20 elements.
-* ``fused``: the same window with PyTorch's own pieces, in the same tasks: gradients cast and summed into an fp32
+* ``ours``: the fused pass that training uses, in tasks of 2^20 elements.
+* ``fused``: the same window with PyTorch's functions, in the same tasks: gradients cast and summed into an fp32
   buffer, ``torch._fused_adamw_``, a cast into the upload buffer, gradients zeroed.
 * ``aten``: this project's fallback where there is no C++ compiler.
 * ``deepspeed``: DeepSpeed's ``adam_update`` with the same casts, sum and zeroing around it, its own OpenMP threads;
@@ -12,8 +12,8 @@ fp32 masters and moments, and the new weights are written in the model's dtype.
 * ``copy``: ``Tensor.copy_`` of as many bytes as the window moves.
 
 GB/s counts what a window must move: masters and moments read and written (24 bytes per parameter), S gradients read
-and one upload buffer written. Write-allocate traffic is counted for nobody, ``copy`` included. All of them take turns
-in the same run, on the same cores, one thread per core.
+and one upload buffer written. Write-allocate traffic is not counted, in ``copy`` neither. All kernels take turns in
+the same run, on the same cores, one thread per core.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COPY_SHARE, OVER_FUSED = 0.9, 1.3  # the targets
 
 
 class Window:
-    """The memory of one closed window of ``slots`` gradients, and ways to apply it."""
+    """The memory of one flushed window of ``slots`` gradients, and ways to apply it."""
 
     def __init__(self, numel: int, slots: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ class Window:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """What a close must move at least."""
+        """The least bytes per parameter that a flush moves."""
         return 24 + (self.slots + 1) * self.dtype.itemsize
 
     def host_adam(self, name: str) -> Callable[[slice], None]:
@@ -172,7 +172,7 @@ def _in_tasks(update: Callable[[slice], None], numel: int, threads: int, number:
 
 
 def _deepspeed(stack: ExitStack, python: Path, dtype: str, slots: int, numel: int, threads: int) -> Worker:
-    """DeepSpeed's CPUAdam in a process of its own, ready."""
+    """Start DeepSpeed's CPUAdam in its own process."""
     command = [must_exist(python), "-m", "benchmarks.systems.cpu_adam_worker", dtype, slots, numel, threads]
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
     worker = stack.enter_context(Worker([str(part) for part in command], environment))
@@ -186,8 +186,8 @@ def _asked(worker: Worker, whole: bool) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """All rows, one line each."""
-    made = Table(title="Closing one window on the host", caption="median (5th to 95th percentile) over rounds")
+    """Make the table, one line per row."""
+    made = Table(title="Flushing one update window on the host", caption="median (5th to 95th percentile) over rounds")
     for column in ("kernel", "dtype", "S", "threads"):
         made.add_column(column)
     for column in ("M parameters/s", "GB/s", "of copy_", "ours is faster by"):

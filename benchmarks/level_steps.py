@@ -1,12 +1,11 @@
-"""Are steps level? Distribution of step times and stalls under resident, zero_offload and zenflow, in turns.
+"""Are steps equally long? Distribution of step times and stalls under resident, zero_offload and zenflow, in turns.
 
 The model's host work fits into its window (compute-bound by default), so that no step has to be longer than another. A
-system that closes everything at once has one long step in every window: it shows as autocorrelation of the step times
-at lag S, and in the mean of the slowest phase (step number modulo S) over the mean of all steps.
+system that flushes all windows at once has one long step per window: this shows as autocorrelation of the step times at
+lag S, and in the mean of the slowest phase (step number modulo S) over the mean of all steps.
 
-Autocorrelations are taken within turns, around each turn's mean, and pooled. Without any pattern they lie within
-2 / sqrt(n) of zero, which is printed beside them. Stalls come from a pass under ``zf.profile()`` apart from the timed
-rounds.
+Autocorrelations are computed within turns, around each turn's mean, and pooled. Without a pattern they lie within
+2 / sqrt(n) of zero, which is printed next to them. Stalls come from a separate pass under ``zf.profile()``.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def row(case: Case, turns: Sequence[Sequence[float]], profiled: dict[str, Any], 
 
 
 def table(rows: Sequence[dict[str, Any]], interval: int) -> Table:
-    """One line per policy."""
+    """Make the table, one line per policy."""
     made = Table(
         title=f"Steps of {rows[0]['summary']}; windows of {interval} steps",
         caption="median (5th to 95th percentile)",

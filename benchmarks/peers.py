@@ -1,14 +1,14 @@
-"""Step time of resident AdamW, of this project's policies, and of DeepSpeed, torchao and FSDP2, in one run.
+"""Step time of resident AdamW, of this project's policies, and of the baselines DeepSpeed, torchao and FSDP2.
 
-The same model, data, precision and cores for all. Every system is a process of its own that is asked for turns of a
-few steps, round after round, and frozen in between; within a round only quotients count.
+Model, data, precision and cores are the same for all. Every system runs in its own process, which trains a few steps
+per round and is frozen in between. Only ratios within a round are compared.
 
-*Cores and threads.* Every process is confined to the same cores and may divide them as it likes: its intra-op threads
-are half of them or all, whichever makes it faster when tried alone, and what it starts beside them (our workers,
-ZenFlow's optimizer process) keeps its defaults. All thread counts that were tried are in the results.
+*Cores and threads.* Every process is confined to the same cores. Its intra-op threads are half of them or all,
+whichever is faster when tried alone; threads and processes in addition to them (our workers, ZenFlow's optimizer
+process) keep their defaults. All thread counts that were tried are in the results.
 
-*Step time* is the mean over a turn, so that a system with one long step in every window is charged for it, and the
-median of that over rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
+*Step time* is the mean over a turn, so that one long step per window counts, and the median of that over
+rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from zenflow_compile.runtime.host.cores import physical_cores
 CPU_MODELS = ("optimizer-bound", "compute-bound", "gpt")
 CUDA_MODELS = ("qwen2.5-3b", "llama-3b-32k")
 CAP = 0.8
-"""Of the 16 bytes per parameter that resident mixed-precision AdamW needs for weights, gradients, masters and moments
-alone: what ``--memory capped`` leaves a process."""
+"""Memory limit of ``--memory capped``, as a share of the 16 bytes per parameter that resident mixed-precision AdamW
+needs for weights, gradients, masters and moments."""
 _FEW = Schedule(warm_up=8, pilot=4, rounds=4, settle=1, steps=4, profile=4)
 SCHEDULES = {"gpt": _FEW} | {model: replace(_FEW, rounds=5, steps=8, profile=8) for model in (*CUDA_MODELS, "llama-1b")}
-"""Of the models whose steps take seconds; the others follow the command line."""
+"""Shorter schedules, for models whose steps take seconds."""
 
 _BREAKDOWN = {
     "forward": "forward_ms_per_step",
@@ -52,6 +52,7 @@ _BREAKDOWN = {
     "merge": "merge_ms_per_step",
     "select": "select_ms_per_step",
     "stall": "stall_ms_per_step",
+    "other": "other_ms_per_step",
     "host update": "host_update_ms_per_step",
     "D2H": "d2h_ms_per_step",
     "H2D": "h2d_ms_per_step",
@@ -85,7 +86,7 @@ def rows(outcomes: Sequence[Outcome], memory: str) -> list[dict[str, Any]]:
             row
             | {
                 "threads": case.threads,
-                "turns_beside": list(outcome.beside),
+                "turns_beside": list(outcome.turns_with),
                 "step_ms": Spread.of(outcome.rounds_ms).row(),
                 "single_step_ms": Spread.of(list(itertools.chain(*outcome.steps_ms))).row(),
                 "step_over_adamw": Spread.of(over).row() if over else None,
@@ -109,7 +110,7 @@ def targets(model: str, outcomes: Mapping[str, Outcome]) -> list[Target]:
             return None
         if b == REFERENCE:
             return statistics.median(first.rounds_over_reference)
-        if b in first.beside:
+        if b in first.turns_with:
             return statistics.median(ratios(first.rounds_ms, second.rounds_ms))
         # They took turns with the reference, not with each other.
         return statistics.median(ratios(first.rounds_over_reference, second.rounds_over_reference))
@@ -166,7 +167,7 @@ def breakdown_table(outcomes: Sequence[Outcome]) -> Table | None:
     if not profiled:
         return None
     floor = next((o.rounds_ms for o in outcomes if o.case.system == "forward_backward" and o.rounds_ms), None)
-    made = Table(title="ms per step under zf.profile(); the last four run beside the others, if they are hidden")
+    made = Table(title="ms per step under zf.profile(); the last three overlap with the others where they are hidden")
     made.add_column("policy")
     for column in ("steps", *_BREAKDOWN, "hidden"):
         made.add_column(column, justify="right")
@@ -297,7 +298,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         print(f"not run without a CUDA device: {', '.join(left_out)}", file=sys.stderr)
         given.system = [name for name in given.system if name not in left_out]
     if given.device == "cuda" and given.out is None:
-        given.out = common.RESULTS / "peers_cuda.json"  # beside the results of the CPU, not in their place
+        given.out = common.RESULTS / "peers_cuda.json"  # does not replace the results of the CPU
     return given
 
 

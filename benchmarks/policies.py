@@ -2,11 +2,10 @@
 
 Three tables. *Policies*: the six, and mixtures. *Resident share*: TwinFlow and Deep Optimizer States with more and more
 state on the device (Figures 10 and 11 of Deep Optimizer States). *Stride*: every k-th subgroup updated on the device
-(its Figure 16), beside the stride that the performance model chooses from the rates measured here.
+(its Figure 16), next to the stride that the performance model chooses from the rates measured here.
 
-Systems run in turns, frozen in between, and confined to the same cores. *Update* is what a step takes beyond forward
-and backward: the device's own updates and merges, and what it waits for. Times of parts come from a pass under
-``zf.profile()`` apart from the timed rounds.
+Systems run in turns, frozen in between, and confined to the same cores. *Update* is the time of a step in addition to
+forward and backward: device updates, merges and waits. Times of parts come from a separate pass under ``zf.profile()``.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def variants(elements: int, nvme: str, tables: Sequence[str]) -> list[Variant]:
     """What is compared.
 
     Args:
-        elements: of the largest parameter, which is a subgroup of its own.
+        elements: of the largest parameter, which is one subgroup.
         nvme: directory for directories with state in files: one each, since two optimizers never share one.
     """
     streamed: dict[str, Any] = {"sub_group_size": elements}
@@ -163,7 +162,7 @@ def measure(given: argparse.Namespace, chosen: Sequence[Variant]) -> tuple[float
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """One line per variant, predicted times beside measured ones."""
+    """Make the table, one line per variant, predicted times next to measured ones."""
     made = Table(title=title, caption="median (5th to 95th percentile) over rounds; state bytes in MB; p: predicted")
     made.add_column("variant")
     columns = (

@@ -1,8 +1,8 @@
-"""Claims of the papers against the simulator: what was published, what it gives, and why they differ.
+"""Claims of the papers against the simulator: published number, prediction, and why they differ.
 
-It knows numbers that a data sheet, a paper's own table of rates, or this project's host kernel states. Nothing is
-fitted to a claim, so a deviation is a finding: of the model, or of the system that the paper measured. Two predictions
-stand beside each published time: at the rates and in the schedule of the published system, and at this project's.
+The simulator's inputs come from data sheets, the papers' own tables of rates, and this project's host kernel. Nothing
+is fitted to a claim, so a deviation is a finding about the model or about the measured system. Each published time has
+two predictions: with the rates and schedule of the published system, and with this project's.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Does the device wait for a slow host? On a device whose work is emulated by waits of known length.
+"""Does the device wait for a slow host? Measured on an emulated device, whose work is sleeping for a known time.
 
-A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a
+A stack of layers trains with the optimizer in the backward. The host is made slow until its work takes 60% of a
 step without clipping, or 30% with it (where no update can start before the whole gradient is known). The runs:
 
 * ``planned``: the first layers on the device, the rest in windows of 4 steps, weight gradients as soon as possible;
 * ``planned, ordered``: the same with weight gradients in forward order;
-* ``ordered``: nothing on the device, what the others keep there the host updates at every step; forward order;
-* ``naive``: like that, with weight gradients as soon as possible.
+* ``ordered``: nothing on the device; the host updates the first layers at every step; forward order;
+* ``naive``: the same with weight gradients as soon as possible.
 
-Where the first layers are kept, the order that suits them only takes time from the last ones; where nothing can be
-kept it is what is left to do.
+With the first layers on the device, forward order only takes time from the last layers; without them it helps.
 
-All update the same parameters at the same steps, so that their weights must agree bit for bit.
+All runs update the same parameters at the same steps, so that their weights must agree bit for bit.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def outcome(system: str, rounds_ms: list[float], model: str = "optimizer-bound",
 
 def measured() -> dict[str, Outcome]:
     everyone = {"adamw": [10.0, 10.0], "zenflow": [11.0, 11.0], "deepspeed_zenflow": [22.0, 11.0]}
-    return {name: outcome(name, ms, beside=tuple(set(everyone) - {name})) for name, ms in everyone.items()}
+    return {name: outcome(name, ms, turns_with=tuple(set(everyone) - {name})) for name, ms in everyone.items()}
 
 
 def printed(table: Table) -> str:
@@ -48,13 +48,13 @@ def test_targets_are_quotients_within_rounds() -> None:
     found = peers.targets("optimizer-bound", measured())
     assert [(target.measured, target.met) for target in found] == [(1.5, True), (1.1, True)]
     # Peers that took turns with the reference alone are compared through it.
-    apart = {name: outcome(name, each.rounds_ms, beside=()) for name, each in measured().items()}
+    apart = {name: outcome(name, each.rounds_ms, turns_with=()) for name, each in measured().items()}
     assert [target.measured for target in peers.targets("optimizer-bound", apart)] == [1.5, 1.1]
     assert peers.targets("gpt", measured()) == []
 
 
 def test_a_target_without_its_peer_is_left_out() -> None:
-    alone = {"zenflow": outcome("zenflow", [11.0], beside=("adamw",)), "adamw": outcome("adamw", [10.0])}
+    alone = {"zenflow": outcome("zenflow", [11.0], turns_with=("adamw",)), "adamw": outcome("adamw", [10.0])}
     assert len(peers.targets("optimizer-bound", alone)) == 1
     assert peers.targets("optimizer-bound", {"adamw": alone["adamw"]}) == []
 

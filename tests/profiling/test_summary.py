@@ -67,7 +67,7 @@ def test_known_run():
 
 
 def test_mean_window_is_taken_parameter_by_parameter():
-    """One closes at steps 0, 3 and 4, another at 2 and 6, a third only once: 8 steps in 3 windows."""
+    """Flushes at steps 0, 3 and 4, at 2 and 6, and one alone: 8 steps in 3 windows."""
     flushed = [("a", 0), ("a", 3), ("a", 4), ("b", 2), ("b", 6), ("c", 5)]
     events = [event("windows", "flush", 10 * s, 10 * s, step=s, param=param) for param, s in flushed]
     events += [event("step", "step", 10 * s, 10 * s + 10, step=s) for s in range(7)]
@@ -139,7 +139,7 @@ def test_a_slow_step_in_the_middle_counts():
 
 
 def test_work_after_the_last_step_counts_without_stall():
-    """What lands while the profile is left belongs to the last step; waiting for it held no step up."""
+    """Work that ends while the profile exits belongs to the last step; waiting for it delays no step."""
     events = [event("step", "step", 0, 10, step=0)]
     events += [event("worker 0", "host_update", 8, 20, step=0), event("compute", "wait", 10, 20, step=0)]
     events += [event("H2D", "copy", 20, 21, step=0, size=5_000_000)]
