@@ -2,7 +2,7 @@
 
 python -m benchmarks                    what there is
 python -m benchmarks NAME [options]     one of them; --help lists its options
-python -m benchmarks all                every one with its defaults, each in a process of its own
+python -m benchmarks all                every one with its defaults, each in its own process
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+_NOT_IN_ALL = ("before_after",)  # needs another checkout
 
 
 def benchmarks() -> dict[str, str]:
@@ -38,7 +39,7 @@ def main() -> int:
         return 0
     if name == "all":
         failed = 0
-        for each in known:
+        for each in (name for name in known if name not in _NOT_IN_ALL):
             print(f"== {each}", flush=True)
             failed += subprocess.run([sys.executable, "-m", "benchmarks", each], check=False).returncode != 0
         return failed

@@ -1,13 +1,12 @@
-"""What PyTorch's clipping costs over gradients of offloaded parameters and over dense ones, and what ``.grad`` costs.
+"""Time of PyTorch's clipping over gradients of offloaded parameters and over dense ones, and time to set ``.grad``.
 
 Two models of 300 weights and no biases take turns: one under ``torch.optim.AdamW``, with dense gradients, and one under
-``ZenFlowAdamW``, with all weights offloaded. In every step both clip twice right behind the backward, by PyTorch's own
-``clip_grad_norm_``. The second call finds the norms of the first, and multiplies a second factor.
+``ZenFlowAdamW``, with all weights offloaded. In every step both call PyTorch's
+``clip_grad_norm_`` twice after the backward. The second call reuses the norms of the first and multiplies its factor.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import timeit
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from benchmarks.common import Spread, Target, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, write_results
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 
@@ -27,7 +26,7 @@ TARGET_RATIO, TARGET_GRAD_US = 2.5, 4.0
 
 
 class Layers(nn.Module):
-    """Weights without biases, each in a product of its own, so that the backward is short."""
+    """Weights without biases, each in a separate product, so that the backward is short."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,8 +56,8 @@ class Training:
         self.first_us: list[float] = []
         self.second_us: list[float] = []
 
-    def step(self) -> None:
-        """One training step, whose clipping is timed."""
+    def step(self) -> float:
+        """Train one step, and return the us per tensor of its first clipping."""
         self.model(self.batch).backward()
         for times in (self.first_us, self.second_us):
             began = time.perf_counter()
@@ -66,10 +65,11 @@ class Training:
             times.append(1e6 * (time.perf_counter() - began) / TENSORS)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return self.first_us[-1]
 
 
 def grad_us(training: Training, repeats: int) -> Spread:
-    """What it takes to make a record and its tensor and to put them into ``.grad``, in us."""
+    """Time to make a record and its tensor and to assign them to ``.grad``, in us."""
     offloaded = next(iter(training.optimizer.engine.offloaded.values()))
     param = offloaded.param
 
@@ -83,9 +83,8 @@ def grad_us(training: Training, repeats: int) -> Spread:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks clipping``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks clipping", description=__doc__)
+    parser = option_parser("clipping", __doc__, rounds=60)
     parser.add_argument("--width", type=int, nargs="+", default=[64, 256], help="features per layer (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="(%(default)s)")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -97,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 training.step()
             training.first_us.clear()
             training.second_us.clear()
-        for number in range(given.rounds):
-            for training in (dense, offloaded)[:: -1 if number % 2 else 1]:
-                training.step()
+        interleaved(given.rounds, {"dense": dense.step, "offloaded": offloaded.step}, warm_up=0)
         engine = offloaded.optimizer.engine
         assert len(engine.offloaded) == TENSORS
         ratios = [mine / other for mine, other in zip(offloaded.first_us, dense.first_us, strict=True)]
@@ -128,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         offloaded.optimizer.close()
     for target in targets:
         print(target)
-    print(f"wrote {write_results('clipping', rows, seed=0, targets=targets)}")
+    print(f"wrote {write_results('clipping', rows, out=given.out, seed=0, targets=targets)}")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""What every benchmark says about itself: machine, versions, commit, command line, and its numbers with their spread.
+"""What all benchmarks share: options, statistics, interleaved rounds, and the results file.
 
-Each benchmark writes one file of one format, ``benchmarks/results/NAME.json``::
+Each benchmark writes one file of one format, ``benchmarks/results/NAME.json`` or where ``--out`` says::
 
     {"benchmark": NAME, "command": "python -m benchmarks NAME ...", "commit": ..., "seed": ..., "machine": {...},
      "rows": [{...}, ...], "targets": [{"claim", "measured", "limit", "met"}, ...]}
@@ -10,6 +10,7 @@ A measured quantity is written as ``Spread.row()``.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -32,6 +33,32 @@ RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "triton", "transformers", "deepspeed", "torchao")
 
 Name = TypeVar("Name", bound=str)
+
+
+def option_parser(
+    name: str, doc: str, *, rounds: int | None = None, seed: bool = False, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """Make the parser of benchmark ``name`` with the options that benchmarks share.
+
+    Args:
+        name: of the benchmark's file, without suffix.
+        doc: the benchmark's docstring, shown by ``--help``.
+        rounds: default of ``--rounds``; None for benchmarks that have none, or a default of their own.
+        seed: whether ``--seed`` sets weights and data.
+        epilog: text below the options.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=doc,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, metavar="PATH", help=f"results file (benchmarks/results/{name}.json)")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help="(%(default)s)")
+    if seed:
+        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (%(default)s)")
+    return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +102,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A claim, what was measured, and the limit that decides: ``at_least`` or at most."""
+    """A claim with its measurement and its limit: ``at_least`` or at most."""
 
     claim: str
     measured: float
@@ -84,7 +111,7 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Whether the measurement keeps to the limit."""
+        """Whether the measurement is within the limit."""
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
 
     def __str__(self) -> str:
@@ -106,10 +133,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def interleaved(rounds: int, works: Mapping[Name, Callable[[], float]], warm_up: int = 1) -> dict[Name, list[float]]:
-    """Run every work once per round, the order reversed in every other round, and collect what they return.
+    """Run every work one time per round, in reversed order in every other round, and collect the results.
 
-    A slow minute of the machine hits all works alike, and ratios within a round cancel it. The first ``warm_up``
-    rounds, which touch pages and fill caches, are not kept.
+    A slow minute of the machine affects all works alike, and ratios within a round cancel it. The results of the first
+    ``warm_up`` rounds, which touch pages and fill caches, are dropped.
     """
     collected: dict[Name, list[float]] = {name: [] for name in works}
     for number in range(warm_up + rounds):
@@ -157,33 +184,33 @@ def write_results(
     name: str,
     rows: Sequence[Mapping[str, Any]],
     *,
+    out: Path | None = None,
     seed: int | None = None,
     targets: Sequence[Target] = (),
-    benchmark: str | None = None,
 ) -> Path:
-    """Write ``rows`` and what they belong to to ``benchmarks/results/NAME.json`` and return its path.
+    """Write ``rows`` with machine, versions, commit and command, and return the path of the file.
 
     Args:
-        name: of the file, by default also of the benchmark.
+        name: of the benchmark.
         rows: what was measured.
+        out: the file; None for ``benchmarks/results/NAME.json``. Its folder is made if it is missing.
         seed: of weights and data; None where a benchmark has no random part that matters.
         targets: claims that the rows decide.
-        benchmark: that wrote the file, where the file has another name.
     """
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = out or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = {
-        "benchmark": benchmark or name,
-        "command": shlex.join(["python", "-m", "benchmarks", benchmark or name, *sys.argv[1:]]),
+        "benchmark": name,
+        "command": shlex.join(["python", "-m", "benchmarks", name, *sys.argv[1:]]),
         "commit": _commit(),
         "seed": seed,
         "machine": machine(),
         "rows": list(rows),
         "targets": [target.row() for target in targets],
     }
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(unfinished, path)  # atomic: a benchmark that writes after every run may be cut off here
+    os.replace(unfinished, path)  # atomic: an interrupt leaves the last whole file
     return path
 
 

@@ -1,10 +1,10 @@
 """How far does every policy's training lie from AdamW's? Paired runs over seeds, from scratch and fine-tuning.
 
-    python -m benchmarks.convergence                  10M parameters, three seeds: about an hour on one core
-    python -m benchmarks.convergence --resume         go on where it was cut off
-    python -m benchmarks.convergence --again "zenflow, S = 8"    the same, with a rule whose code has changed
-    python -m benchmarks.convergence --model tiny     the model of examples.train_gpt
-    python -m benchmarks.convergence --tables         write what is in the results file into the documents
+    python -m benchmarks convergence                  10M parameters, three seeds: about an hour on one core
+    python -m benchmarks convergence --resume         go on where it was cut off
+    python -m benchmarks convergence --again "zenflow, S = 8"    the same, with a rule whose code has changed
+    python -m benchmarks convergence --model tiny     the model of examples.train_gpt
+    python -m benchmarks convergence --tables         write what is in the results file into the documents
 
 For every seed: AdamW on the device (the reference), zenflow with its defaults and windows of 2, 4 and "auto" steps, in
 fine-tuning 8, too, synchronous while the rate warms up. Runs of one seed share initial weights and data, so their
@@ -16,7 +16,6 @@ moments. Writes ``benchmarks/results/convergence.json`` after every run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from types import MappingProxyType
 
 from rich.console import Console
 
+from benchmarks.common import option_parser
 from benchmarks.convergence_study.outcomes import Outcomes, Texts, checkpoint, perform, phase_text
 from benchmarks.convergence_study.plan import PHASES, RULES, STUDIES, Run, Study, plan, sweep
 from benchmarks.convergence_study.tables import fill, markdown, report, summary
@@ -62,13 +62,17 @@ def on_device(study: Study, device: str, inner: str) -> Study:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study; exits with 1 if a claim does not hold."""
     names = tuple(dict.fromkeys(rule.name for phase in PHASES for rule in RULES[phase]))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__.partition("\n")[0])
+    parser = option_parser("convergence", __doc__)
     parser.add_argument("--model", choices=tuple(STUDIES), default="10m", help="%(default)s")
     parser.add_argument("--phase", choices=(*PHASES, "both"), default="both", help="%(default)s")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="keep what the results file has of this model")
     parser.add_argument(
-        "--again", action="append", choices=names, metavar="RULE", help="as --resume, but run this rule again"
+        "--again",
+        action="append",
+        choices=names,
+        metavar="RULE",
+        help="as --resume, but run this rule again, and what continues its runs",
     )
     parser.add_argument("--sweep", action="store_true", help="at the end, try the reference at other rates")
     parser.add_argument("--tables", action="store_true", help="run nothing, fill the tables in docs")
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(given.seeds)
     phases = PHASES if given.phase == "both" else (given.phase,)
     study = on_device(STUDIES[given.model], given.device, given.inner)
-    outcomes = Outcomes.read()
+    outcomes = Outcomes.read(given.out)
     console = Console()
     if given.tables:
         fill(ROOT / "docs" / "convergence.md", markdown(study, outcomes, seeds))

@@ -1,4 +1,4 @@
-"""A device whose work takes a known time and no core: what schedules do can then be seen on any machine."""
+"""Emulates a device by sleeping: its work takes a known time and no core, so that any machine can test schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zenflow_compile.runtime.host.host_adam import HostAdam
 
 @torch.library.custom_op("emulated::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    """``x @ weight.T``, which takes the device ``seconds``; so do its two gradients, each."""
+    """``x @ weight.T``, which takes ``seconds``, as does each of its two gradients."""
     time.sleep(seconds)
     return x @ weight.t()
 

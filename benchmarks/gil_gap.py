@@ -1,17 +1,14 @@
 """Does a host update freeze the training thread?
 
-While one worker thread updates the host state of some parameters, another Python thread spins and notes the
-longest time between two of its own iterations. A kernel that held the GIL would show here as a gap of its
-whole duration.
+While one worker thread updates host state, another Python thread spins and records the longest time between two of
+its iterations. A kernel that holds the GIL shows as a gap as long as the kernel.
 
-A thread also stands still when the operating system gives its core to someone else. Linux counts that time
-(/proc/thread-self/schedstat), so that it is told apart: ``gap`` leaves it out, ``raw gap`` does not. Where it
-is not counted both are the same, and only an idle machine shows anything.
+The operating system may also take the thread's core away. Linux counts that time (/proc/thread-self/schedstat): ``gap``
+excludes it, ``raw gap`` includes it. Where it is not counted both are the same, and only an idle machine tells.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import time
@@ -21,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common import Spread, Target, write_results
+from benchmarks.common import Spread, Target, option_parser, write_results
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 
@@ -32,13 +29,13 @@ class Gap(NamedTuple):
     """Milliseconds."""
 
     gap: float
-    """Longest time between two iterations of a Python thread beside the update, less what the system took"""
+    """Longest time between two iterations of a Python thread during the update, without time lost to the system"""
     raw_gap: float
-    """The same with what the system took"""
+    """The same, with time lost to the system"""
     raw_gap_alone: float
-    """The same of that thread alone for as long: the machine's noise"""
+    """The same of that thread alone, for as long: the machine's noise"""
     update: float
-    """The update beside that thread: waits for the GIL and for a core included"""
+    """Duration of the update next to that thread, waits for the GIL and for a core included"""
     update_alone: float
 
 
@@ -89,7 +86,7 @@ def _longest_gaps(begin: Callable[[], None], done: threading.Event, seconds: flo
     end = before + seconds
     begin()  # within the first gap: what it starts may take the GIL before it returns
     finished = False
-    while not finished:  # once more after the end: with the GIL held, that is the first iteration
+    while not finished:  # one more iteration after the end: the first one, if the update held the GIL
         finished = done.is_set() or before >= end
         now = clock()
         gap = now - before
@@ -112,15 +109,11 @@ def _seconds_in_run_queue() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks gil_gap``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gil_gap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("gil_gap", __doc__)
     parser.add_argument("--params", type=float, default=64, help="millions of parameters (default 64)")
-    parser.add_argument("--slots", type=int, default=4, help="gradients in the window (default 4)")
+    parser.add_argument("--slots", type=int, default=4, help="gradients in the update window (default 4)")
     parser.add_argument("--kernel", nargs="+", choices=("inductor", "aten"), default=["inductor", "aten"])
-    parser.add_argument("--repeats", type=int, default=5, help="updates beside a spinning thread (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="updates next to a spinning thread (default 5)")
     options = parser.parse_args(arguments)
     numel = round(options.params * 1e6)
     rows, targets = [], []
@@ -137,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append({**row, "milliseconds": milliseconds})
         targets.append(Target(f"{kernel}: longest gap in ms", longest, TARGET_MS, at_least=False))
         print(f"  {targets[-1]}")
-    print(f"wrote {write_results('gil_gap', rows, targets=targets)}")
+    print(f"wrote {write_results('gil_gap', rows, out=options.out, targets=targets)}")
     return 0
 
 

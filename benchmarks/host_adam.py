@@ -1,10 +1,10 @@
 """Host Adam against the memory's bandwidth, against PyTorch's fused AdamW, and against DeepSpeed's CPUAdam.
 
-One measurement closes one window over ``--params`` parameters: S gradients in the model's dtype are applied to
+One measurement flushes one update window over ``--params`` parameters: S gradients in the model's dtype are applied to
 fp32 masters and moments, and the new weights are written in the model's dtype.
 
-* ``ours``: the one fused pass that training uses, in tasks of 2^20 elements.
-* ``fused``: the same window with PyTorch's own pieces, in the same tasks: gradients cast and summed into an fp32
+* ``ours``: the fused pass that training uses, in tasks of 2^20 elements.
+* ``fused``: the same window with PyTorch's functions, in the same tasks: gradients cast and summed into an fp32
   buffer, ``torch._fused_adamw_``, a cast into the upload buffer, gradients zeroed.
 * ``aten``: this project's fallback where there is no C++ compiler.
 * ``deepspeed``: DeepSpeed's ``adam_update`` with the same casts, sum and zeroing around it, its own OpenMP threads;
@@ -12,13 +12,12 @@ fp32 masters and moments, and the new weights are written in the model's dtype.
 * ``copy``: ``Tensor.copy_`` of as many bytes as the window moves.
 
 GB/s counts what a window must move: masters and moments read and written (24 bytes per parameter), S gradients read
-and one upload buffer written. Write-allocate traffic is counted for nobody, ``copy`` included. All of them take turns
-in the same run, on the same cores, one thread per core.
+and one upload buffer written. Write-allocate traffic is not counted, in ``copy`` neither. All kernels take turns in
+the same run, on the same cores, one thread per core.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import Spread, Target, interleaved, ratios, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam_rule import StepCoefficients
@@ -46,7 +45,7 @@ COPY_SHARE, OVER_FUSED = 0.9, 1.3  # the targets
 
 
 class Window:
-    """The memory of one closed window of ``slots`` gradients, and ways to apply it."""
+    """The memory of one flushed window of ``slots`` gradients, and ways to apply it."""
 
     def __init__(self, numel: int, slots: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -58,7 +57,7 @@ class Window:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """What a close must move at least."""
+        """The least bytes per parameter that a flush moves."""
         return 24 + (self.slots + 1) * self.dtype.itemsize
 
     def host_adam(self, name: str) -> Callable[[slice], None]:
@@ -173,7 +172,7 @@ def _in_tasks(update: Callable[[slice], None], numel: int, threads: int, number:
 
 
 def _deepspeed(stack: ExitStack, python: Path, dtype: str, slots: int, numel: int, threads: int) -> Worker:
-    """DeepSpeed's CPUAdam in a process of its own, ready."""
+    """Start DeepSpeed's CPUAdam in its own process."""
     command = [must_exist(python), "-m", "benchmarks.systems.cpu_adam_worker", dtype, slots, numel, threads]
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
     worker = stack.enter_context(Worker([str(part) for part in command], environment))
@@ -187,8 +186,8 @@ def _asked(worker: Worker, whole: bool) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """All rows, one line each."""
-    made = Table(title="Closing one window on the host", caption="median (5th to 95th percentile) over rounds")
+    """Make the table, one line per row."""
+    made = Table(title="Flushing one update window on the host", caption="median (5th to 95th percentile) over rounds")
     for column in ("kernel", "dtype", "S", "threads"):
         made.add_column(column)
     for column in ("M parameters/s", "GB/s", "of copy_", "ours is faster by"):
@@ -212,11 +211,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks host_adam``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks host_adam",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("host_adam", __doc__, rounds=7)
     kernels = ("copy", "ours", "fused", "aten", "deepspeed")
     add = parser.add_argument
     add("--params", type=float, default=32, help="millions of parameters (32)")
@@ -224,7 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=sorted(DTYPES), default=["bf16", "fp32"], help="of gradients and weights")
     add("--threads", type=int, nargs="+", default=[1, 2], help="threads, one per core (1 2)")
     add("--kernel", nargs="+", choices=kernels, default=list(kernels))
-    add("--rounds", type=int, default=7)
     add("--deepspeed-python", type=Path, default=DEEPSPEED_PYTHON, help="interpreter that has DeepSpeed")
     given = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -241,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(rows))
     for target in targets:
         console.print(str(target), style="green" if target.met else "red", highlight=False)
-    console.print(f"wrote {write_results('host_adam', rows, seed=0, targets=targets)}")
+    console.print(f"wrote {write_results('host_adam', rows, out=given.out, seed=0, targets=targets)}")
     return 0
 
 

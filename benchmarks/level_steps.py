@@ -1,17 +1,15 @@
-"""Are steps level? Distribution of step times and stalls under resident, zero_offload and zenflow, in turns.
+"""Are steps equally long? Distribution of step times and stalls under resident, zero_offload and zenflow, in turns.
 
 The model's host work fits into its window (compute-bound by default), so that no step has to be longer than another. A
-system that closes everything at once has one long step in every window: it shows as autocorrelation of the step times
-at lag S, and in the mean of the slowest phase (step number modulo S) over the mean of all steps.
+system that flushes all windows at once has one long step per window: this shows as autocorrelation of the step times at
+lag S, and in the mean of the slowest phase (step number modulo S) over the mean of all steps.
 
-Autocorrelations are taken within turns, around each turn's mean, and pooled. Without any pattern they lie within
-2 / sqrt(n) of zero, which is printed beside them. Stalls come from a pass under ``zf.profile()`` apart from the timed
-rounds.
+Autocorrelations are computed within turns, around each turn's mean, and pooled. Without a pattern they lie within
+2 / sqrt(n) of zero, which is printed next to them. Stalls come from a separate pass under ``zf.profile()``.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -23,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, interleaved, percentile, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, percentile, write_results
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
 from benchmarks.systems.workloads import WORKLOADS
@@ -81,7 +79,7 @@ def row(case: Case, turns: Sequence[Sequence[float]], profiled: dict[str, Any], 
 
 
 def table(rows: Sequence[dict[str, Any]], interval: int) -> Table:
-    """One line per policy."""
+    """Make the table, one line per policy."""
     made = Table(
         title=f"Steps of {rows[0]['summary']}; windows of {interval} steps",
         caption="median (5th to 95th percentile)",
@@ -117,11 +115,7 @@ def table(rows: Sequence[dict[str, Any]], interval: int) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks level_steps``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks level_steps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("level_steps", __doc__, rounds=10, seed=True)
     cores = tuple(core.logical for core in physical_cores())
     add = parser.add_argument
     add("--model", choices=WORKLOADS, default="compute-bound")
@@ -129,11 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--threads", type=int, default=max(1, len(cores) // 2), help="intra-op threads (half of the cores)")
     add("--update-interval", type=int, default=4, help="S (4)")
-    add("--rounds", type=int, default=10)
     add("--steps", type=int, default=24, help="timed steps of a turn, a multiple of S (24)")
     add("--profile", type=int, default=48, help="steps under zf.profile() (48)")
     add("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
-    add("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     interval = given.update_interval
     if given.steps % interval or given.steps < 2 * interval:
@@ -172,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     zenflow = rows[POLICIES.index("zenflow")]
     target = Target("zenflow: p95 over median step", zenflow["p95_over_median"], P95_OVER_MEDIAN, False)
     console.print(str(target), style="green" if target.met else "red", highlight=False)
-    path = write_results("level_steps", rows, seed=given.seed, targets=[target])
+    path = write_results("level_steps", rows, out=given.out, seed=given.seed, targets=[target])
     console.print(f"wrote {path}")
     return 0
 

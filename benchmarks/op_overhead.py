@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from benchmarks.common import Spread, Target, write_results
+from benchmarks.common import Spread, Target, option_parser, write_results
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.resident_adam import ResidentAdam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -317,13 +317,12 @@ def targets_of(row: dict[str, Any]) -> list[Target]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks op_overhead``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks op_overhead", description=__doc__)
+    parser = option_parser("op_overhead", __doc__, rounds=20)
     parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="(both)")
     parser.add_argument(
         "--inner", nargs="+", choices=("eager", "inductor"), default=["eager", "inductor"], help="(both)"
     )
     parser.add_argument("--width", type=int, default=32, help="features per layer (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="of a round and variant: whole windows (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="print cProfile's table of the same steps, too")
     given = parser.parse_args(arguments)
@@ -336,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     targets = [target for row in rows for target in targets_of(row)]
     for target in targets:
         print(target)
-    print(f"wrote {write_results('op_overhead', rows, seed=0, targets=targets)}")
+    print(f"wrote {write_results('op_overhead', rows, out=given.out, seed=0, targets=targets)}")
     return 0
 
 

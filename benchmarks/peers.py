@@ -1,14 +1,14 @@
-"""Step time of resident AdamW, of this project's policies, and of DeepSpeed, torchao and FSDP2, in one run.
+"""Step time of resident AdamW, of this project's policies, and of the baselines DeepSpeed, torchao and FSDP2.
 
-The same model, data, precision and cores for all. Every system is a process of its own that is asked for turns of a
-few steps, round after round, and frozen in between; within a round only quotients count.
+Model, data, precision and cores are the same for all. Every system runs in its own process, which trains a few steps
+per round and is frozen in between. Only ratios within a round are compared.
 
-*Cores and threads.* Every process is confined to the same cores and may divide them as it likes: its intra-op threads
-are half of them or all, whichever makes it faster when tried alone, and what it starts beside them (our workers,
-ZenFlow's optimizer process) keeps its defaults. All thread counts that were tried are in the results.
+*Cores and threads.* Every process is confined to the same cores. Its intra-op threads are half of them or all,
+whichever is faster when tried alone; threads and processes in addition to them (our workers, ZenFlow's optimizer
+process) keep their defaults. All thread counts that were tried are in the results.
 
-*Step time* is the mean over a turn, so that a system with one long step in every window is charged for it, and the
-median of that over rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
+*Step time* is the mean over a turn, so that one long step per window counts, and the median of that over
+rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, ratios, write_results
+from benchmarks import common
+from benchmarks.common import Spread, Target, option_parser, ratios, write_results
 from benchmarks.systems.case import COMPARED_BY_POLICIES, CUDA_ONLY, OURS, SYSTEMS, Case
 from benchmarks.systems.comparison import REFERENCE, Outcome, Schedule, compare
 from benchmarks.systems.memory import copy_gb_per_s
@@ -38,11 +39,11 @@ from zenflow_compile.runtime.host.cores import physical_cores
 CPU_MODELS = ("optimizer-bound", "compute-bound", "gpt")
 CUDA_MODELS = ("qwen2.5-3b", "llama-3b-32k")
 CAP = 0.8
-"""Of the 16 bytes per parameter that resident mixed-precision AdamW needs for weights, gradients, masters and moments
-alone: what ``--memory capped`` leaves a process."""
+"""Memory limit of ``--memory capped``, as a share of the 16 bytes per parameter that resident mixed-precision AdamW
+needs for weights, gradients, masters and moments."""
 _FEW = Schedule(warm_up=8, pilot=4, rounds=4, settle=1, steps=4, profile=4)
 SCHEDULES = {"gpt": _FEW} | {model: replace(_FEW, rounds=5, steps=8, profile=8) for model in (*CUDA_MODELS, "llama-1b")}
-"""Of the models whose steps take seconds; the others follow the command line."""
+"""Shorter schedules, for models whose steps take seconds."""
 
 _BREAKDOWN = {
     "forward": "forward_ms_per_step",
@@ -51,6 +52,7 @@ _BREAKDOWN = {
     "merge": "merge_ms_per_step",
     "select": "select_ms_per_step",
     "stall": "stall_ms_per_step",
+    "other": "other_ms_per_step",
     "host update": "host_update_ms_per_step",
     "D2H": "d2h_ms_per_step",
     "H2D": "h2d_ms_per_step",
@@ -84,7 +86,7 @@ def rows(outcomes: Sequence[Outcome], memory: str) -> list[dict[str, Any]]:
             row
             | {
                 "threads": case.threads,
-                "turns_beside": list(outcome.beside),
+                "turns_beside": list(outcome.turns_with),
                 "step_ms": Spread.of(outcome.rounds_ms).row(),
                 "single_step_ms": Spread.of(list(itertools.chain(*outcome.steps_ms))).row(),
                 "step_over_adamw": Spread.of(over).row() if over else None,
@@ -108,7 +110,7 @@ def targets(model: str, outcomes: Mapping[str, Outcome]) -> list[Target]:
             return None
         if b == REFERENCE:
             return statistics.median(first.rounds_over_reference)
-        if b in first.beside:
+        if b in first.turns_with:
             return statistics.median(ratios(first.rounds_ms, second.rounds_ms))
         # They took turns with the reference, not with each other.
         return statistics.median(ratios(first.rounds_over_reference, second.rounds_over_reference))
@@ -165,7 +167,7 @@ def breakdown_table(outcomes: Sequence[Outcome]) -> Table | None:
     if not profiled:
         return None
     floor = next((o.rounds_ms for o in outcomes if o.case.system == "forward_backward" and o.rounds_ms), None)
-    made = Table(title="ms per step under zf.profile(); the last four run beside the others, if they are hidden")
+    made = Table(title="ms per step under zf.profile(); the last three overlap with the others where they are hidden")
     made.add_column("policy")
     for column in ("steps", *_BREAKDOWN, "hidden"):
         made.add_column(column, justify="right")
@@ -231,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decided += found
         collected += [{**row, "copy_gb_per_s": bandwidth} for row in rows(outcomes, memory)]
         # After every workload: a run that is cut off keeps what it has.
-        path = write_results(given.out, collected, seed=given.seed, targets=decided, benchmark="peers")
+        path = write_results("peers", collected, out=given.out, seed=given.seed, targets=decided)
     console.print(f"wrote {path}")
     return 0
 
@@ -252,12 +254,8 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="systems:\n" + "\n".join(f"  {name:22}  {summary}" for name, summary in SYSTEMS.items()),
-    )
+    systems = "systems:\n" + "\n".join(f"  {name:22}  {summary}" for name, summary in SYSTEMS.items())
+    parser = option_parser("peers", __doc__, seed=True, epilog=systems)
     add = parser.add_argument
     add("--model", nargs="+", choices=WORKLOADS, default=list(CUDA_MODELS if cuda else CPU_MODELS), metavar="MODEL",
         help=f"of {', '.join(WORKLOADS)} (%(default)s)")  # fmt: skip
@@ -279,9 +277,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--update-interval", type=int, default=4, help="of zenflow, ours and DeepSpeed's (4)")
     add("--option", nargs="+", type=_option, default=[], metavar="NAME=VALUE", help="further ones of ZenFlowAdamW")
     add("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
-    add("--seed", type=int, default=0)
     add("--deepspeed-python", type=Path, default=DEEPSPEED_PYTHON, help="interpreter that has DeepSpeed")
-    add("--out", help="name of the file in benchmarks/results (peers on the CPU, peers_cuda on CUDA)")
     given = parser.parse_args(arguments)
 
     usable = [core.logical for core in physical_cores()]
@@ -301,7 +297,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.device == "cpu" and (left_out := [name for name in CUDA_ONLY if name in given.system]):
         print(f"not run without a CUDA device: {', '.join(left_out)}", file=sys.stderr)
         given.system = [name for name in given.system if name not in left_out]
-    given.out = given.out or ("peers_cuda" if given.device == "cuda" else "peers")
+    if given.device == "cuda" and given.out is None:
+        given.out = common.RESULTS / "peers_cuda.json"  # does not replace the results of the CPU
     return given
 
 

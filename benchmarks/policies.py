@@ -2,11 +2,10 @@
 
 Three tables. *Policies*: the six, and mixtures. *Resident share*: TwinFlow and Deep Optimizer States with more and more
 state on the device (Figures 10 and 11 of Deep Optimizer States). *Stride*: every k-th subgroup updated on the device
-(its Figure 16), beside the stride that the performance model chooses from the rates measured here.
+(its Figure 16), next to the stride that the performance model chooses from the rates measured here.
 
-Systems run in turns, frozen in between, and confined to the same cores. *Update* is what a step takes beyond forward
-and backward: the device's own updates and merges, and what it waits for. Times of parts come from a pass under
-``zf.profile()`` apart from the timed rounds.
+Systems run in turns, frozen in between, and confined to the same cores. *Update* is the time of a step in addition to
+forward and backward: device updates, merges and waits. Times of parts come from a separate pass under ``zf.profile()``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Spread, Target, interleaved, ratios, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.prediction import Prediction, Predictor
 from benchmarks.systems.case import Case
 from benchmarks.systems.process import TrainingWorker
@@ -54,7 +53,7 @@ def variants(elements: int, nvme: str, tables: Sequence[str]) -> list[Variant]:
     """What is compared.
 
     Args:
-        elements: of the largest parameter, which is a subgroup of its own.
+        elements: of the largest parameter, which is one subgroup.
         nvme: directory for directories with state in files: one each, since two optimizers never share one.
     """
     streamed: dict[str, Any] = {"sub_group_size": elements}
@@ -163,7 +162,7 @@ def measure(given: argparse.Namespace, chosen: Sequence[Variant]) -> tuple[float
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """One line per variant, predicted times beside measured ones."""
+    """Make the table, one line per variant, predicted times next to measured ones."""
     made = Table(title=title, caption="median (5th to 95th percentile) over rounds; state bytes in MB; p: predicted")
     made.add_column("variant")
     columns = (
@@ -226,23 +225,17 @@ def stride_verdict(rows: Sequence[dict[str, Any]], predictor: Predictor) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks policies``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks policies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser("policies", __doc__, rounds=6, seed=True)
     cores = physical_cores()
     known = ("policies", "resident share", "stride")
     add = parser.add_argument
     add("--model", choices=WORKLOADS, default="compute-bound")
     add("--table", nargs="+", choices=known, default=list(known), help="(all)")
     add("--threads", type=int, default=max(1, len(cores) // 2), help="intra-op threads (half of the cores)")
-    add("--rounds", type=int, default=6, help="(%(default)s)")
     add("--steps", type=int, default=16, help="timed steps of a turn, a multiple of 4 (%(default)s)")
     add("--profile", type=int, default=24, help="steps under zf.profile() (%(default)s)")
     add("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
     add("--nvme", help="directory for state in files (a temporary one)")
-    add("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     if given.steps % 4 or given.steps < 4:
         parser.error(f"--steps {given.steps} must be a multiple of 4, whole windows")
@@ -271,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # JSON knows no infinity, and None is a link that is too slow for the device to update anything.
     said = {"stride_ratio": ratio if math.isfinite(ratio) else None, "stride": stride}
     rows.append({"hardware": predictor.described(), **said})
-    console.print(f"wrote {write_results('policies', rows, seed=given.seed, targets=found)}")
+    console.print(f"wrote {write_results('policies', rows, out=given.out, seed=given.seed, targets=found)}")
     return 0
 
 

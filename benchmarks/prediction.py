@@ -1,4 +1,4 @@
-"""What the simulator says about this machine, from rates that are measured here and nothing else."""
+"""Predicts step times on this machine with the simulator, from rates measured here and nothing else."""
 
 from __future__ import annotations
 

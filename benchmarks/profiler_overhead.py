@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -13,13 +12,12 @@ import torch
 from torch import nn
 
 import zenflow_compile as zf
-from benchmarks.common import Spread, interleaved, ratios, write_results
+from benchmarks.common import Spread, interleaved, option_parser, ratios, write_results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks profiler_overhead``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks profiler_overhead", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12, help="(%(default)s)")
+    parser = option_parser("profiler_overhead", __doc__, rounds=12)
     parser.add_argument("--steps", type=int, default=6, help="of a round (%(default)s)")
     parser.add_argument("--layers", type=int, default=24, help="(%(default)s)")
     parser.add_argument("--width", type=int, default=512, help="(%(default)s)")
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "steps_of_a_round": given.steps,
     }
     print(f"{Spread.of(times['plain'])} ms plain, {Spread.of(times['profiled'])} ms profiled: {overhead.median:+.1%}")
-    print(f"wrote {write_results('profiler_overhead', [row], seed=0)}")
+    print(f"wrote {write_results('profiler_overhead', [row], out=given.out, seed=0)}")
     return 0
 
 

@@ -1,13 +1,12 @@
-"""Claims of the papers against the simulator: what was published, what it gives, and why they differ.
+"""Claims of the papers against the simulator: published number, prediction, and why they differ.
 
-It knows numbers that a data sheet, a paper's own table of rates, or this project's host kernel states. Nothing is
-fitted to a claim, so a deviation is a finding: of the model, or of the system that the paper measured. Two predictions
-stand beside each published time: at the rates and in the schedule of the published system, and at this project's.
+The simulator's inputs come from data sheets, the papers' own tables of rates, and this project's host kernel. Nothing
+is fitted to a claim, so a deviation is a finding about the model or about the measured system. Each published time has
+two predictions: with the rates and schedule of the published system, and with this project's.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import ROOT, write_results
+from benchmarks.common import ROOT, option_parser, write_results
 from benchmarks.published import deep_optimizer_states, zenflow
 from benchmarks.published.claim import Claim
 
@@ -65,7 +64,7 @@ def page_tables() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks reproduce_papers``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks reproduce_papers", description=__doc__)
+    parser = option_parser("reproduce_papers", __doc__)
     parser.add_argument("--page", action="store_true", help="also write the tables into docs/reproduction.md")
     options = parser.parse_args(arguments)
     rows = [each.row() for each in claims()]
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         claim, where, *rest = cells(row)
         table.add_row(claim, where.partition(";")[0], *rest)
     Console().print(table)
-    print(f"wrote {write_results('reproduce_papers', rows)}")
+    print(f"wrote {write_results('reproduce_papers', rows, out=options.out)}")
     if options.page:
         write_page(rows)
     return 0

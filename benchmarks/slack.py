@@ -1,22 +1,20 @@
-"""Does the device wait for a slow host? On a device whose work is emulated by waits of known length.
+"""Does the device wait for a slow host? Measured on an emulated device, whose work is sleeping for a known time.
 
-A stack of layers trains in the form without an optimizer object. The host is made slow until its work takes 60% of a
+A stack of layers trains with the optimizer in the backward. The host is made slow until its work takes 60% of a
 step without clipping, or 30% with it (where no update can start before the whole gradient is known). The runs:
 
 * ``planned``: the first layers on the device, the rest in windows of 4 steps, weight gradients as soon as possible;
 * ``planned, ordered``: the same with weight gradients in forward order;
-* ``ordered``: nothing on the device, what the others keep there the host updates at every step; forward order;
-* ``naive``: like that, with weight gradients as soon as possible.
+* ``ordered``: nothing on the device; the host updates the first layers at every step; forward order;
+* ``naive``: the same with weight gradients as soon as possible.
 
-Where the first layers are kept, the order that suits them only takes time from the last ones; where nothing can be
-kept it is what is left to do.
+With the first layers on the device, forward order only takes time from the last layers; without them it helps.
 
-All update the same parameters at the same steps, so that their weights must agree bit for bit.
+All runs update the same parameters at the same steps, so that their weights must agree bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -31,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 import zenflow_compile as zf
-from benchmarks.common import Target, write_results
+from benchmarks.common import Target, option_parser, write_results
 from benchmarks.emulated import EmulatedModel, SlowHostAdam
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning import planners
@@ -180,7 +178,7 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the emulation; exits with 1 if a claim does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks slack", description=__doc__.partition("\n")[0])
+    parser = option_parser("slack", __doc__)
     parser.add_argument("--steps", type=int, default=40, help="measured steps per run (%(default)s)")
     parser.add_argument("--milliseconds", type=float, default=2.5, help="of each operation (%(default)s)")
     parser.add_argument("--layers", type=int, default=KEPT + 10 * INTERVAL, help="(%(default)s)")
@@ -209,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table)
     found = targets(rows)
     console.print(*map(str, found), sep="\n", highlight=False)
-    console.print(f"wrote {write_results('slack', rows, seed=0, targets=found)}")
+    console.print(f"wrote {write_results('slack', rows, out=given.out, seed=0, targets=found)}")
     return 0 if all(target.met for target in found) else 1
 
 

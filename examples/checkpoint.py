@@ -1,4 +1,4 @@
-"""Checkpoints that survive crashes and power losses: everything a run needs to continue as if it had never stopped.
+"""Writes and reads checkpoints that survive crashes and power losses, with everything that a run needs to continue.
 
 A checkpoint is a file that a weights-only load reads, followed by a SHA-256 of its content. PyTorch does not verify the
 checksums of its own format, so that a flipped bit would load as another number.
@@ -33,11 +33,11 @@ _READ_BYTES = 1 << 22
 
 
 class CheckpointError(ValueError):
-    """A file is no checkpoint, or its content is not what was written."""
+    """A file is not a checkpoint, or is damaged."""
 
 
 class CheckpointFolder:
-    """The checkpoints ``step-NNNNNN-RUN.pt`` of one run, in a folder that other runs may use, too.
+    """The checkpoints ``step-NNNNNN-RUN.pt`` of one run, in a folder that other runs may share.
 
     Args:
         folder: is created if it does not exist.
@@ -58,7 +58,7 @@ class CheckpointFolder:
         Raises:
             OSError: it could not be written; the checkpoints that exist stay.
         """
-        # Weights are read here outside of the compiled graphs: updates from the host must be applied first.
+        # state_dict() reads the weights outside of compiled graphs: pending host updates must be applied first.
         optimizer.synchronize()
         state = {
             "config": asdict(config),
@@ -75,7 +75,7 @@ class CheckpointFolder:
         _remove_unfinished(self.folder)
         path = self.folder / f"step-{step:06d}-{self.run}.pt"
         _write(state, path)
-        # Only now, with the new checkpoint on the disk, and only older ones of this run.
+        # Only after the new checkpoint is on the disk.
         older = [each for number, each in _checkpoints(self.folder, self.run) if number < step]
         for old in older[: len(older) - (_KEPT - 1)]:
             old.unlink()
@@ -108,7 +108,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 class _HashingFile:
-    """What ``torch.save`` writes to: a file, with the digest of what was written."""
+    """A file for ``torch.save`` that computes the digest of its content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
@@ -123,7 +123,7 @@ class _HashingFile:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` to ``path``: a reader sees a complete checkpoint or none, after a power loss, too."""
+    """Write ``state`` to ``path`` atomically: a reader sees a complete checkpoint or none, even after a power loss."""
     unfinished = path.with_suffix(_UNFINISHED)
     try:
         with unfinished.open("xb") as file:
@@ -150,7 +150,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs were writing; a file that is being written is locked."""
+    """Remove unfinished files of killed runs; files of live runs are locked."""
     for path in folder.glob(f"step-*{_UNFINISHED}"):
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +164,7 @@ def _checkpoints(folder: Path, run: str) -> list[tuple[int, Path]]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with the bytes of a checkpoint; None if they are what was written."""
+    """Say how the content of a checkpoint is damaged; None if it is intact."""
     with path.open("rb") as file:
         left = os.fstat(file.fileno()).st_size - _TRAILER_BYTES
         digest = hashlib.sha256()
@@ -180,7 +180,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _remedy(path: Path) -> str:
-    """Which checkpoint to take instead of a damaged one."""
+    """Name the checkpoint to use instead of a damaged one."""
     if (match := _NAME.fullmatch(path.name)) is not None:
         for step, earlier in reversed(_checkpoints(path.parent, match[2])):
             if step < int(match[1]) and _damage(earlier) is None:

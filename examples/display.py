@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: progress, step times, and the table that compares policies."""
+"""Terminal output of a run: progress, step times, and the table that compares policies."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def comparison(results: Sequence[TrainResult]) -> Table:
         title=f"{results[0].parameters / 1e6:.1f}M parameters, {config.steps} steps of "
         f"{config.batch * config.context:,} bytes, seed {config.seed}, on {config.torch_device().type}",
         caption="device, host: optimizer state. Traffic: both ways, in model sizes per step.\n"
-        "Times are per step, after the warm-up.",
+        "Times are means per step, after the warm-up.",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

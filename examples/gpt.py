@@ -1,4 +1,4 @@
-"""A small pre-norm GPT: an ordinary ``nn.Module`` that knows nothing of where its optimizer state lives."""
+"""A small pre-norm GPT: an ordinary ``nn.Module`` without any code for offloading."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider GELU layer, each behind a norm and beside a residual path."""
+    """Attention and a four times wider GELU layer, each behind a norm, with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a training run is made of and what comes out of it."""
+"""Settings and results of a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from examples.gpt import GPTConfig
 
-# What may differ between a checkpoint and the run that continues it: none of these touches the trajectory.
+# May differ between a checkpoint and the run that continues it, since they do not change the trajectory.
 _FREE_ON_RESUME = frozenset({"out", "resume", "save_every", "evaluate_every"})
 
 
@@ -33,11 +33,11 @@ class TrainConfig:
         max_grad_norm: bound on the global gradient norm, exact over device and host; None does not clip.
         warm_up: steps in which the rate rises; the optimizer updates everything synchronously meanwhile.
         seed: of the initial weights and of the order of the data.
-        update_interval: steps per window of deferred gradients, or ``auto`` (``zenflow`` only).
-        staleness: 0 or 1, steps by which a closed window may be seen late (``zenflow`` only).
+        update_interval: steps per update window, or ``auto`` (``zenflow`` only).
+        staleness: 0 or 1, steps by which the update of a flushed window may come late (``zenflow`` only).
         inner: what compiles the rewritten graphs: ``inductor``, or ``eager`` to run them as they are.
         device: ``auto`` takes CUDA where there is one.
-        text_bytes: at most so much of the standard library's source is read.
+        text_bytes: bytes of the standard library's source to read, at most.
         evaluate_every: steps between validations; one always follows the last step.
         evaluation_batches: batches per validation.
         save_every: steps between checkpoints; one always follows the last step.
@@ -126,13 +126,13 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What one run showed.
+    """Results of one run.
 
     Attributes:
         config: its settings.
         parameters: number of trained values.
         validation_loss: nats per byte after the last step.
-        step_ms: median time of an optimizer step, after the warm-up.
+        step_ms: mean time of an optimizer step, after the warm-up and without evaluation.
         tokens_per_second: at that pace.
         seconds: the whole run, compilation and validation included.
         device_bytes: optimizer state on the device.

@@ -1,4 +1,4 @@
-"""Training text that is on every machine, as bytes: the Python standard library's sources, PyTorch's C++ headers."""
+"""Loads text that is on every machine, as bytes: the Python standard library's sources, PyTorch's C++ headers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def load_text(limit_bytes: int = 20_000_000, *, root: Path | None = None, patter
     """Read the files named like ``pattern`` below ``root`` (the standard library) until ``limit_bytes`` are collected.
 
     A file goes to train or validation by a hash of its path relative to ``root``, so the split does not
-    depend on where Python is installed. Tests are left out: they would be two thirds of the text; and so is
-    what a program wrote.
+    depend on where Python is installed. Tests, which would be two thirds of the text, and generated files are left out.
 
     Raises:
         FileNotFoundError: if ``root`` holds too little source (some distributions ship bytecode only).
@@ -76,7 +75,7 @@ def training_batch(text: Text, *, seed: int, step: int, batch: int, context: int
     The batch is a function of ``(seed, step)`` alone: the step is the data's whole position, and a resumed
     run sees the batches that the uninterrupted one would have seen.
     """
-    # The CPU generator looks at the lower 32 bits only: seeds must differ there.
+    # The CPU generator uses the lower 32 bits only: seeds must differ there.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)
     starts = torch.randint(len(text.train) - context, (batch,), generator=generator)
     return _cut(text.train, starts, context)

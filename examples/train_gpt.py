@@ -10,13 +10,12 @@ On a machine with CUDA it trains there, with bf16 weights; without, the CPU is t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,26 +23,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import zenflow_compile as zf
+from examples.arguments import POLICIES, parse
 from examples.checkpoint import CheckpointFolder, load_checkpoint, restore_rng
 from examples.display import RunDisplay, StepClock, comparison, tokens_per_second
 from examples.gpt import GPT
 from examples.settings import TrainConfig, TrainResult
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
 
-POLICIES = ("resident", "zero_offload", "zenflow")
-_COUNTS = (
-    "steps",
-    "batch",
-    "context",
-    "layers",
-    "width",
-    "warm_up",
-    "seed",
-    "staleness",
-    "evaluate_every",
-    "save_every",
-)
-DEFAULT_OUT = "runs/train_gpt"
 CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
 
@@ -74,20 +60,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     model = initial_model(config)
     if resumed:
         model.load_state_dict(resumed["model"])
-    late: dict[str, Any] = {
-        "update_interval": config.update_interval,
-        "staleness": config.staleness,
-        "full_warm_up_rounds": config.warm_up,
-    }
-    optimizer = zf.ZenFlowAdamW(
-        model.named_parameters(),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        policy=config.policy,
-        **(late if config.policy == "zenflow" else {}),
-        max_grad_norm=config.max_grad_norm,
-        pt_reserved_cores_perc=CORES_OF_PYTORCH if device.type == "cpu" else None,
-    )
+    optimizer = make_optimizer(config, model)
     scheduler = LambdaLR(optimizer, config.rate)
     compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
     if resumed:
@@ -100,7 +73,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     checkpoint = None
     checkpoints = CheckpointFolder(config.out, resumed["run"] if resumed else None) if config.out else None
     validation_loss = float("nan")
-    # Compilation and the synchronous start say nothing about the steps that follow them.
+    # Profiling starts after compilation and the synchronous warm-up.
     measured_from = min(max(first_step + 2, config.warm_up), config.steps - 1)
     with optimizer, ExitStack() as measured, RunDisplay(console, config, first_step) as display:
         for step in range(first_step, config.steps):
@@ -132,7 +105,8 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         profile.report(console)
     if checkpoint:
         console.print(f"checkpoint: {checkpoint}", highlight=False)
-    step_ms = clock.median_ms() or float("nan")
+    summary = profile.summary()
+    step_ms = summary["step_ms"] or float("nan")
     return TrainResult(
         config=config,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -142,13 +116,31 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         seconds=time.perf_counter() - started,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        profile=dict(profile.summary()),
+        profile=dict(summary),
         checkpoint=checkpoint,
     )
 
 
+def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
+    """The optimizer: the one line that differs from a loop under ``torch.optim.AdamW``."""
+    windows: dict[str, Any] = {
+        "update_interval": config.update_interval,
+        "staleness": config.staleness,
+        "full_warm_up_rounds": config.warm_up,
+    }
+    return zf.ZenFlowAdamW(
+        model.named_parameters(),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        policy=config.policy,
+        **(windows if config.policy == "zenflow" else {}),
+        max_grad_norm=config.max_grad_norm,
+        pt_reserved_cores_perc=CORES_OF_PYTORCH if config.torch_device().type == "cpu" else None,
+    )
+
+
 def initial_model(config: TrainConfig) -> GPT:
-    """The model before its first step, on its device: drawn from the seed, or the weights of ``config.start_from``.
+    """Make the model on its device, with weights from the seed or from ``config.start_from``.
 
     Raises:
         ValueError: if those weights are of a model with other sizes.
@@ -170,7 +162,7 @@ def evaluate(
 ) -> float:
     """Mean loss of ``model`` over ``batches``, in nats per byte.
 
-    With a compiled model this sees the weights after the last step: inference graphs fetch what is due, too.
+    A compiled model applies pending updates first, so that this sees the weights after the last step.
     """
     losses = [model(tokens.to(device), targets.to(device)).float() for tokens, targets in batches]
     return torch.stack(losses).mean().item()
@@ -188,55 +180,11 @@ def compare(config: TrainConfig, *, text: Text | None = None, console: Console |
     return results
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
-    """Read the command line; the second value says whether to compare."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.train_gpt",
-        description=__doc__.partition("\n")[0],
-        argument_default=argparse.SUPPRESS,
-    )
-    defaults = TrainConfig()
-    parser.add_argument("--compare", action="store_true", default=False, help="train every policy and print one table")
-    parser.add_argument("--policy", choices=POLICIES, help=f"where optimizer state lives ({defaults.policy})")
-    parser.add_argument("--inner", choices=("inductor", "eager"), help=f"what compiles the graphs ({defaults.inner})")
-    for name in _COUNTS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}")
-    parser.add_argument("--update-interval", type=interval, metavar="N|auto", help=f"{defaults.update_interval}")
-    parser.add_argument("--lr", type=float, help=f"highest learning rate ({defaults.lr})")
-    parser.add_argument("--device", help="for example cpu or cuda:1 (cuda where there is one)")
-    parser.add_argument("--out", help=f"folder for checkpoints ({DEFAULT_OUT})")
-    parser.add_argument(
-        "--start-from", metavar="PATH", help="start with the weights of this checkpoint, and nothing else of it"
-    )
-    parser.add_argument(
-        "--resume", metavar="PATH", help="go on from this checkpoint, with the settings it was made with"
-    )
-    given = vars(parser.parse_args(arguments))
-    comparing: bool = given.pop("compare")
-    given.setdefault("out", None if comparing else DEFAULT_OUT)
-    try:
-        if "resume" not in given:
-            return TrainConfig(**given), comparing
-        if comparing:
-            raise ValueError("--resume continues one run and --compare starts three; use one of them")
-        saved = load_checkpoint(given["resume"])["config"]
-        config = replace(TrainConfig(**saved), **given)
-        config.must_continue(saved)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    return config, comparing
-
-
-def interval(text: str) -> int | Literal["auto"]:
-    """Read an update interval; raises ``ValueError``, which argparse reports, if it is neither a number nor auto."""
-    return "auto" if text == "auto" else int(text)
-
-
 def share_cores(device: torch.device) -> None:
-    """Leave the cores that run host updates to them, where the device is the CPU itself; alike for every policy.
+    """Confine PyTorch to ``CORES_OF_PYTORCH`` of the cores, under every policy, where the device is the CPU itself.
 
-    Half of the cores, as ``CORES_OF_PYTORCH`` tells the optimizer. A parallel region of PyTorch lasts as long as its
-    slowest thread, so that one core shared with a worker would slow down all.
+    The others run host updates. A parallel region of PyTorch lasts as long as its slowest thread, so that one core
+    shared with a worker would slow down all.
     """
     if device.type == "cpu":
         torch.set_num_threads(max(1, int(CORES_OF_PYTORCH * torch.get_num_threads())))

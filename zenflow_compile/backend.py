@@ -195,6 +195,9 @@ def rewriter(owned: Sequence[Owned], compile_id: str) -> private.Rewrite:
         def wrap(code: Callable[..., Any]) -> Callable[..., Any]:
             for engine_id, of_params in places.items():
                 code = ops.returning_gradients(code, engine_id, of_params)
+            if phase == Phase.INFERENCE.value:
+                for engine_id in params:
+                    code = ops.marking_inference(code, engine_id)
             return code
 
         return wrap

@@ -24,16 +24,17 @@ Texts = Callable[[Phase, int], Text]
 
 
 class Outcomes:
-    """Rows of ``benchmarks/results/convergence.json``, one per run."""
+    """Rows of the results file ``out``, or of ``benchmarks/results/convergence.json``, one per run."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self, rows: Iterable[dict[str, Any]] = (), out: Path | None = None) -> None:
         self._rows = list(rows)
+        self._out = out
 
     @classmethod
-    def read(cls) -> Outcomes:
-        """Those of earlier runs, if there are any."""
-        path = common.RESULTS / f"{NAME}.json"
-        return cls(json.loads(path.read_text())["rows"] if path.is_file() else ())
+    def read(cls, out: Path | None = None) -> Outcomes:
+        """Read the outcomes of earlier runs, if there are any."""
+        path = out or common.RESULTS / f"{NAME}.json"
+        return cls(json.loads(path.read_text())["rows"] if path.is_file() else (), out)
 
     def find(self, run: Run) -> dict[str, Any] | None:
         """The row of ``run``, None before it has run with these settings."""
@@ -45,11 +46,19 @@ class Outcomes:
         identity = run.identity()
         self._rows = [row for row in self._rows if not identity.items() <= row.items()]
         self._rows.append(identity | measured)
-        common.write_results(NAME, self._rows)
+        common.write_results(NAME, self._rows, out=self._out)
 
     def forget(self, model: str, rules: Container[str]) -> None:
-        """Drop the rows of ``model`` under ``rules``, given by name, so that these runs are due again."""
-        self._rows = [row for row in self._rows if row["model"] != model or row["rule"] not in rules]
+        """Drop the rows of ``model`` under ``rules``, given by name, so that these runs are due again.
+
+        Runs that continue a dropped run are dropped too, since they began with its weights.
+        """
+        dropped = [row["config"] for row in self._rows if row["model"] == model and row["rule"] in rules]
+        self._rows = [
+            row
+            for row in self._rows
+            if row["model"] != model or (row["rule"] not in rules and row["start"] not in dropped)
+        ]
 
 
 def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, Any]:

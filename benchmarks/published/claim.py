@@ -1,4 +1,4 @@
-"""One published number beside the predicted one."""
+"""One published number and its prediction."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 EXPLAINED_ABOVE = 0.25
-"""Deviations beyond this need a sentence."""
+"""Larger deviations need an explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A published number, and what this project's model gives for it.
+    """A published number, and the prediction of this project's model.
 
     Attributes:
         where: it was published.

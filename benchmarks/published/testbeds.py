@@ -1,7 +1,7 @@
 """The machines of the published runs, at the rates that their authors state, and a step on them by phases.
 
-*Stated* machines have the rates of the published system. The machines of ``planning.hardware`` as they are have those
-of this project's host kernel.
+*Stated* machines have the rates of the published system. The machines of ``performance.hardware`` have those of this
+project's host kernel.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def phases(
     workers: int | None = None,
     **options: Any,
 ) -> Phases:
-    """A simulated step of a policy whose windows close in every step.
+    """A simulated step of a policy whose windows are flushed in every step.
 
     Args:
         name: of a model. options: of the policy; subgroups are the published ones.

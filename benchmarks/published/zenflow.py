@@ -1,7 +1,7 @@
 """ZenFlow (arXiv 2505.12242) and DeepSpeed's blog on its core binding.
 
-Both are DeepSpeed: its updates begin after the whole backward. Its ZenFlow closes all windows in one step and lands
-them with the next close; here windows of four steps are staggered, land one step late, and nothing is kept whole.
+Both are DeepSpeed: its updates begin after the whole backward. Its ZenFlow flushes all windows in one step and applies
+them at the next flush; here windows of four steps are staggered, applied one step late, and no parameter is resident.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one system is asked to train, and how its process is told."""
+"""Describes what one system trains, in a form that can be sent to its process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SYSTEMS = {
 }
 OURS = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity")
 COMPARED_BY_POLICIES = ("resident", "twinflow", "deep_optimizer_states", "zero_infinity")
-"""Of ours, those that ``peers`` leaves out unless asked for: ``policies`` is about them."""
+"""Our systems that ``peers`` runs only if asked; the benchmark ``policies`` compares them."""
 DEEPSPEED = ("deepspeed_zero_offload", "deepspeed_zenflow")
 CUDA_ONLY = ("torchao_offload", "fsdp2_offload")
 
@@ -80,7 +80,7 @@ class Case:
         return workload if self.tokens is None else workload.with_tokens(self.tokens)
 
     def to_json(self) -> str:
-        """For the command line of a process."""
+        """Encode for the command line of a process."""
         return json.dumps(asdict(self))
 
     @classmethod

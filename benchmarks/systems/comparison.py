@@ -44,7 +44,7 @@ class Schedule:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one system showed, or why it did not.
+    """Measurements of one system, or why there are none.
 
     Attributes:
         case: with the thread count that was chosen.
@@ -52,12 +52,12 @@ class Outcome:
         memory_mib: host memory after the pilot, children included.
         rounds_ms: mean step of each round.
         steps_ms: every timed step, by round.
-        rounds_over_reference: quotients of ``rounds_ms`` with the reference's rounds beside them.
+        rounds_over_reference: ratios of ``rounds_ms`` to the reference's rounds.
         losses: of every step made, warm-up included.
         facts: of the process, see ``worker.Trainer.facts``.
         idle_cpu_share: cores kept busy while idle.
         breakdown: ``zf.profile().summary()``, for our policies.
-        beside: the systems that took turns with it.
+        turns_with: the systems that took turns with it.
         skipped: why there are no numbers.
     """
 
@@ -71,7 +71,7 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
     idle_cpu_share: float | None = None
     breakdown: dict[str, Any] | None = None
-    beside: tuple[str, ...] = ()
+    turns_with: tuple[str, ...] = ()
     skipped: str | None = None
 
 
@@ -141,7 +141,7 @@ def _fit_together(outcomes: Sequence[Outcome]) -> bool:
 def _start(
     stack: ExitStack, outcome: Outcome, schedule: Schedule, deepspeed_python: Path, say: Callable[[str], None]
 ) -> TrainingWorker | None:
-    """A worker that is ready, and closed with ``stack``; None if it failed this time."""
+    """Start a worker that ``stack`` closes; None if it failed."""
     worker = stack.enter_context(
         TrainingWorker(outcome.case, warm_up=schedule.warm_up, deepspeed_python=deepspeed_python)
     )
@@ -179,13 +179,13 @@ def _take_turns(present: Sequence[tuple[Outcome, TrainingWorker]], schedule: Sch
         system = outcome.case.system
         outcome.rounds_ms += means[system]
         outcome.losses = list(worker.losses)
-        outcome.beside += tuple(other for other in systems if other != system and other not in outcome.beside)
+        outcome.turns_with += tuple(other for other in systems if other != system and other not in outcome.turns_with)
         if system != REFERENCE and REFERENCE in systems:
             outcome.rounds_over_reference = ratios(means[system], means[REFERENCE])
 
 
 def _look_at(outcome: Outcome, worker: TrainingWorker, schedule: Schedule) -> None:
-    """What is not timing: after the rounds, so that it cannot disturb them."""
+    """Read everything but times, after the rounds, so that it cannot disturb them."""
     outcome.facts = worker.ask("facts")
     outcome.idle_cpu_share = worker.idle_cpu_share(_IDLE_SECONDS)
     if outcome.case.system in OURS:

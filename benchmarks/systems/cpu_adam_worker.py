@@ -1,4 +1,4 @@
-"""A process that applies one window with DeepSpeed's CPUAdam whenever asked; runs in DeepSpeed's environment.
+"""A process that applies one window per request with DeepSpeed's CPUAdam; runs in DeepSpeed's environment.
 
     python -m benchmarks.systems.cpu_adam_worker DTYPE SLOTS PARAMETERS THREADS
 
@@ -20,7 +20,7 @@ import torch
 
 
 class CPUAdamWindow:
-    """What ``benchmarks.host_adam.Window`` is there, around ``adam_update``."""
+    """The counterpart of ``benchmarks.host_adam.Window``, around ``adam_update``."""
 
     def __init__(self, dtype: torch.dtype, slots: int, numel: int) -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -1,6 +1,6 @@
 """The systems that run in the project's own environment: plain PyTorch, this project, torchao, FSDP2.
 
-Nothing that a system needs is imported before it is asked for, so that one missing package skips one system.
+Each system imports its packages when it is made, so that a missing package skips that system only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class System(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What belongs in this system's row: shares, counts, notes."""
+        """Facts for this system's row: shares, counts, notes."""
         ...
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Ours:
         }
 
     def close(self) -> None:
-        """Apply what waits, end the workers."""
+        """Apply pending updates, end the workers."""
         self.optimizer.close()
 
 

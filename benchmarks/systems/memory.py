@@ -1,4 +1,4 @@
-"""Plain copies: what the host's memory gives to a number of threads."""
+"""Measures plain copies: the bandwidth of the host's memory by number of threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ here as for every kernel that this is compared with."""
 
 
 class PinnedThreads:
-    """Threads on cores of their own, each with one intra-op thread, that work at once; a context manager."""
+    """Threads pinned to one core each, with one intra-op thread each, that work at once; a context manager."""
 
     def __init__(self, count: int) -> None:
         """

@@ -1,4 +1,4 @@
-"""The parent's end of a process that is asked to work in turns, and frozen in between."""
+"""Controls a child process that works in turns and is frozen in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 30.0
 
 
 class WorkerError(RuntimeError):
-    """A worker process could not do what it was asked; ``kind`` as in ``worker._kind``, or ``died``."""
+    """A request to a worker process failed; ``kind`` as in ``worker._kind``, or ``died``."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -34,15 +34,15 @@ class WorkerError(RuntimeError):
 
 
 def _hear_the_hangup() -> None:
-    """Under nohup the signal is ignored, by children as well, and nothing would end them with their parent."""
+    """Restore SIGHUP: under nohup children ignore it, too, and would outlive their parent."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Worker:
-    """A process in a group of its own that answers JSON lines; a context manager that leaves nothing running.
+    """A process in its own process group that answers JSON lines; a context manager that leaves nothing running.
 
-    Between requests the whole group is stopped (SIGSTOP), so that nobody's spinning threads or unfinished host work
-    take cores from the one whose turn it is, and unfinished work counts in the turn of the one that made it. If the
+    Between requests the whole group is stopped (SIGSTOP), so that spinning threads and unfinished host work
+    take no cores from other systems, and unfinished work counts in a later turn of the same system. If the
     parent dies, the kernel wakes and hangs up the group, because it shares the parent's session.
     """
 
@@ -71,7 +71,7 @@ class Worker:
         self.close()
 
     def first_answer(self) -> dict[str, Any]:
-        """What the process says once it is ready; it is stopped from then on until asked.
+        """Wait until the process is ready, and return its message; it is stopped from then on.
 
         Raises:
             WorkerError: it failed before.
@@ -86,13 +86,13 @@ class Worker:
         """
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died: receiving finds out why
+        with suppress(BrokenPipeError):  # it died: ``_receive`` says why
             self._process.stdin.write(json.dumps({"command": command, **values}) + "\n")
             self._process.stdin.flush()
         return self._receive()
 
     def idle_cpu_share(self, seconds: float) -> float:
-        """Cores that the process and its children keep busy while they are awake and nobody asks anything."""
+        """Cores that the process and its children keep busy while they are awake without a request."""
         self._signal(signal.SIGCONT)
         try:
             family = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
@@ -103,7 +103,7 @@ class Worker:
             self._signal(signal.SIGSTOP)
 
     def memory_mib(self) -> float:
-        """Host memory of the process and its children; what they share is divided among them."""
+        """Host memory of the process and its children; shared memory is divided among them."""
         leader = psutil.Process(self._process.pid)
         total = 0
         for process in [leader, *leader.children(recursive=True)]:
@@ -112,7 +112,7 @@ class Worker:
         return total / 2**20
 
     def close(self) -> None:
-        """Ask the process to end, then end whatever is left of its group."""
+        """Ask the process to end, then kill what remains of its group."""
         if self._process.poll() is None:
             self._signal(signal.SIGCONT)
             with suppress(BrokenPipeError):
@@ -172,7 +172,7 @@ class TrainingWorker(Worker):
             {
                 "OMP_NUM_THREADS": str(case.threads),
                 "MKL_NUM_THREADS": str(case.threads),
-                # Inductor's pool of compiler processes would stay beside the training.
+                # Inductor's pool of compiler processes would go on during the training.
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
             },
         )

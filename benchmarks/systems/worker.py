@@ -1,4 +1,4 @@
-"""A process that trains one system and does what its parent asks, one JSON line per request and answer.
+"""A process that trains one system and answers its parent's requests, one JSON line each.
 
     python -m benchmarks.systems.worker '{"system": "zenflow", "model": "tiny", ...}' WARM_UP_STEPS
 
@@ -62,7 +62,7 @@ class Trainer:
     def run(self, settle: int, steps: int) -> dict[str, Any]:
         """Train ``settle`` steps that are not timed, then ``steps`` that are.
 
-        The second part begins and ends with a synchronised device; asynchronous work on the host goes on, as it does
+        The second part begins and ends with a synchronized device; asynchronous work on the host goes on, as it does
         in training, and ends within later steps.
 
         Returns:
@@ -100,7 +100,7 @@ class Trainer:
         return {"summary": dict(profile.summary()), "stall_ms": stalls}
 
     def facts(self) -> dict[str, Any]:
-        """What belongs in this system's row, as of now."""
+        """Facts for this system's row, as of now."""
         usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of this process; kilobytes on Linux
         cuda = self.device.type == "cuda"
         return {

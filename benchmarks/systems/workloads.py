@@ -1,4 +1,4 @@
-"""The models that systems are compared on, with their data; the same in every process for the same seed.
+"""Models and data to compare systems on, the same in every process for the same seed.
 
 Imports PyTorch alone at module level: DeepSpeed's virtual environment runs this file too.
 """
@@ -66,7 +66,7 @@ class Workload:
     """A model and the size of its batches.
 
     Attributes:
-        summary: for people.
+        summary: a description.
         build: makes the model on the CPU or under ``torch.device``, in fp32.
         rows: of a batch: examples, or sequences of ``context`` tokens.
         width: features per example of a linear stack; 0 for language models.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks.common import Spread, Target, interleaved, percentile, ratios, write_results
+from benchmarks.common import Spread, Target, interleaved, option_parser, percentile, ratios, write_results
 
 
-def test_a_spread_is_made_of_interpolated_order_statistics() -> None:
+def test_spread_interpolates_order_statistics() -> None:
     spread = Spread.of([4.0, 1.0, 3.0, 2.0, 5.0])
     assert (spread.n, spread.median, spread.iqr) == (5, 3.0, 2.0)
     assert spread.p5 == pytest.approx(1.2)
@@ -24,7 +25,7 @@ def test_a_spread_is_made_of_interpolated_order_statistics() -> None:
         Spread.of([])
 
 
-def test_rounds_alternate_their_order_and_drop_the_warm_up() -> None:
+def test_rounds_alternate_and_drop_the_warm_up() -> None:
     order: list[str] = []
 
     def work(name: str) -> Callable[[], float]:
@@ -53,7 +54,7 @@ def test_a_target_says_whether_it_is_met(measured: float, at_least: bool, met: b
     assert ("MISSED" in str(target)) is not met
 
 
-def test_results_name_machine_versions_commit_and_command(results: Path) -> None:
+def test_results_name_machine_commit_and_command(results: Path) -> None:
     path = write_results("some", [{"x": 1}], seed=3, targets=[Target("claim", 1.0, 2.0, at_least=False)])
     assert path == results / "some.json"
     assert [each.name for each in results.iterdir()] == ["some.json"]  # nothing unfinished is left
@@ -64,8 +65,31 @@ def test_results_name_machine_versions_commit_and_command(results: Path) -> None
     assert written["targets"][0]["met"] is True
     assert {"cpu", "cores", "python", "torch", "load_average_1min"} <= written["machine"].keys()
     assert "commit" in written
-    other = json.loads(write_results("some_gpu", [], benchmark="some").read_text())
-    assert (other["benchmark"], other["command"].split()[3]) == ("some", "some")
+
+
+def test_out_is_the_exact_path(tmp_path: Path, results: Path) -> None:
+    for name in ("trial", "trial.json", "made/here.txt"):
+        path = write_results("some", [], out=tmp_path / name)
+        assert path == tmp_path / name
+        assert json.loads(path.read_text())["benchmark"] == "some"
+    assert not results.exists()
+
+
+@pytest.mark.parametrize("name", sorted(runner.benchmarks()))
+def test_every_benchmark_takes_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(f"benchmarks.{name}").main(["--help"])
+    assert exit_.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"usage: python -m benchmarks {name} " in said
+    assert f"--out PATH results file (benchmarks/results/{name}.json)" in said
+
+
+def test_shared_options_have_defaults() -> None:
+    given = option_parser("some", "doc", rounds=7, seed=True).parse_args([])
+    assert vars(given) == {"out": None, "rounds": 7, "seed": 0}
+    given = option_parser("some", "doc").parse_args(["--out", "a/b.json"])
+    assert vars(given) == {"out": Path("a/b.json")}
 
 
 def test_the_runner_lists_what_has_a_main() -> None:
@@ -86,9 +110,7 @@ def test_the_runner_runs_one_with_its_options(
     assert "usage: python -m benchmarks host_adam" in capsys.readouterr().out
 
 
-def test_the_runner_answers_a_wrong_name_with_the_nearest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_name_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", "host_adm"])
     assert runner.main() == 2
     assert "did you mean host_adam?" in capsys.readouterr().err

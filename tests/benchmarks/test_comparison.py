@@ -69,21 +69,21 @@ def test_each_goes_on_with_its_fastest_thread_count(monkeypatch: pytest.MonkeyPa
     assert found["zero_offload"].tried_ms == {2: 200.0, 1: 100.0}
     assert found["zero_offload"].case.threads == 1
     assert found["zero_offload"].rounds_over_reference == [10.0, 10.0]
-    assert set(found["zenflow"].beside) == {"adamw", "zero_offload"}
+    assert set(found["zenflow"].turns_with) == {"adamw", "zero_offload"}
     assert found["adamw"].rounds_over_reference == []
     assert found["zenflow"].breakdown == {}
     assert found["adamw"].breakdown is None
 
 
-def test_what_does_not_fit_takes_turns_with_the_reference_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_that_do_not_fit_run_pairwise(monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(monkeypatch, "adamw", "zero_offload", "zenflow", memory=1e12)
-    assert found["zenflow"].beside == ("adamw",)
-    assert found["adamw"].beside == ("zero_offload", "zenflow")
+    assert found["zenflow"].turns_with == ("adamw",)
+    assert found["adamw"].turns_with == ("zero_offload", "zenflow")
     assert len(found["adamw"].rounds_ms) == 2 * SCHEDULE.rounds
     assert found["zenflow"].rounds_over_reference == [1.0, 1.0]
 
 
-def test_one_that_is_missing_or_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_system_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(
         monkeypatch,
         "adamw",

@@ -99,7 +99,7 @@ def test_runs_of_one_seed_differ_in_the_rule_alone(study: Study) -> None:
     assert len({run.folder() for run in runs}) == len(runs)
 
 
-def test_fine_tuning_alone_still_trains_what_it_starts_from(study: Study) -> None:
+def test_fine_tuning_alone_trains_its_reference(study: Study) -> None:
     first, second, *_ = plan(study, ("finetune",), range(1))
     assert (first.phase, first.rule) == ("scratch", REFERENCE)
     assert second.start == first
@@ -145,7 +145,7 @@ def test_cut_off_runs_are_not_lost(study: Study, results: Path, tmp_path: Path) 
     assert checkpoint(runs[0], tmp_path) is not None
 
 
-def test_fine_tuning_continues_the_reference_on_other_text(study: Study, tmp_path: Path) -> None:
+def test_fine_tuning_continues_on_other_text(study: Study, tmp_path: Path) -> None:
     runs = only(list(plan(study, PHASES, range(1))), REFERENCE.name)
     read: list[Phase] = []
 
@@ -182,6 +182,26 @@ def test_other_settings_are_other_runs(study: Study, tmp_path: Path) -> None:
     assert outcomes.find(run) is not None
     outcomes.forget("test", [REFERENCE.name])
     assert outcomes.find(run) is None
+
+
+def test_repeated_reference_repeats_what_continues_it(study: Study) -> None:
+    outcomes = Outcomes()
+    runs = list(plan(study, PHASES, range(2)))
+    for run in runs:
+        outcomes.add(run, {"validation_loss": 2.0})
+    outcomes.forget("test", [S8])
+    assert [run for run in runs if outcomes.find(run) is None] == only(runs, S8)
+    outcomes.forget("test", [REFERENCE.name])
+    kept = [run for run in runs if outcomes.find(run) is not None]
+    assert kept == [run for run in runs if run.phase == "scratch" and run.rule is not REFERENCE]
+
+
+def test_outcomes_are_written_where_asked(study: Study, results: Path, tmp_path: Path) -> None:
+    path = tmp_path / "elsewhere.json"
+    run = next(iter(plan(study, PHASES, range(1))))
+    Outcomes.read(path).add(run, {"validation_loss": 2.0})
+    assert Outcomes.read(path).find(run) is not None
+    assert not results.exists()
 
 
 def test_sweep_runs_the_reference_at_every_rate(study: Study) -> None:
@@ -284,7 +304,7 @@ def test_documents_say_what_the_results_file_says(
     copy = tmp_path / "page.md"
     copy.write_text((ROOT / page).read_text())
     fill(copy, render(study, Outcomes.read(), range(3)))
-    assert copy.read_text() == (ROOT / page).read_text(), "run python -m benchmarks.convergence --tables"
+    assert copy.read_text() == (ROOT / page).read_text(), "run python -m benchmarks convergence --tables"
 
 
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ NUMEL = 4096
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_of_pytorch_close_a_window_of_one_gradient_alike(dtype: torch.dtype) -> None:
+def test_pytorch_pieces_flush_one_gradient_alike(dtype: torch.dtype) -> None:
     ours, pieces = (host_adam.Window(NUMEL, 1, dtype) for _ in range(2))
     ours.host_adam("aten")(slice(0, NUMEL))
     pieces.fused()(slice(0, NUMEL))

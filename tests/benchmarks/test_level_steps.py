@@ -26,7 +26,7 @@ def test_noise_does_not() -> None:
     assert level_steps.slowest_phase(turns, 4) < 1.05
 
 
-def test_where_nothing_varies_there_is_no_autocorrelation() -> None:
+def test_constant_steps_have_no_autocorrelation() -> None:
     assert math.isnan(level_steps.autocorrelation([[1.0, 1.0, 1.0]], 1))
     assert math.isnan(level_steps.autocorrelation([[1.0, 2.0]], 2))
 

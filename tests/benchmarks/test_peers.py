@@ -34,7 +34,7 @@ def outcome(system: str, rounds_ms: list[float], model: str = "optimizer-bound",
 
 def measured() -> dict[str, Outcome]:
     everyone = {"adamw": [10.0, 10.0], "zenflow": [11.0, 11.0], "deepspeed_zenflow": [22.0, 11.0]}
-    return {name: outcome(name, ms, beside=tuple(set(everyone) - {name})) for name, ms in everyone.items()}
+    return {name: outcome(name, ms, turns_with=tuple(set(everyone) - {name})) for name, ms in everyone.items()}
 
 
 def printed(table: Table) -> str:
@@ -48,18 +48,18 @@ def test_targets_are_quotients_within_rounds() -> None:
     found = peers.targets("optimizer-bound", measured())
     assert [(target.measured, target.met) for target in found] == [(1.5, True), (1.1, True)]
     # Peers that took turns with the reference alone are compared through it.
-    apart = {name: outcome(name, each.rounds_ms, beside=()) for name, each in measured().items()}
+    apart = {name: outcome(name, each.rounds_ms, turns_with=()) for name, each in measured().items()}
     assert [target.measured for target in peers.targets("optimizer-bound", apart)] == [1.5, 1.1]
     assert peers.targets("gpt", measured()) == []
 
 
 def test_a_target_without_its_peer_is_left_out() -> None:
-    alone = {"zenflow": outcome("zenflow", [11.0], beside=("adamw",)), "adamw": outcome("adamw", [10.0])}
+    alone = {"zenflow": outcome("zenflow", [11.0], turns_with=("adamw",)), "adamw": outcome("adamw", [10.0])}
     assert len(peers.targets("optimizer-bound", alone)) == 1
     assert peers.targets("optimizer-bound", {"adamw": alone["adamw"]}) == []
 
 
-def test_rows_and_table_say_why_a_system_has_no_numbers() -> None:
+def test_skipped_system_says_why() -> None:
     skipped = outcome("deepspeed_zenflow", [], skipped="make it with scripts/setup_deepspeed.sh")
     outcomes = [*[*measured().values()][:2], skipped]
     adamw, zenflow, missing = peers.rows(outcomes, "free")
@@ -73,7 +73,7 @@ def test_rows_and_table_say_why_a_system_has_no_numbers() -> None:
     assert "1.1 (1.1 to 1.1)" in text
 
 
-def test_a_capped_run_is_compared_with_the_free_reference() -> None:
+def test_capped_run_is_compared_with_free_reference() -> None:
     capped = outcome("zenflow", [15.0], rounds_over_reference=[])
     assert "1.5 of uncapped" in printed(peers.table("title", [capped], free_reference_ms=10.0))
     assert peers._capped_bytes("tiny") == round(0.8 * 16 * 3 * (128 * 128 + 128))
@@ -96,9 +96,9 @@ def test_wrong_options(arguments: list[str], says: str, capsys: pytest.CaptureFi
 def test_end_to_end(results: Path, tmp_path: Path) -> None:
     sizes = ["--model", "tiny", "--inner", "eager", "--rounds", "2", "--steps", "4", "--pilot", "4", "--threads", "1"]
     systems = ["--system", "adamw", "zenflow", "deepspeed_zenflow", "--deepspeed-python", str(tmp_path / "python")]
-    option = ["--option", "device_share=0.0", "--out", "trial", "--device", "cpu"]
+    option = ["--option", "device_share=0.0", "--out", str(tmp_path / "trial.json"), "--device", "cpu"]
     assert peers.main([*sizes, *systems, *option]) == 0
-    written = json.loads((results / "trial.json").read_text())
+    written = json.loads((tmp_path / "trial.json").read_text())
     adamw, zenflow, deepspeed = written["rows"]
     assert written["benchmark"] == "peers"
     assert adamw["turns_beside"] == ["zenflow"]

@@ -55,7 +55,7 @@ def stopped(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-def test_a_worker_is_stopped_between_requests_and_leaves_nothing() -> None:
+def test_worker_is_frozen_between_requests() -> None:
     with Worker([sys.executable, "-c", ECHO], {}) as worker:
         child = worker.first_answer()["child"]
         wait_until(lambda: stopped(child))

@@ -94,7 +94,7 @@ def test_what_arithmetic_gives(text: str, predicted: float) -> None:
         (claim(2.0, 3.0, to=2.5), 0.2),
     ],
 )
-def test_a_deviation_is_relative_to_the_nearest_published_number(given: Claim, deviation: float) -> None:
+def test_deviation_is_from_the_nearest_number(given: Claim, deviation: float) -> None:
     assert given.deviation == pytest.approx(deviation)
 
 
@@ -110,13 +110,13 @@ def test_updates_on_h100_are_those_of_the_logs() -> None:
     assert all(abs(each.deviation) < 0.2 for each in updates)
 
 
-def test_the_unpinned_copy_takes_what_the_paper_states_for_it() -> None:
+def test_unpinned_copy_takes_the_stated_time() -> None:
     """A quarter of the gradient at 2.5 GB/s: 15.33 billion parameters, two bytes, four GPUs."""
     seconds = phases("dos-20b", with_unpinned_gradients(H100), final_at_step=True, policy="zero_offload").backward
     assert seconds == pytest.approx(15.33e9 * 2 / 4 / 2.5e9, rel=0.02)
 
 
-def test_the_stated_host_rate_is_reached_where_memory_allows() -> None:
+def test_stated_host_rate_is_reached() -> None:
     """The first block's gradient is the last to come, so that nearly all of the update is behind the backward."""
     update = phases("dos-7b", H100, final_at_step=True, policy="zero_offload").update
     assert update == pytest.approx(5.95e9 / 4 * (1 / 2e9 + 1 / 15.5e9), rel=0.15)

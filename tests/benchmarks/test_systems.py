@@ -66,7 +66,7 @@ def test_facts_say_where_state_is() -> None:
     assert profiled["summary"]["policy"] == "zenflow"
 
 
-def test_the_deepspeed_files_differ_in_the_zenflow_block_alone() -> None:
+def test_deepspeed_configs_differ_in_one_section() -> None:
     offload, zenflow = (configuration(Case(system=name, model="tiny", clip=1.0), rows=8) for name in DEEPSPEED)
     block = zenflow["zero_optimization"].pop("zenflow")
     assert zenflow == offload

@@ -12,9 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from examples.arguments import POLICIES, parse
 from examples.settings import TrainConfig
 from examples.stdlib_text import Text
-from examples.train_gpt import POLICIES, compare, initial_model, parse, train
+from examples.train_gpt import compare, initial_model, train
 
 TINY = TrainConfig(
     steps=12,

@@ -41,8 +41,8 @@ def known_run() -> Recording:
             event("H2D", "copy", origin + 5, origin + 6, step=step, size=1_000_000),
             event("worker 0", "host_update", origin + 26, origin + 46, step=step, size=300_000_000),
             event("worker 1", "host_update", origin + 20, origin + 30, step=step, size=100_000_000),
-            event("windows", "close", origin + 26, origin + 26, step=step, param="first"),
-            event("windows", "close", origin + 20, origin + 20, step=step, param="second"),
+            event("windows", "flush", origin + 26, origin + 26, step=step, param="first"),
+            event("windows", "flush", origin + 20, origin + 20, step=step, param="second"),
         ]
     events += [
         event("H2D", "state", 70, 71, step=8, size=500_000),

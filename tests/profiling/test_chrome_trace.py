@@ -41,7 +41,7 @@ def test_file_has_what_the_format_asks_for(tmp_path):
     assert by_phase(trace, "M")[0]["args"]["name"] == "zenflow zenflow"
 
 
-def test_every_event_is_there_with_its_times_in_microseconds():
+def test_all_events_have_times_in_microseconds():
     trace = chrome_trace([known_run()])
     assert len(by_phase(trace, "X")) + len(by_phase(trace, "i")) == len(known_run().events)
     (wait, later) = [entry for entry in by_phase(trace, "X") if entry["name"] == "wait"]

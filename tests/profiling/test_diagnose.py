@@ -35,15 +35,15 @@ def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, steps=3, **changes
 CASES = {
     "compute-bound, all hidden, busy workers": (
         run(workers=((10.0, 15.0),), d2h=5.0, h2d=1.0),
-        ["device's own work limits", "hides 100%", "no offloading knob"],
+        ["device's own work limits", "hides 100%", "no offloading option"],
         [],
     ),
-    "compute-bound with room": (
+    "compute-bound with capacity left": (
         run(workers=((10.0, 5.0),), d2h=5.0, h2d=1.0),
         ["device's own work limits", "update_interval=2"],
         ["raise"],
     ),
-    "host update longer than its room": (
+    "host update longer than its time": (
         run(waits=((1.0, 20.0), (25.0, 5.0)), workers=((0.0, 50.0),), d2h=2.0, h2d=1.0),
         [
             "host update limits",
@@ -74,7 +74,7 @@ CASES = {
         ["first layers", "layers.0", "device_share", "3.00 ms"],
         ["update_interval"],
     ),
-    "late closes, though there is room": (
+    "late flushes, though lanes have capacity": (
         run(waits=((8.0, 3.0),), workers=((20.0, 6.0),), d2h=2.0, h2d=1.0),
         ["too late", "pt_reserved_cores_perc"],
         ["device_share"],
@@ -105,7 +105,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_names_the_limit_and_the_knob(case):
+def test_names_the_limit_and_the_option(case):
     made, wanted, unwanted = CASES[case]
     sentence = diagnose(summarize(made))
     for text in wanted:
@@ -139,7 +139,7 @@ def test_works_on_a_run_whose_phases_were_not_recorded():
     assert "host update limits" in diagnose(summarize(recording(events)))
 
 
-def test_a_knob_is_not_suggested_where_it_cannot_turn():
+def test_impossible_option_is_not_suggested():
     exact = dataclasses.replace(known_run(), update_interval=1)
     assert "update_interval=0" not in diagnose(summarize(exact))
 

@@ -21,7 +21,7 @@ MS = 1_000_000
 def plan_of(policy="zenflow", *, blocking=False):
     weight = ParamPlan(
         index=0, name="weight", shape=(8, 16), dtype=torch.float32, placement=Placement.SPLIT_COLUMNS, dim=1,
-        lines=16, length=8, k=4, interval=4, blocking=blocking,
+        slices=16, length=8, k=4, interval=4, blocking=blocking,
     )  # fmt: skip
     bias = ParamPlan(index=1, name="bias", shape=(8,), dtype=torch.float32, placement=Placement.DEVICE)
     return Plan(policy=policy, params=(weight, bias))
@@ -109,7 +109,7 @@ def test_attaches_on_entry_and_detaches_on_exit():
     assert summary["traffic_model_sizes_per_step"] == pytest.approx(128 / 544)
 
 
-def test_takes_over_what_the_plan_says():
+def test_summary_reads_the_plan():
     engine = FakeEngine(plan_of("zero_offload", blocking=True))
     with profile() as prof:
         engine.train()
@@ -128,7 +128,7 @@ def test_only_the_given_optimizers():
         assert born.timeline is None
 
 
-def test_engines_that_are_born_inside_are_recorded():
+def test_engines_created_inside_are_recorded():
     with profile() as prof:
         engine = FakeEngine(Plan(policy="zenflow", params=()), model_bytes=0)
         record_new_engine(engine)
@@ -143,7 +143,7 @@ def test_engines_that_are_born_inside_are_recorded():
     assert outside.timeline is None
 
 
-def test_an_engine_that_closed_or_died_inside_is_reported():
+def test_closed_and_deleted_engines_are_reported():
     closed, dying = FakeEngine(), FakeEngine()
     gone = weakref.ref(dying)
     with profile() as prof:
@@ -178,7 +178,7 @@ def test_several_optimizers_are_kept_apart():
     assert idle.synchronized == 1
 
 
-def test_an_exception_in_the_block_is_the_one_that_is_seen():
+def test_exception_in_the_block_propagates():
     engine = FakeEngine(failure=RuntimeError("worker died"))
     with pytest.raises(KeyError, match="mine"), profile():
         raise KeyError("mine")
@@ -186,7 +186,7 @@ def test_an_exception_in_the_block_is_the_one_that_is_seen():
     assert engine.timeline is None
 
 
-def test_a_failure_in_flight_raises_on_exit_and_everything_is_detached():
+def test_failure_in_flight_raises_and_detaches():
     broken, other = FakeEngine(failure=RuntimeError("worker died")), FakeEngine()
     with pytest.raises(RuntimeError, match="worker died"), profile():
         broken.train()
@@ -217,7 +217,7 @@ def test_is_entered_once():
         pass
 
 
-def test_nothing_recorded_is_reported_as_such(capsys, tmp_path):
+def test_report_without_recordings(capsys, tmp_path):
     with profile() as prof:
         pass
     assert prof.summary()["steps"] == 0
@@ -256,7 +256,7 @@ def test_only_a_report_measures_bandwidths(capsys, measurements):
     assert limits[1].startswith("at best 10.0 ms per step, no stall, and the host update is hidden from update_i")
 
 
-def test_a_measurement_without_room_leaves_its_rows_out(capsys, monkeypatch):
+def test_limits_are_left_out_when_memory_is_full(capsys, monkeypatch):
     def full(device, cores):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -292,12 +292,12 @@ def test_keeps_at_most_max_events():
 @pytest.mark.parametrize(
     "wrong", [torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), torch.nn.Linear(1, 1), None]
 )
-def test_refuses_what_is_no_zenflow_optimizer(wrong):
+def test_refuses_other_optimizers(wrong):
     with pytest.raises(TypeError, match="ZenFlowAdamW"):
         profile(wrong)
 
 
-def test_engines_without_a_timeline_are_left_alone():
+def test_engines_without_a_timeline_are_ignored():
     class Bare:
         id = next(_ids)
 

@@ -25,13 +25,13 @@ def test_block_of(param: str, block: str) -> None:
 
 def flushed() -> list:  # type: ignore[type-arg]
     return [
-        # Block 0: the second of two closes is late by 2 ms, in two tasks.
+        # Block 0: the second of two flushes is late by 2 ms, in two tasks.
         event("slack", "slack", 10, 16, step=1, param="layers.0.a"),
         event("worker 0", "host_update", 10, 13, step=1, param="layers.0.a"),
         event("slack", "slack", 50, 56, step=2, param="layers.0.b"),
         event("worker 0", "host_update", 50, 53, step=2, param="layers.0.b"),
         event("worker 1", "host_update", 52, 58, step=2, param="layers.0.b"),
-        # Block 1 has time; its third close was never worked on within the recording.
+        # Block 1 has time; its third flush has no update within the recording.
         event("slack", "slack", 5, 35, step=1, param="layers.1.a"),
         event("worker 0", "host_update", 13, 17, step=1, param="layers.1.a"),
         event("slack", "slack", 70, 90, step=2, param="layers.1.a"),

@@ -117,7 +117,7 @@ def test_windows_are_flushed_by_phase() -> None:
     assert spans(recording, "compute", "wait", 4) == []
     assert spans(recording, "slack", "slack", 2) == [("layer0", 6.0, 6.0)]
     assert spans(recording, "slack", "slack", 3) == [("layer1", 7.0, 10.0)]
-    flushed = [(event.step, event.param) for event in recording.events if event.kind == "close"]
+    flushed = [(event.step, event.param) for event in recording.events if event.kind == "flush"]
     assert flushed == [(2, "layer0"), (3, "layer1"), (4, "layer0"), (5, "layer1")]
     clipped = simulate(plan, hardware, model, tokens=1, steps=4, final_at_step=True)
     assert step_times(clipped) == {2: 7.0, 3: 9.0, 4: 7.0, 5: 9.0}
@@ -324,7 +324,7 @@ def test_moved_bytes_match_the_plan(case: tuple[Plan, Recording, float]) -> None
 def test_every_flush_is_updated_and_uploaded(case: tuple[Plan, Recording, float]) -> None:
     plan, recording, _ = case
     names = {param.name: param for param in plan.params}
-    flushed = [event for event in recording.events if event.kind == "close"]
+    flushed = [event for event in recording.events if event.kind == "flush"]
     steps = step_times(recording)
     for param in plan.params:
         own = sorted(event.step for event in flushed if event.param == param.name)

@@ -69,7 +69,7 @@ def test_keeps_the_newest_events():
     assert [event.step for event in timeline.events()] == [7, 8, 9]
 
 
-def test_nothing_is_lost_between_threads_while_another_reads():
+def test_concurrent_recording_loses_nothing():
     timeline = Timeline()
     stop = threading.Event()
 
@@ -115,7 +115,7 @@ def test_reading_waits_for_device_events(device_clock):
     assert copy.duration_ns == 1_000_000
 
 
-def test_pending_device_events_stay_bounded_without_waiting(device_clock):
+def test_pending_device_events_stay_bounded(device_clock):
     timeline = Timeline()
     for i in range(3 * timeline_module._DRAIN_ABOVE):
         timeline.add_device("D2H", "copy", FakeDeviceEvent(float(i)), FakeDeviceEvent(i + 0.5), step=i)
@@ -138,7 +138,7 @@ def test_recording_does_not_wait_for_a_reader(device_clock):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_spans_lie_between_the_host_times_around_them():
+def test_cuda_spans_lie_between_host_times():
     timeline = Timeline()
     work = torch.randn(2048, 2048, device="cuda")
     torch.cuda.synchronize()

@@ -5,7 +5,7 @@ import pytest
 from zenflow_compile.timeline.intervals import exclusive, intersect, length_ns, subtract, union
 
 
-def test_union_merges_what_overlaps_or_touches_and_drops_what_is_empty():
+def test_union_merges_and_drops_empty_spans():
     assert union([(5, 7), (0, 2), (2, 3), (6, 9), (4, 4)]) == [(0, 3), (5, 9)]
 
 

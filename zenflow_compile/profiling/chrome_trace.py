@@ -1,4 +1,4 @@
-"""A recording in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Writes a recording in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Format: Google's "Trace Event Format": a JSON object with ``traceEvents``; times and durations in
 microseconds; "M" names processes and threads, "X" is a span, "i" an instant, "C" a counter. Spans of one
@@ -23,12 +23,12 @@ TraceEvent = dict[str, Any]
 
 
 def write_chrome_trace(recordings: Iterable[Recording], path: str | PathLike[str]) -> None:
-    """Writes one trace with a process per recording."""
+    """Write one trace with a process per recording."""
     Path(path).write_text(json.dumps(chrome_trace(recordings)), encoding="utf-8")
 
 
 def chrome_trace(recordings: Iterable[Recording]) -> dict[str, Any]:
-    """The trace as a JSON object. Time 0 is the start of the first event of all recordings."""
+    """Make the trace as a JSON object. Time 0 is the start of the first event of all recordings."""
     recordings = tuple(recordings)
     origin = min((event.start_ns for recording in recordings for event in recording.events), default=0)
     return {
@@ -45,7 +45,7 @@ def _process(recording: Recording, pid: int, origin: int) -> Iterator[TraceEvent
     title = recording.title or f"zenflow {recording.policy}".strip()
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": title}}
     lanes: dict[str, list[Event]] = {}
-    for event in recording.events:
+    for event in (*recording.events, *recording.evaluation_events()):
         lanes.setdefault(event.lane, []).append(event)
     tid = 0
     for lane in (*(lane for lane in _LANE_ORDER if lane in lanes), *_others(lanes)):
@@ -71,7 +71,7 @@ def _others(lanes: Iterable[str]) -> list[str]:
 
 
 def _nesting_tracks(events: list[Event]) -> list[list[Event]]:
-    """Spreads a lane's events over as few tracks as make the spans of a track nest or follow each other."""
+    """Spread a lane's events over the fewest tracks on which spans nest or follow each other."""
     tracks: list[list[Event]] = []
     open_spans: list[list[int]] = []  # per track, the ends of the spans around the current moment
     for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):
@@ -107,7 +107,7 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
 
 
 def _bytes_in_flight(lane: str, events: list[Event], pid: int, origin: int) -> Iterator[TraceEvent]:
-    """A counter of the bytes being moved or touched at each moment."""
+    """Count the bytes being moved or updated at each moment."""
     changes: dict[int, int] = {}
     for event in events:
         changes[event.start_ns] = changes.get(event.start_ns, 0) + event.bytes

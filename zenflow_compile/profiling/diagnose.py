@@ -1,9 +1,8 @@
-"""One sentence: what limits a run, and which knob would help.
+"""Says in one sentence what limits a run and which option would help.
 
-The decision follows the data's way through a step. Too little stall to matter: the device limits. Waiting by
-design: another policy. Otherwise whichever of host update, D2H and H2D needs more time per step than there is
-to hide it in. If none does, the waits are a matter of when, not of how much: the first layers have no slack,
-or closes start late.
+With little stall the device limits. If the policy waits by design, another policy helps. Otherwise the host update, D2H
+or H2D limits if it needs more time per step than there is to hide it in. If none does, the waits are a matter of
+latency: the first layers have no slack, or flushes start late.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Sequence
 
 from zenflow_compile.profiling.summary import Summary
 
-_NO_STALL = 0.02  # share of time below which waiting is not worth a knob
-_SATURATED = 0.7  # share of time above which a lane has no room left for what comes at the wrong moment
+_NO_STALL = 0.02  # share of time below which no option is worth changing
+_SATURATED = 0.7  # share of time above which a lane delays work that comes at a bad moment
 _MOSTLY = 0.5
-_FAR_TOO_MUCH = 2.0  # times the room there is
+_FAR_TOO_MUCH = 2.0  # times the time there is
 
 
 def diagnose(summary: Summary) -> str:
-    """What limits this run and which knob would help, as one plain sentence."""
+    """Say what limits this run and which option would help, in one sentence."""
     step_ms = summary["step_ms"]
     stall_ms = summary["stall_ms_per_step"]
     if step_ms is None or stall_ms is None:
@@ -33,28 +32,28 @@ def diagnose(summary: Summary) -> str:
         remedy = 'policy="zenflow"' if summary["policy"] != "zenflow" else "overlap_step=True"
         return (
             f"The step waits for its host update by design (policy {summary['policy']}), {waits}; "
-            f"{remedy} would let it run beneath the next forward."
+            f"{remedy} would let it run during the next forward."
         )
     lane, ratio = max(_demands(summary), key=lambda demand: demand[1], default=("", 0.0))
     early = (summary["stall_early_share"] or 0.0) >= _MOSTLY
-    # What falls due first is served first. So a lane with too much to do makes the whole forward wait; waits
-    # that end after the first layers are a matter of latency, unless the lane has far too much to do.
+    # The earliest use is served first. So an overloaded lane makes the whole forward wait; waits only in the first
+    # layers are a matter of latency, unless the lane is far overloaded.
     if ratio >= (_FAR_TOO_MUCH if early else 1.0):
         return _LANE_SENTENCES[lane](summary, waits)
     where = _names(tuple(summary["stall_by_param"])[:2])
     if early:
         return (
-            f"The first layers' updates have too little time to land{where}, {waits}, though copies and "
-            "workers have room; a larger device_share keeps more of their state on the device."
+            f"The first layers' updates have too little time{where}, {waits}, though copies and workers have "
+            "capacity left; a larger device_share keeps more of their state on the device."
         )
     return (
-        f"Host updates start too late to land in time{where}, {waits}, though copies and workers have room; "
-        "more workers (workers, or a lower pt_reserved_cores_perc) would finish each close sooner."
+        f"Host updates start too late{where}, {waits}, though copies and workers have capacity left; "
+        "more workers (workers, or a lower pt_reserved_cores_perc) would finish each flush sooner."
     )
 
 
 def milliseconds(value: float) -> str:
-    """A duration with three significant digits."""
+    """Format a duration with three significant digits."""
     if value >= 9999.5:
         return f"{value / 1000:.1f} s"
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
@@ -62,7 +61,7 @@ def milliseconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share; the ends are kept for what is truly none or all."""
+    """Format a share; 0% and 100% only for exactly none and all."""
     if 0 < share < 0.01:
         return "<1%"
     if 0.99 < share < 1:
@@ -80,29 +79,29 @@ def _nothing_offloaded(summary: Summary, step_ms: float) -> str:
 
 def _no_stall(summary: Summary, step_ms: float) -> str:
     hidden = summary["hidden_fraction"]
-    beneath = "" if hidden is None else f", which hides {percent(hidden)} of the host update"
-    sentence = f"The device's own work limits this run ({milliseconds(step_ms)} per step{beneath})"
+    during = "" if hidden is None else f", which hides {percent(hidden)} of the host update"
+    sentence = f"The device's own work limits this run ({milliseconds(step_ms)} per step{during})"
     interval = summary["update_interval"] or 1
-    # Half the interval is at most twice the closes and uploads; gradients go down every step in any case.
+    # Half the interval is at most twice the flushes and uploads; gradients go down every step in any case.
     busiest = max(summary["worker_busy_share"] or 0.0, summary["h2d_busy_share"] or 0.0)
     if interval > 1 and 2 * busiest < _SATURATED:
-        return f"{sentence}; there is room for update_interval={interval // 2}, which is closer to exact AdamW."
-    return f"{sentence}; no offloading knob would make it faster."
+        return f"{sentence}; update_interval={interval // 2} would cost little and is closer to exact AdamW."
+    return f"{sentence}; no offloading option would make it faster."
 
 
 def _demands(summary: Summary) -> list[tuple[str, float]]:
-    """How much time each lane needs per step over the time it has; 1 and above does not fit.
+    """The time that each lane needs per step over the time it has; 1 and above does not fit.
 
-    Host updates and uploads fall due in the next forward, gradient copies beside the backward; with those not
-    recorded, a lane that is nearly always busy counts as full.
+    Host updates and uploads have the next forward, gradient copies the backward. Where those are not recorded, a lane
+    that is nearly always busy counts as full.
     """
     demands = []
-    for lane, need_ms, room_ms, busy_share in (
+    for lane, needed_ms, available_ms, busy_share in (
         ("worker", _per_worker_ms(summary), summary["forward_ms_per_step"], summary["worker_busy_share"]),
         ("D2H", summary["d2h_ms_per_step"], summary["backward_ms_per_step"], summary["d2h_busy_share"]),
         ("H2D", summary["h2d_ms_per_step"], summary["forward_ms_per_step"], summary["h2d_busy_share"]),
     ):
-        ratio = need_ms / room_ms if need_ms and room_ms else 0.0
+        ratio = needed_ms / available_ms if needed_ms and available_ms else 0.0
         if (busy_share or 0.0) >= _SATURATED:
             ratio = max(ratio, _FAR_TOO_MUCH)
         demands.append((lane, ratio))

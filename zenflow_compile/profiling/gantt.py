@@ -1,15 +1,15 @@
-"""Lanes over time as text: one row per lane, one character per slice of time."""
+"""Draws lanes over time as text: one row per lane, one character per slice of time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from zenflow_compile.profiling.diagnose import milliseconds
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.timeline.events import COMPUTE, D2H, DISK, H2D, STEP, Event
-from zenflow_compile.timeline.intervals import Interval, exclusive, union
+from zenflow_compile.timeline.intervals import Interval, exclusive, intersect, length_ns, union
 
 _MIN_CELLS = 16
 
@@ -27,16 +27,17 @@ class Mark:
 FORWARD = Mark("forward", "░", "f", "cyan")
 BACKWARD = Mark("backward", "▒", "b", "blue")
 UPDATE = Mark("device update", "▓", "u", "magenta")
+EVALUATION = Mark("evaluation (no_grad)", "o", "o", "dim cyan")
 WAIT = Mark("waiting", "!", "!", "bold red")
 COPY = Mark("copy", "═", "=", "green")
 STATE = Mark("state move", "s", "s", "yellow")
 HOST = Mark("host update", "█", "#", "yellow")
 OTHER = Mark("other", "+", "+", "dim")
 IDLE = Mark("idle", "·", ".", "dim")
-MARKS = (FORWARD, BACKWARD, UPDATE, WAIT, COPY, STATE, HOST, OTHER, IDLE)
+MARKS = (FORWARD, BACKWARD, UPDATE, EVALUATION, WAIT, COPY, STATE, HOST, OTHER, IDLE)
 
-# Nested work is cut out of the work around it.
-INNERMOST_FIRST = (WAIT, UPDATE, BACKWARD, FORWARD, STATE, COPY, HOST, OTHER)
+# Nested work is cut out of the work around it. Waits inside an evaluation belong to it, as in ``summary``.
+INNERMOST_FIRST = (EVALUATION, WAIT, UPDATE, BACKWARD, FORWARD, STATE, COPY, HOST, OTHER)
 
 _COMPUTE_MARKS = {
     "wait": WAIT,
@@ -45,6 +46,8 @@ _COMPUTE_MARKS = {
     "select": UPDATE,
     "backward": BACKWARD,
     "forward": FORWARD,
+    "inference": EVALUATION,
+    "evaluation": EVALUATION,
 }
 
 
@@ -58,12 +61,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """The picture: a ruler of step numbers, a row per lane, the span of time it covers."""
+    """The picture: a ruler of step numbers, a row per lane, and the time from the first step's start to the last's end.
+
+    ``evaluation_ms`` of ``span_ms`` is evaluation, which ``summary`` does not count as part of the steps.
+    """
 
     ruler: str
     rows: tuple[Row, ...]
     label_width: int
     span_ms: float
+    evaluation_ms: float
     steps: int
 
     @property
@@ -89,18 +96,20 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     lanes = [COMPUTE, D2H, H2D, *recording.worker_lanes, *disk]
     label_width = max(len(lane) for lane in lanes) + 2
     cells = max(_MIN_CELLS, width - label_width)
-    rows = [Row(lane, _cells(_of_lane(recording.events, lane, start, end), start, end, cells)) for lane in lanes]
+    rows = [Row(lane, _cells(_of_lane(recording, lane, start, end), start, end, cells)) for lane in lanes]
     return Gantt(
         ruler=_ruler(shown, start, end, cells),
         rows=tuple(rows),
         label_width=label_width,
         span_ms=(end - start) / 1e6,
+        evaluation_ms=length_ns(intersect(recording.evaluation, [(start, end)])) / 1e6,
         steps=len(shown),
     )
 
 
-def _of_lane(events: Iterable[Event], lane: str, start: int, end: int) -> Iterator[Event]:
-    return (event for event in events if event.lane == lane and event.end_ns > start and event.start_ns < end)
+def _of_lane(recording: Recording, lane: str, start: int, end: int) -> list[Event]:
+    events = [*recording.events, *recording.evaluation_events()]
+    return [event for event in events if event.lane == lane and event.end_ns > start and event.start_ns < end]
 
 
 def _cells(events: Iterable[Event], start: int, end: int, count: int) -> tuple[Mark, ...]:
@@ -146,4 +155,5 @@ def _ruler(steps: list[Event], start: int, end: int, cells: int) -> str:
 def duration_label(gantt: Gantt) -> str:
     """What the picture covers, in words."""
     what = "The last step" if gantt.steps == 1 else f"The last {gantt.steps} steps"
-    return f"{what}, {milliseconds(gantt.span_ms)}"
+    apart = f", {milliseconds(gantt.evaluation_ms)} of it evaluation" if gantt.evaluation_ms else ""
+    return f"{what}, {milliseconds(gantt.span_ms)}{apart}"

@@ -1,4 +1,4 @@
-"""``profile()``: gives running engines a timeline, and reads it afterwards."""
+"""``profile()``: attaches a timeline to engines, and reports on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zenflow_compile.timeline.events import STEP, AdaptiveWindows, Timeline, att
 
 
 class ProfiledEngine(Protocol):
-    """What a profile needs of an engine."""
+    """The part of an engine that a profile uses."""
 
     id: int
     plan: Plan
@@ -44,7 +44,7 @@ class ProfiledEngine(Protocol):
 
 @dataclass(slots=True)
 class _Attachment:
-    """One engine under this profile, held weakly: profiling must not keep a dropped model's memory."""
+    """One engine under this profile, referenced weakly: a profile must not keep a deleted model's memory."""
 
     engine: weakref.ref[ProfiledEngine]
     timeline: Timeline
@@ -56,16 +56,16 @@ class _Attachment:
     worker_cores: tuple[int, ...]
 
     def refresh(self) -> None:
-        """Takes over what changed since attaching: parameters may be added while the profile is on."""
+        """Read the plan again: parameters may be added while the profile is on."""
         if (engine := self.engine()) is not None:
             self.plan, self.model_bytes = engine.plan, engine.model_bytes
             self.adaptive_windows = engine.adaptive_windows
 
 
 class Profile:
-    """Records what optimizers do while the ``with`` block is entered; made by ``profile``.
+    """Records what optimizers do inside the ``with`` block; made by ``profile``.
 
-    Results may be read inside the block (what has been recorded so far) and after it.
+    Results may be read after the block, or inside it: then they cover the events recorded so far.
     """
 
     def __init__(self, *optimizers: object, max_events: int = 1_000_000) -> None:
@@ -100,17 +100,16 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for work in flight, so that its events are in, and detaches.
+        """Wait for work in flight, so that its events are recorded, and detach.
 
         Raises:
-            RuntimeError: a worker or a copy failed, as at any other synchronisation. After an exception in
-                the block nothing is waited for, so that it is the one that is seen.
+            RuntimeError: a worker or a copy failed.
         """
         assert self._exit is not None
         self._exit.close()
         attached = list(self._attached())
         try:
-            if error is None:
+            if error is None:  # otherwise a failure in flight would hide the error of the block
                 for _, engine in attached:
                     engine.synchronize()
         finally:
@@ -120,9 +119,9 @@ class Profile:
                     engine.timeline = attachment.replaced
 
     def attach(self, candidate: object) -> None:
-        """Gives an engine a timeline of this profile. Of nested profiles the innermost records."""
+        """Give an engine a timeline of this profile. Of nested profiles the innermost records."""
         if not _is_engine(candidate):
-            return  # an engine that keeps no timeline, as in tests of the passes
+            return  # a recording engine of the tests, which keeps no timeline
         engine = cast(ProfiledEngine, candidate)
         if engine.id in self._attachments:
             return
@@ -140,7 +139,7 @@ class Profile:
         engine.timeline = attachment.timeline
 
     def recordings(self) -> list[Recording]:
-        """One recording per optimizer that stepped, in the order in which they were first seen."""
+        """Return one recording per optimizer that stepped, in the order of attachment."""
         return self._recordings(measure=False)
 
     def _recordings(self, *, measure: bool) -> list[Recording]:
@@ -157,35 +156,36 @@ class Profile:
         return [_titled(recording, f"optimizer {i} of {len(found)}") for i, recording in enumerate(found, start=1)]
 
     def summary(self) -> Summary:
-        """The numbers of the report; ``Summary`` defines each.
+        """Return the numbers of the report; ``Summary`` defines each.
 
-        With several optimizers these are the numbers of the one that manages the most bytes; ``summaries``
-        has all.
+        With several optimizers these are the numbers of the one with the most parameter bytes; ``summaries`` has all.
         """
         recordings = self.recordings() or [Recording(events=())]
         return summarize(max(recordings, key=lambda recording: recording.model_bytes))
 
     def summaries(self) -> list[Summary]:
-        """The numbers of every optimizer that stepped, in the order in which they were first seen."""
+        """Return the numbers of every optimizer that stepped, in the order of attachment."""
         return [summarize(recording) for recording in self.recordings()]
 
     def report(self, console: Console | None = None, *, steps: int = 4) -> None:
-        """Prints the last ``steps`` steps as lanes over time, the table, and what limits the run.
+        """Print the last ``steps`` steps as lanes over time, the table, and what limits the run.
 
-        What memory and links reach is measured for it, once per process and in about a second; where training goes
-        on in another thread meanwhile, both are slowed down.
+        The first report of a process measures the bandwidths of memory and links, which takes about a second and slows
+        training in other threads down.
 
-        ``console`` is standard output by default; its width, colour and encoding are respected.
+        Args:
+            console: standard output by default; its width, color and encoding are respected.
+            steps: how many of the last steps to draw.
         """
         seen = console is None or not console.quiet
         print_report(self._recordings(measure=seen), console, steps=steps)
 
     def export_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Writes a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         write_chrome_trace(self.recordings(), path)
 
     def _attached(self) -> Iterator[tuple[_Attachment, ProfiledEngine]]:
-        """The engines that are still alive and open; a closed one has landed everything."""
+        """The engines that are alive and open; a closed one has applied all its updates."""
         live = {engine.id for engine in ops.live_engines()}
         for attachment in self._attachments.values():
             engine = attachment.engine()
@@ -194,18 +194,20 @@ class Profile:
 
 
 def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
-    """Records compute, copies, host updates and waits while the ``with`` block is entered.
+    """Record compute, copies, host updates and waits inside the ``with`` block.
 
-    Seen are the given optimizers; or, given none, all that are alive when the block is entered and all that
-    are created inside it by the same thread, including those that a first compilation creates. Entering waits
-    for nothing; leaving waits for the work in flight. Steps whose end is inside the block count.
+    Entering waits for nothing; leaving waits for the work in flight. A step counts if it ends inside the block.
 
     Args:
-        optimizers: ``ZenFlowAdamW`` optimizers, or none for all of them.
-        max_events: how many events are kept per optimizer, the newest ones (about 200 bytes each).
+        optimizers: ``ZenFlowAdamW`` optimizers to record; none for all that are alive when the block is entered and all
+            that the same thread creates inside it, first compilations included.
+        max_events: how many events to keep per optimizer, about 200 bytes each; older ones are dropped.
+
+    Returns:
+        A context manager with ``report()``, ``summary()``, ``summaries()`` and ``export_chrome_trace()``.
 
     Raises:
-        TypeError: an optimizer is not a ``ZenFlowAdamW``, or ``max_events`` no integer.
+        TypeError: an optimizer is not a ``ZenFlowAdamW``, or ``max_events`` is not an integer.
         ValueError: ``max_events`` is below 1.
     """
     return Profile(*optimizers, max_events=max_events)
@@ -217,7 +219,7 @@ def _is_engine(candidate: object) -> bool:
 
 
 def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
-    """None where the measurement finds no room: a full device is what offloading is for, and no reason to fail."""
+    """Measure this machine; None where memory is too full for it: the report then leaves the limits out."""
     try:
         rates = bandwidth.rates(attachment.device, attachment.worker_cores)
     except (RuntimeError, MemoryError):

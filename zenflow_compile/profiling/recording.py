@@ -1,30 +1,35 @@
-"""One optimizer's events and what is needed to read them; from here on measured and simulated look alike."""
+"""One optimizer's events and what is needed to read them, for measured and simulated runs."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zenflow_compile.performance.traffic import Bandwidths, Traffic
-from zenflow_compile.timeline.events import AdaptiveWindows, Event, NormSums
+from zenflow_compile.timeline.events import COMPUTE, AdaptiveWindows, Event, NormSums
+from zenflow_compile.timeline.intervals import Intervals, union
+
+_TRAINING = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What summary, report and trace are made of.
+    """The input of summary, report and trace.
 
     Attributes:
         events: by start time.
-        model_bytes: bytes of all trainable parameters that the optimizer manages, in their own dtype; the unit
-            "model size" of the traffic. 0 where it is not known.
+        model_bytes: bytes of all trainable parameters of the optimizer, in their own dtype; the unit "model size" of
+            the traffic. 0 if unknown.
         policy: name of the policy that made the plan.
         update_interval: steps per window (the longest of the plan); None if nothing is offloaded.
-        adaptive_windows: their bounds under ``update_interval="auto"``; None where windows are of fixed length.
+        adaptive_windows: bounds of the window length under ``update_interval="auto"``; None for fixed lengths.
         blocking: the step waits for its host updates by design (``zero_offload``, ``overlap_step=False``).
-        selected_share: share of the offloaded parameters' elements that is in the selection; None if unknown.
+        selected_share: share of the offloaded parameters' elements that is selected; None if unknown.
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
         traffic: what the plan moves per step; None if nothing is offloaded, or unknown.
-        bandwidths: what this machine's memory and link reach; None where nobody measured them.
-        title: what the report calls this optimizer, where there are several.
+        bandwidths: measured bandwidths of this machine's memory and link; None where they were not measured.
+        title: heading of the report, where there are several optimizers.
     """
 
     events: tuple[Event, ...]
@@ -40,7 +45,25 @@ class Recording:
     title: str = ""
 
     @property
+    def evaluation(self) -> Intervals:
+        """The time of evaluation: forwards without gradients, and gaps between them in which no training ran."""
+        of_compute = [event for event in self.events if event.lane == COMPUTE]
+        spans = union((event.start_ns, event.end_ns) for event in of_compute if event.kind == "inference")
+        training = sorted(event.start_ns for event in of_compute if event.kind in _TRAINING)
+        gaps = ((before[1], after[0]) for before, after in pairwise(spans))
+        idle = [gap for gap in gaps if bisect_left(training, gap[0]) == bisect_left(training, gap[1])]
+        return union([*spans, *idle])
+
+    def evaluation_events(self) -> list[Event]:
+        """``evaluation`` as events of the compute lane, for picture and trace."""
+        steps = {event.start_ns: event.step for event in self.events if event.kind == "inference"}
+        return [
+            Event(lane=COMPUTE, kind="evaluation", start_ns=start, end_ns=end, step=steps[start])
+            for start, end in self.evaluation
+        ]
+
+    @property
     def worker_lanes(self) -> list[str]:
-        """Lanes of the workers that did something, in numeric order."""
+        """Lanes of the workers that have events, in numeric order."""
         lanes = {event.lane for event in self.events if event.is_worker}
         return sorted(lanes, key=lambda lane: (len(lane), lane))

@@ -1,9 +1,10 @@
-"""The report: lanes over time, a table, one sentence. For a terminal, a pipe or a log, from 80 columns on."""
+"""Prints the report: lanes over time, a table, one sentence. For a terminal, a pipe or a log, from 80 columns on."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import replace
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -17,13 +18,31 @@ from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
 
 _NOT_MEASURED = "-"
+_Part = Literal[
+    "forward_ms_per_step",
+    "backward_ms_per_step",
+    "update_ms_per_step",
+    "merge_ms_per_step",
+    "select_ms_per_step",
+    "stall_ms_per_step",
+    "other_ms_per_step",
+]
+_PARTS: tuple[tuple[str, _Part], ...] = (
+    ("forward", "forward_ms_per_step"),
+    ("backward", "backward_ms_per_step"),
+    ("update", "update_ms_per_step"),
+    ("merge", "merge_ms_per_step"),
+    ("re-selection", "select_ms_per_step"),
+    ("stall", "stall_ms_per_step"),
+    ("other", "other_ms_per_step"),
+)  # they add up to step_ms
 _TIGHTEST = 3  # blocks in the row on slack
 _DENSE_LINES = 3
 _NARROWEST = 16  # columns of a wrapped text, however narrow the console
 
 
 def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps: int = 4) -> RenderableType:
-    """The report as a rich renderable.
+    """Make the report as a rich renderable.
 
     Args:
         recording: what to report on.
@@ -112,27 +131,17 @@ def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
-    """Name and value of every row, in the order of a reader's questions; what was not measured is a dash."""
+    """Name and value of every row; a dash where nothing was measured."""
     s = summary
     steps = str(s["steps"])
     if s["warm_up_steps"]:
         steps += f", the first {s['warm_up_steps']} left out below (compilation)"
     rows = [
         ("steps", steps),
-        ("step time", _join(_ms(s["step_ms"], " median"), _ms(s["step_ms_p95"], " p95"))),
-        ("stall", _join(_ms(s["stall_ms_per_step"], " per step"), _share(s["stall_share"], " of the time"))),
-        (
-            "compute per step",
-            _join(
-                _ms(s["forward_ms_per_step"], " forward"),
-                _ms(s["backward_ms_per_step"], " backward"),
-                _ms(s["update_ms_per_step"], " update"),
-            ),
-        ),
-        (
-            "merge and select",
-            _join(_ms(s["merge_ms_per_step"], " merge"), _ms(s["select_ms_per_step"], " re-selection")),
-        ),
+        ("step time", _join(_ms(s["step_ms"], " mean"), _ms(s["step_ms_p95"], " p95"))),
+        ("parts of a step", _join(*(_ms(s[key], f" {name}") for name, key in _PARTS), separator=" + ")),
+        *_evaluation_rows(s),
+        ("stall", _share(s["stall_share"], " of the time")),
         (
             "host update",
             _join(
@@ -164,7 +173,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
                 separator=" in ",
             ),
         ),
-        ("windows closed", str(s["windows_flushed"])),
+        ("windows flushed", str(s["windows_flushed"])),
         *_adaptive_windows(s),
         ("re-selections", str(s["selections"])),
         *_dense_rows(s),
@@ -172,19 +181,26 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     return rows
 
 
+def _evaluation_rows(s: Summary) -> list[tuple[str, str]]:
+    """Evaluation between the steps; no row without any."""
+    if not s["evaluation_ms"]:
+        return []
+    return [("evaluation (no_grad)", f"{milliseconds(s['evaluation_ms'])} in all, left out of every other row")]
+
+
 def _dense_rows(summary: Summary) -> list[tuple[str, str]]:
-    """The lines that made gradients of offloaded parameters take memory of their own; no row without any."""
+    """The user's lines that gave offloaded parameters dense gradients; no row without any."""
     lines = list(summary["dense_gradients"].items())
     texts = [f"{count}, for {line}" for line, count in lines[:_DENSE_LINES]]
-    if rest := sum(count for _, count in lines[_DENSE_LINES:]):
-        texts.append(f"{rest}, for {_count(len(lines) - _DENSE_LINES, 'other line')}")
+    if others := sum(count for _, count in lines[_DENSE_LINES:]):
+        texts.append(f"{others}, for {_count(len(lines) - _DENSE_LINES, 'other line')}")
     return [("dense gradients" if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def _slack_rows(summary: Summary) -> list[tuple[str, str]]:
     """The blocks whose host updates have the least time to spare."""
     if summary["blocking"]:
-        return []  # waiting is the design: there is no slack to speak of
+        return []  # the step waits for every update by design
     tightest = list(summary["slack_by_block"].items())[:_TIGHTEST]
     texts = [
         f"{block}: {milliseconds(times['slack_ms'])} until its next use, {milliseconds(times['taken_ms'])} taken"
@@ -194,11 +210,11 @@ def _slack_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
-    """Between which lengths windows adapt, and what came of it; no row where they do not."""
+    """Bounds and mean of the length of adaptive windows; no row where windows are of fixed length."""
     if not s["adaptive_windows"]:
         return []
     longest, mean = s["update_interval"] or 1, s["mean_window_steps"]
-    # Norms decide one step late, so that the first step of a window never closes it.
+    # Norms reach the host one step late, so that the first step of a window never flushes it.
     shortest = min(2, longest)
     if s["shortest_window_measured"]:
         by_time = s["shortest_window"]
@@ -212,11 +228,11 @@ def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
 
 
 def _limit_rows(recording: Recording, summary: Summary) -> list[tuple[str, str]]:
-    """What this machine allows, where its bandwidths were measured."""
+    """The shortest step that this machine's bandwidths allow; no rows where they were not measured."""
     step_ms, stall_ms = summary["step_ms"], summary["stall_ms_per_step"]
     if recording.traffic is None or recording.bandwidths is None or step_ms is None or stall_ms is None:
         return []
-    seen = _at_least_what_was_seen(recording.bandwidths, summary)
+    seen = _reached(recording.bandwidths, summary)
     limit = limit_of(recording.traffic, seen, device_ms=max(0.0, step_ms - stall_ms))
     needs = [("host", limit.host_ms, seen.host), ("D2H", limit.to_host_ms, seen.to_host)]
     needs.append(("H2D", limit.to_device_ms, seen.to_device))
@@ -236,8 +252,8 @@ def _at_best(limit: Limit, blocking: bool) -> str:
     return f"{step}, and the host update is hidden from update_interval={limit.smallest_interval} on"
 
 
-def _at_least_what_was_seen(measured: Bandwidths, summary: Summary) -> Bandwidths:
-    """What the run itself reached is possible, though the machine may have been busier when it was measured alone."""
+def _reached(measured: Bandwidths, summary: Summary) -> Bandwidths:
+    """Measured bandwidths, or the run's own where it was faster: the machine may have been busy when measured."""
 
     def best(measured: float, gb_per_s: float | None) -> float:
         return max(measured, 1e9 * (gb_per_s or 0.0))
@@ -251,7 +267,7 @@ def _at_least_what_was_seen(measured: Bandwidths, summary: Summary) -> Bandwidth
 
 
 def _join(*values: str, separator: str = ", ") -> str:
-    """Those of the values that were measured; a dash if none was."""
+    """Join the values that were measured; a dash if none was."""
     return separator.join(value for value in values if value != _NOT_MEASURED) or _NOT_MEASURED
 
 

@@ -1,4 +1,4 @@
-"""The time that host updates have, beside the time they take, for each block of the model."""
+"""Compares the time that host updates have with the time they take, for each block of the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BLOCK = re.compile(r".*?(?<![^.])\d+(?=\.|$)")
 
 
 class BlockSlack(TypedDict):
-    """Of one block's closed windows, in ms.
+    """Times of one block's flushed windows.
 
     Keys:
-        slack_ms: median time from the final gradient to the weight's next use.
+        slack_ms: median time from the final gradient to the weight's next use, be it in training or evaluation.
         taken_ms: median time from the final gradient to the end of the host's update.
-        margin_ms: the smallest that the first exceeded the second by, in any close; negative if one had to wait.
+        margin_ms: smallest difference of the two for one flush; negative if a use had to wait.
     """
 
     slack_ms: float
@@ -28,13 +28,13 @@ class BlockSlack(TypedDict):
 
 
 def block_of(param: str) -> str:
-    """A parameter's block: its name up to the first number, ``layers.3`` of ``layers.3.mlp.up.weight``."""
+    """Return a parameter's block: its name up to the first number, ``layers.3`` of ``layers.3.mlp.up.weight``."""
     found = _BLOCK.match(param)
     return found.group() if found else param.rpartition(".")[0] or param
 
 
 def slack_by_block(events: Iterable[Event], steps: set[int]) -> dict[str, BlockSlack]:
-    """Slack and time taken of the closes in ``steps``, the block with the smallest margin first."""
+    """Compute slack and time taken of the windows flushed in ``steps``, the smallest margin first."""
     spans: dict[tuple[int, str], Event] = {}
     ends: dict[tuple[int, str], int] = {}
     for event in events:

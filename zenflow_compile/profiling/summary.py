@@ -1,4 +1,4 @@
-"""A recording, reduced to numbers."""
+"""Reduces a recording to numbers."""
 
 from __future__ import annotations
 
@@ -23,37 +23,46 @@ _TOP_WAITERS = 5
 class Summary(TypedDict):
     """What a profile says in numbers.
 
-    None where nothing was measured, or where a ratio has no denominator; 0 only where that is a measurement.
+    None where nothing was measured, or where a ratio has no denominator; 0 only where 0 was measured.
 
-    *Measured time* is the time inside the measured steps: all recorded ones but the leading warm-up steps.
-    "Per step" divides by the number of measured steps. Waits, compute and shares of time are cut to measured
-    time. Bytes and host updates count where their own ``step`` is a measured one, so that work which lands
-    later is neither lost nor counted twice. A moment of compute counts once, for the innermost kind: waits
-    before updates, merges and re-selections, these before forward and backward.
+    *Measured steps* are all recorded ones but the leading warm-up steps. *Measured time* is the time inside them,
+    without forwards under ``torch.no_grad()`` (evaluation), which belong to no training step. Every number "per step"
+    is a mean over the measured steps, so that the parts of a step add up::
+
+        step_ms = forward + backward + update + merge + select + stall + other
+
+    Each moment counts for the innermost kind of compute: waits before updates, merges and re-selections, these before
+    forward and backward. Waits, compute and shares of time are cut to measured time. Bytes and host updates count
+    where their own ``step`` is a measured one, so that work that ends after the last step is neither lost nor counted
+    twice.
 
     Keys:
         policy, update_interval, blocking, selected_share: of the plan, see ``Recording``.
-        adaptive_windows: whether windows adapt, up to ``update_interval`` steps.
-        shortest_window: the least length, in steps, that they may have; None if they do not adapt, or while the time
-            that it follows from has not been measured.
-        shortest_window_measured: it follows from measured time; else an option says it.
-        mean_window_steps: mean distance in steps between two closes of one parameter, over all recorded steps; None
-            where no parameter closed twice.
+        adaptive_windows: whether update windows adapt, up to ``update_interval`` steps.
+        shortest_window: the smallest length of an adaptive window, in steps; None if windows do not adapt, or until
+            the time that decides it has been measured.
+        shortest_window_measured: whether measured time decides ``shortest_window``; otherwise an option does.
+        mean_window_steps: mean distance in steps between two flushes of one parameter, over all recorded steps; None
+            where no parameter was flushed twice.
         steps: optimizer steps recorded, warm-up included.
         warm_up_steps: leading steps longer than 5 medians (compilation); left out of everything but
-            ``steps``, ``windows_flushed``, ``selections`` and the norms.
-        step_ms, step_ms_p95: median and 95th percentile (linear interpolation) of a step, end to end.
+            ``steps``, ``windows_flushed``, ``selections``, ``dense_gradients`` and the norms.
+        evaluation_ms: total time of evaluation inside the measured steps, see ``Recording.evaluation``; left out of all
+            other times. An evaluation that keeps gradients enabled counts as forward.
+        step_ms, step_ms_p95: mean and 95th percentile (linear interpolation) of the measured steps, each from the
+            end of the previous step to its own.
         stall_ms_per_step: time in which the training thread or the device waited for a copy or a host update.
         stall_share: that time as a share of measured time.
         stall_early_share: share of the stall in waits that began in the first quarter of their step's
             forward, counted in forward work done until then. None without forward events.
-        stall_by_param: the five parameters that were waited for the longest, ms per step, longest first.
+        stall_by_param: the five parameters with the longest waits, ms per step, longest first.
         forward_ms_per_step, backward_ms_per_step, update_ms_per_step, merge_ms_per_step, select_ms_per_step:
             time of each kind of compute; None for a kind without events.
+        other_ms_per_step: the rest of the step: data loading, checkpoints, code that is not compiled.
         slack_by_block: per block of the model the time that host updates had and took, see ``BlockSlack``; the block
             with the smallest margin first.
-        host_update_ms_per_step: busy time of all workers together: where two update at the same time, both count. What
-            ``planning.forecast`` calls host_update_s counts such time once.
+        host_update_ms_per_step: busy time of all workers, added up: two workers that update at the same time count
+            twice. ``prediction.forecast`` counts such time one time, as ``host_update_s``.
         hidden_fraction: share of the workers' host-update time, within measured time and as a union per
             worker, that did not coincide with a wait on the compute lane.
         workers: worker lanes with at least one event.
@@ -69,11 +78,11 @@ class Summary(TypedDict):
         host_update_gb_per_s: bytes of host memory read and written by updates, in 1e9, per second in which at
             least one worker was updating: the bandwidth of all workers together.
         d2h_gb_per_s, h2d_gb_per_s: likewise for copies.
-        selected_norm_share: share of the squared gradient norm in the selected lines, summed over steps.
-        windows_flushed, selections: counts of closes and of re-selections in force, over all recorded steps.
+        selected_norm_share: share of the squared gradient norm in the selected slices, summed over steps.
+        windows_flushed, selections: flushed update windows and re-selections, over all recorded steps.
         state_moves: how many copies carried state.
-        dense_gradients: how many gradients of offloaded parameters took memory of their own, by the line of the user's
-            that asked for it ("file:line"), the most first, over all recorded steps.
+        dense_gradients: gradients of offloaded parameters that took memory of their own, counted by the user's line
+            ("file:line") that caused it, most frequent first, over all recorded steps.
     """
 
     policy: str
@@ -86,6 +95,7 @@ class Summary(TypedDict):
     selected_share: float | None
     steps: int
     warm_up_steps: int
+    evaluation_ms: float
     step_ms: float | None
     step_ms_p95: float | None
     stall_ms_per_step: float | None
@@ -98,6 +108,7 @@ class Summary(TypedDict):
     update_ms_per_step: float | None
     merge_ms_per_step: float | None
     select_ms_per_step: float | None
+    other_ms_per_step: float | None
     host_update_ms_per_step: float | None
     hidden_fraction: float | None
     workers: int
@@ -125,12 +136,15 @@ def summarize(recording: Recording) -> Summary:
     """Reduces a recording; see ``Summary`` for what each number means."""
     events = recording.events
     steps = sorted((event for event in events if event.lane == STEP), key=lambda event: event.end_ns)
-    warm_up = _warm_up_steps([step.duration_ns for step in steps])
+    inference = recording.evaluation
+    training_ns = [length_ns(subtract([(step.start_ns, step.end_ns)], inference)) for step in steps]
+    warm_up = _warm_up_steps(training_ns)
     measured = steps[warm_up:]
     numbers = {step.step for step in measured}
-    time = union((step.start_ns, step.end_ns) for step in measured)
+    elapsed = union((step.start_ns, step.end_ns) for step in measured)
+    time = subtract(elapsed, inference)
     total_ns = length_ns(time)
-    durations_ms = [step.duration_ns / _NS_PER_MS for step in measured]
+    durations_ms = [duration_ns / _NS_PER_MS for duration_ns in training_ns[warm_up:]]
     compute = _compute_kinds(events, time)
     waits = compute["wait"]
     kinds_seen = {event.kind for event in events if event.lane == COMPUTE}
@@ -172,7 +186,8 @@ def summarize(recording: Recording) -> Summary:
         selected_share=recording.selected_share,
         steps=len(steps),
         warm_up_steps=warm_up,
-        step_ms=median(durations_ms) if measured else None,
+        evaluation_ms=(length_ns(elapsed) - total_ns) / _NS_PER_MS,
+        step_ms=ms_per_step(total_ns),
         step_ms_p95=_quantile(durations_ms, 0.95) if measured else None,
         stall_ms_per_step=ms_per_step(length_ns(waits)),
         stall_share=length_ns(waits) / total_ns if total_ns else None,
@@ -184,6 +199,7 @@ def summarize(recording: Recording) -> Summary:
         update_ms_per_step=compute_ms("update"),
         merge_ms_per_step=compute_ms("merge"),
         select_ms_per_step=compute_ms("select"),
+        other_ms_per_step=ms_per_step(total_ns - sum(length_ns(intervals) for intervals in compute.values())),
         host_update_ms_per_step=ms_per_step(sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())),
         hidden_fraction=sum(length_ns(subtract(own, waits)) for own in busy) / busy_ns if busy_ns else None,
         workers=len(recording.worker_lanes),
@@ -201,7 +217,7 @@ def summarize(recording: Recording) -> Summary:
         d2h_gb_per_s=_gb_per_s(own_copies[D2H]),
         h2d_gb_per_s=_gb_per_s(own_copies[H2D]),
         selected_norm_share=norms.selected / norms.total if norms is not None and norms.total > 0 else None,
-        windows_flushed=windows["close"],
+        windows_flushed=windows["flush"],
         selections=windows["select"],
         state_moves=len(state),
         dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),
@@ -209,7 +225,7 @@ def summarize(recording: Recording) -> Summary:
 
 
 def _warm_up_steps(durations_ns: list[int]) -> int:
-    """Leading steps far longer than the rest, at most half of all; of fewer than three there is no rest."""
+    """How many leading steps are far longer than the median, at most half of all; 0 of fewer than three steps."""
     if len(durations_ns) < 3:
         return 0
     limit = _WARM_UP_FACTOR * median(durations_ns)
@@ -261,7 +277,7 @@ def _early_share(events: Iterable[Event], steps: list[Event], time: Intervals, f
 
 
 def _stall_by_param(events: Iterable[Event], time: Intervals, steps: int) -> dict[str, float]:
-    """The longest-waited-for parameters, ms per step."""
+    """The parameters with the longest waits, ms per step."""
     waited_ns: Counter[str] = Counter()
     for event in events:
         if event.lane == COMPUTE and event.kind == "wait" and event.param:
@@ -271,13 +287,13 @@ def _stall_by_param(events: Iterable[Event], time: Intervals, steps: int) -> dic
 
 
 def _mean_window(events: Iterable[Event]) -> float | None:
-    """Steps from one close of a parameter to its next, on average."""
-    closes: dict[str, list[int]] = defaultdict(list)
+    """Mean steps between two flushes of one parameter."""
+    flushes: dict[str, list[int]] = defaultdict(list)
     for event in events:
-        if event.lane == WINDOWS and event.kind == "close":
-            closes[event.param].append(event.step)
-    gaps = sum(len(steps) - 1 for steps in closes.values())
-    return sum(max(steps) - min(steps) for steps in closes.values()) / gaps if gaps else None
+        if event.lane == WINDOWS and event.kind == "flush":
+            flushes[event.param].append(event.step)
+    gaps = sum(len(steps) - 1 for steps in flushes.values())
+    return sum(max(steps) - min(steps) for steps in flushes.values()) / gaps if gaps else None
 
 
 def _spans(events: Iterable[Event]) -> Intervals:

@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -433,7 +434,7 @@ class Engine(UnfusedOps):
                     continue
                 if (close := end_on_host(offloaded, now, self.schedule, self.step)) is not None:
                     flushed.append(close)
-                    self.recorder.mark("close", param=offloaded.plan.name)
+                    self.recorder.mark("flush", param=offloaded.plan.name)
             self.registry.transport.workers.submit(*(close.job for close in flushed))
         except BaseException as error:  # ``UploadScheduler`` withdraws what was not queued, before any wait
             self.failure = error
@@ -513,6 +514,10 @@ class Engine(UnfusedOps):
         for p, param in zip(ps, params, strict=True):
             self.registry.check_storage(p, param)
             self.landing.before_use(self.offloaded[p], self.step)
+
+    def inference(self) -> AbstractContextManager[None]:
+        """The context in which a forward graph without gradients runs."""
+        return self.recorder.inference()
 
     def remember_models(self, models: Sequence[nn.Module]) -> None:
         """These models are compiled: note where they hold parameters."""

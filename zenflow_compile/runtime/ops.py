@@ -20,6 +20,7 @@ what is between the parts of a chain, and in the tests that hold one form agains
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
@@ -51,6 +52,7 @@ class EngineOps(Protocol):
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
+    def inference(self) -> AbstractContextManager[None]: ...
 
 
 class ClaimOps(Protocol):
@@ -157,6 +159,19 @@ def returning_gradients(code: Callable[..., Any], engine_id: int, places: Mappin
         for p, grad in returned.items():
             outputs[places[p]] = grad
         return tuple(outputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def marking_inference(code: Callable[..., Any], engine_id: int) -> Callable[..., Any]:
+    """A compiled forward without gradients that tells the engine when it runs: it belongs to no training step."""
+
+    def run(args: list[Any]) -> Any:
+        if (engine := _LIVE.get(engine_id)) is None:
+            return code(args)
+        with engine.inference():
+            return code(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

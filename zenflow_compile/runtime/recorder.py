@@ -64,7 +64,7 @@ class Recorder:
 
     def begin_phase(self, kind: str) -> None:
         """The training thread is in ``kind`` ("forward", "backward", "update") from here on."""
-        if self.timeline is None or (self._phase is not None and self._phase[0] == kind):
+        if self.timeline is None or (self._phase is not None and self._phase[0] in (kind, "inference")):
             return
         self.end_phase()
         self._phase = (kind, self.now())
@@ -74,6 +74,22 @@ class Recorder:
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
             self._add(kind, begin, self.now(), "")
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        interrupted = self._phase
+        self.end_phase()
+        self._phase = ("inference", self.now())
+        try:
+            yield
+        finally:
+            self.end_phase()
+            if interrupted is not None and self.timeline is not None:
+                self._phase = (interrupted[0], self.now())
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Record what runs inside as a forward without gradients, which belongs to no training step."""
+        return _NOTHING if self.timeline is None else self._inference()
 
     def end_step(self, steps: int) -> None:
         """An optimizer step is done; ``steps`` were done so far."""
@@ -85,7 +101,7 @@ class Recorder:
         self.step = steps
 
     def mark(self, kind: str, *, param: str) -> None:
-        """Something about windows happened: "close" or "select"."""
+        """Record that a window was flushed ("flush") or a selection took effect ("select")."""
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)

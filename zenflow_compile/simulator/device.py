@@ -202,7 +202,7 @@ class Device:
         for position, jobs in enumerate(self._jobs):
             for job in jobs:
                 for name in job.window.params:
-                    self._row(WINDOWS, "close", self._now, name)
+                    self._row(WINDOWS, "flush", self._now, name)
                 if job.part.blocking:
                     blocking.append(job)
                     self.machine.queue_upload(job, job.step)

@@ -1,20 +1,21 @@
-"""What happened when: the events that a run (measured or simulated) leaves behind.
+"""Events of a run, measured or simulated, and the timeline that collects them.
 
-Recording must cost nothing that shows: it is one tuple appended to a deque. All else happens on reading.
+Recording appends one tuple to a deque, so that it costs next to nothing; everything else happens on reading.
 
 Lanes and the kinds on them:
 
 ===============  =======================================================================================
-``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall)
+``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall), ``inference``
+                 (a forward without gradients)
 ``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection, or streamed through the
                  device around its update); with bytes
 ``worker N``     ``host_update`` (bytes: host memory read and written)
-``disk``         ``read``, ``write`` (state in files, in and out of the host's window); with bytes
-``peers``        ``copy`` (collectives among devices; bytes), in simulations
+``disk``         ``read``, ``write`` (state in files, in and out of the host's cache); with bytes
+``peers``        ``copy`` (collectives among ranks; bytes), in simulations
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
-``windows``      ``close`` (a window closed), ``select`` (a re-selection took effect); instantaneous
-``gradients``    ``dense``: a gradient took memory of its own; ``param`` is the line that asked; instantaneous
-``slack``        ``slack``: from the moment a closing window's gradient was final to the weight's next use
+``windows``      ``flush`` (an update window was flushed), ``select`` (a selection became current); instantaneous
+``gradients``    ``dense``: a gradient took memory of its own; ``param`` is the line that caused it; instantaneous
+``slack``        ``slack``: from the final gradient of a flushed window to the weight's next use
 ===============  =======================================================================================
 """
 
@@ -30,7 +31,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # what is simulated is read without torch, whose import takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds, and simulated events need none of it
     import torch
     from torch import Tensor
 
@@ -44,8 +45,8 @@ SLACK = "slack"
 GRADIENTS = "gradients"
 WORKER_PREFIX = "worker"
 
-# What to do with an engine that is born now. Scoped to the `with` block that set it, so no profile outlives
-# its block and threads that train something else are not recorded.
+# Called with each new engine. A context variable, so that a profile ends with its `with` block and does not record
+# engines that other threads create.
 _ATTACH_NEW: ContextVar[Callable[[object], None] | None] = ContextVar("zenflow_attach_new", default=None)
 
 _DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run
@@ -59,7 +60,7 @@ def worker_lane(index: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One span on one lane, in nanoseconds of ``time.perf_counter_ns``; of any common clock if simulated."""
+    """One span on one lane, in nanoseconds of ``time.perf_counter_ns``, or of any common clock if simulated."""
 
     lane: str
     kind: str
@@ -80,12 +81,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveWindows:
-    """Between which lengths windows adapt.
+    """Bounds of the length of adaptive update windows.
 
     Attributes:
-        shortest: in steps; None while the time that it follows from has not been measured.
+        shortest: in steps; None until the time that decides it has been measured.
         longest: in steps.
-        measured: the shortest follows from measured time; else an option says it.
+        measured: whether measured time decides ``shortest``; otherwise an option does.
     """
 
     shortest: int | None
@@ -95,7 +96,7 @@ class AdaptiveWindows:
 
 @dataclass(frozen=True, slots=True)
 class NormSums:
-    """Squared gradient norms, summed over the recorded steps: of the selected lines, and of all."""
+    """Squared gradient norms, summed over the recorded steps: of the selected slices, and of all."""
 
     selected: float
     total: float
@@ -110,8 +111,8 @@ class Timeline:
     """Collects events from any thread; keeps the newest ``max_events``, and ``max_norms`` norms."""
 
     def __init__(self, *, max_events: int = 1_000_000, max_norms: int = 4096) -> None:
-        # deque.append and popleft are atomic under the GIL, and a bounded deque drops its oldest entry by
-        # itself.
+        # deque.append and popleft are atomic under the GIL, so recording threads take no lock. A bounded deque drops
+        # its oldest entry by itself.
         self._rows: deque[_Row] = deque(maxlen=max_events)
         self._device_rows: deque[_DeviceRow] = deque()
         self._norms: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=max_norms)
@@ -120,7 +121,7 @@ class Timeline:
     def add(
         self, lane: str, kind: str, start_ns: int, end_ns: int, *, step: int, param: str = "", bytes: int = 0
     ) -> None:
-        """Records a span that the host measured with ``time.perf_counter_ns``."""
+        """Record a span that the host measured with ``time.perf_counter_ns``."""
         self._rows.append((lane, kind, start_ns, end_ns, step, param, bytes))
 
     def add_device(
@@ -134,25 +135,22 @@ class Timeline:
         param: str = "",
         bytes: int = 0,
     ) -> None:
-        """Records a span between two recorded events of one device, both made with ``enable_timing=True``.
+        """Record a span between two recorded events of one device, both made with ``enable_timing=True``.
 
-        Hazard: the events belong to the timeline from here on. One that is recorded again (a pooled event)
-        would silently move a span that was already taken.
+        The timeline owns both events from here on.
         """
+        # The times are read later: recording one of the events again (from a pool) would silently move this span.
         self._device_rows.append((lane, kind, start, end, step, param, bytes))
         if len(self._device_rows) > _DRAIN_ABOVE:
             self._resolve(at_most=_DRAIN_BATCH, wait=False)
 
     def add_norms(self, step: int, selected_squared: Tensor, total_squared: Tensor) -> None:
-        """Records squared gradient norms of a step (0-d tensors, read on the device's own time, by
-        ``norm_sums``).
-
-        Hazard: the tensors are kept, not copied; they must not be written again.
-        """
+        """Record squared gradient norms of a step: 0-d tensors, which ``norm_sums`` reads later."""
+        # Kept, not copied, so that recording does not wait for the device: the caller must not write them again.
         self._norms.append((step, selected_squared, total_squared))
 
     def events(self) -> list[Event]:
-        """All events by start time. Waits for the device events that were added and have not finished."""
+        """Return all events by start time. Waits for device events that have not finished."""
         self._resolve(at_most=None, wait=True)
         rows = sorted(_snapshot(self._rows), key=lambda row: (row[2], row[3]))
         return [
@@ -161,7 +159,7 @@ class Timeline:
         ]
 
     def norm_sums(self) -> NormSums | None:
-        """Sums over recorded norms without those that overflowed; None if there are none. Synchronises."""
+        """Sum the recorded norms that are finite; None if none was recorded. Synchronizes with the device."""
         pairs = [(selected, total) for _, selected, total in _snapshot(self._norms)]
         if not pairs:
             return None
@@ -172,20 +170,16 @@ class Timeline:
         return NormSums(math.fsum(s for s, _ in finite), math.fsum(t for _, t in finite))
 
     def clear(self) -> None:
-        """Forgets everything recorded so far."""
+        """Forget everything recorded so far."""
         with self._reading:
             self._device_rows.clear()
             self._rows.clear()
             self._norms.clear()
 
     def _resolve(self, *, at_most: int | None, wait: bool) -> None:
-        """Turns the oldest device spans into host-clock rows; stops at an unfinished one unless told to wait.
-
-        Each batch is aligned anew: the two clocks drift, and ``elapsed_time`` is a float32 of milliseconds,
-        so a reference far away would cost precision.
-        """
+        """Turn the oldest device spans into host-clock rows; stop at an unfinished one unless ``wait``."""
         if not self._reading.acquire(blocking=wait):
-            return  # another thread is reading: the recording one must not wait for it
+            return  # another thread is reading, and a recording thread must not wait for it
         try:
             import torch
 
@@ -197,6 +191,8 @@ class Timeline:
                 elif not end.query():  # type: ignore[no-untyped-call]
                     return
                 device = torch.device(end.device)
+                # One reference per batch: the two clocks drift, and ``elapsed_time`` is a float32 of milliseconds that
+                # loses precision over long distances.
                 if device not in references:
                     references[device] = _reference(device)
                 reference, reference_ns = references[device]
@@ -209,14 +205,14 @@ class Timeline:
 
 
 def record_new_engine(engine: object) -> None:
-    """Attaches a timeline to ``engine`` if a profile is in force; engines call it when they are complete."""
+    """Attach a timeline to ``engine`` inside a ``profile()`` block; called with each complete engine."""
     if (attach := _ATTACH_NEW.get()) is not None:
         attach(engine)
 
 
 @contextmanager
 def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
-    """While entered, engines that are created in this context are handed to ``attach``."""
+    """Call ``attach`` with each engine that is created in this context."""
     token = _ATTACH_NEW.set(attach)
     try:
         yield
@@ -225,14 +221,11 @@ def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
 
 
 def _reference(device: torch.device) -> tuple[torch.cuda.Event, int]:
-    """An event of ``device`` and the host time at which it happened.
-
-    Recorded on a stream of its own: on a busy one it would happen only after all queued work, and waiting for
-    it would stall the run.
-    """
+    """Return an event of ``device`` and the host time at which it happened."""
     import torch
 
     with torch.cuda.device(device):
+        # A new stream: on a busy one the event would come after all queued work, and its wait would stall the run.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -241,16 +234,16 @@ def _reference(device: torch.device) -> tuple[torch.cuda.Event, int]:
 
 
 def _snapshot(rows: deque[_T]) -> list[_T]:
-    """A copy of a deque that other threads append to."""
+    """Copy a deque that other threads append to."""
     while True:
         try:
             return list(rows)
-        except RuntimeError:  # grew under the iteration; recording takes no lock, so reading is what retries
+        except RuntimeError:  # another thread appended meanwhile: recording takes no lock, so the reader retries
             continue
 
 
 def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
-    """Values of one-element tensors that may live on several devices, in order."""
+    """Read one-element tensors, which may live on several devices, in order."""
     import torch
 
     values = [0.0] * len(tensors)

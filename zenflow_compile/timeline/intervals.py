@@ -1,4 +1,4 @@
-"""Arithmetic on sets of time: sorted, disjoint, half-open ``(start, end)`` pairs in nanoseconds."""
+"""Set operations on time: sorted, disjoint, half-open ``(start, end)`` pairs in nanoseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def union(pairs: Iterable[Interval]) -> Intervals:
-    """The time covered by any of ``pairs``, which may overlap and come in any order; empty ones vanish."""
+    """Return the time covered by any of ``pairs``, which may overlap, be empty and come in any order."""
     merged: Intervals = []
     for start, end in sorted(pairs):
         if end <= start:
@@ -24,7 +24,7 @@ def union(pairs: Iterable[Interval]) -> Intervals:
 
 
 def intersect(left: Intervals, right: Intervals) -> Intervals:
-    """The time in both sets."""
+    """Return the time in both sets."""
     common: Intervals = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -40,7 +40,7 @@ def intersect(left: Intervals, right: Intervals) -> Intervals:
 
 
 def subtract(left: Intervals, right: Intervals) -> Intervals:
-    """The time in ``left`` that is not in ``right``."""
+    """Return the time in ``left`` that is not in ``right``."""
     if not left:
         return []
     gaps: Intervals = []
@@ -55,12 +55,12 @@ def subtract(left: Intervals, right: Intervals) -> Intervals:
 
 
 def length_ns(intervals: Intervals) -> int:
-    """Total time of a set."""
+    """Return the total time of a set."""
     return sum(end - start for start, end in intervals)
 
 
 def exclusive(layers: Iterable[tuple[_Key, Intervals]]) -> dict[_Key, Intervals]:
-    """Makes sets disjoint: time that several of them claim goes to the one that comes first."""
+    """Make sets disjoint: time that is in several of them goes to the first."""
     own: dict[_Key, Intervals] = {}
     taken: Intervals = []
     for key, intervals in layers:

@@ -1,0 +1,104 @@
+"""Trains a small GPT on the CPU under ``zf.profile()`` and writes the report as an SVG picture.
+
+    python -m examples.report_picture --out docs/report.svg
+
+The picture needs no network: it names fonts that are installed, and links none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import zenflow_compile as zf
+from examples.gpt import GPT, GPTConfig
+from examples.stdlib_text import load_text, training_batch
+from examples.train_gpt import CORES_OF_PYTORCH, share_cores
+
+CONTEXT, LAYERS, WIDTH, BATCH = 64, 4, 384, 2
+_WARM_UP_STEPS = 8  # compilation, and two update windows
+
+# rich's own format links a web font.
+_SVG = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{
+  font-family: "Fira Code", "DejaVu Sans Mono", Menlo, Consolas, monospace;
+  font-size: {char_height}px;
+  line-height: {line_height}px;
+}}
+.{unique_id}-title {{ font-family: sans-serif; font-size: 18px; font-weight: bold; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+
+
+def train_and_report(console: Console, *, steps: int, inner: str) -> None:
+    """Train for ``steps`` steps after a warm-up, and print the report of the last 4 of them."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=CONTEXT, layers=LAYERS, width=WIDTH, heads=WIDTH // 32))
+    text = load_text(4_000_000)
+    optimizer = zf.ZenFlowAdamW(
+        model.named_parameters(), lr=1e-3, full_warm_up_rounds=0, pt_reserved_cores_perc=CORES_OF_PYTORCH
+    )
+    compiled = torch.compile(model, backend="zenflow", options={"inner": inner})
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last):
+            compiled(*training_batch(text, seed=0, step=step, batch=BATCH, context=CONTEXT)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with optimizer:
+        train(0, _WARM_UP_STEPS)
+        with zf.profile(optimizer) as profile:
+            train(_WARM_UP_STEPS, _WARM_UP_STEPS + steps)
+        profile.report(console)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m examples.report_picture``."""
+    parser = argparse.ArgumentParser(prog="python -m examples.report_picture", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="the SVG file")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="profiled steps (%(default)s)")
+    parser.add_argument("--columns", type=int, default=92, metavar="N", help="width of the terminal (%(default)s)")
+    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
+    given = parser.parse_args(arguments)
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps} must be at least 1")
+    if not 80 <= given.columns <= 100:
+        parser.error(f"--columns {given.columns} must be from 80 to 100, what a page shows")
+    share_cores(torch.device("cpu"))
+    console = Console(
+        record=True, file=io.StringIO(), width=given.columns, force_terminal=True, color_system="standard"
+    )
+    train_and_report(console, steps=given.steps, inner=given.inner)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    picture = console.export_svg(title="zf.profile(optimizer).report()", code_format=_SVG, unique_id="zenflow")
+    given.out.write_text(picture, encoding="utf-8")
+    print(f"wrote {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
