@@ -2,7 +2,7 @@
 
 Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
 
-1. backward: ``offload_gradient`` for every offloaded gradient that autograd was asked for;
+1. backward: ``offload_gradients`` for every offloaded gradient that autograd was asked for;
 2. the final moment: ``begin_update`` fixes the coefficients, ``update_parameters`` runs for all offloaded parameters,
    ``end_update`` updates what lives on the device whole and advances the step;
 3. the next forward: ``fetch_parameters_`` before first uses. What came through hooks lands in ``end_update``.
@@ -260,11 +260,12 @@ class Engine(UnfusedOps):
                 self._on_backward_end(optimizer)
         self._graph_task = None  # last: an interrupt until here leaves what a backward that raised leaves
 
-    def offload_gradient(self, p: int, grad: Tensor) -> None:
-        """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Take gradients and start their copies: what ``column_norms`` to ``copy_to_host`` do one by one."""
         with self._accumulating:
-            if self._takes(p, grad):
-                self.offloaded[p].offload(grad, split_now=self._split_now)
+            for p, grad in zip(ps, grads, strict=True):
+                if self._takes(p, grad):
+                    self.offloaded[p].offload(grad, split_now=self._split_now)
 
     def _takes(self, p: int, grad: Tensor) -> bool:
         """Whether the engine takes a gradient of a graph, now.

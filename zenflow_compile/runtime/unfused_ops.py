@@ -12,7 +12,7 @@ from zenflow_compile.runtime.step.optimizer_step import Coefficients
 
 
 class UnfusedOps(ABC):
-    """The parts of an engine's ``offload_gradient``, ``update_parameters`` and ``fetch_parameters_``."""
+    """The parts of an engine's ``offload_gradients``, ``update_parameters`` and ``fetch_parameters_``."""
 
     offloaded: dict[int, OffloadedParam]
 
