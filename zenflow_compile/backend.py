@@ -16,9 +16,10 @@ from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
 from zenflow_compile.options.options import BackendOptions, split_backend_options
-from zenflow_compile.passes.context import PassContext, Phase
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.offload_gradients import gradient_places
+from zenflow_compile.passes.source_hash import source_hash
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -133,7 +134,7 @@ class ServedGraph:
                 return private.compile_with_aot(graph, inputs, rewrite)
             if rewrite is not None:
                 private.register_write_lowerings(ops.MUTATING)
-            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor)
+            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash())
 
         code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)
         variant = Variant(code, frozenset(each.engine_id for each in owned))

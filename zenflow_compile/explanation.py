@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.compiler.ownership import Engine, engines_of
-from zenflow_compile.passes.context import PassContext, Phase
+from zenflow_compile.compiler.ownership import engines_of
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.merge_gradients import MERGED
 from zenflow_compile.passes.pipeline import PassReport, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
+
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.engine import Engine
 
 WIDTH = 80
 
@@ -77,7 +80,7 @@ def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> Gr
         lines = tuple(GraphLine(format_node(node), reason(node, ctx)) for node in gm.graph.nodes)
         readable.append(GraphRecord(ctx.phase, compile_id, report.counts, lines))
 
-    run_pipeline(gm, ctx, readable=record)
+    run_pipeline(gm, ctx, before_grouping=record)
     return replace(readable[0], fused=sum(engine_of(node) == ctx.engine_id for node in gm.graph.nodes))
 
 

@@ -12,7 +12,7 @@ from tests.recording import RecordingEngine
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.backend import zenflow
 from zenflow_compile.explanation import explain
-from zenflow_compile.passes.context import Phase
+from zenflow_compile.passes.base import Phase
 
 
 def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> None:

@@ -7,11 +7,11 @@ from torch import nn
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.fetch_parameters import FetchParameters, fetch_order
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.fetch_parameters import fetch_order, fetch_parameters
 from zenflow_compile.runtime import ops
 
-PASSES = {phase: (FetchParameters(),) for phase in (Phase.FORWARD, Phase.INFERENCE)}
+PASSES = dict.fromkeys((Phase.FORWARD, Phase.INFERENCE), (fetch_parameters,))
 
 
 def test_fetches_right_before_first_use(recording: Callable[..., RecordingEngine]) -> None:

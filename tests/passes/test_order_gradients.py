@@ -8,8 +8,9 @@ from torch import nn
 
 from tests.passes.capture import READABLE, Capture, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone, written_memory
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.order_gradients import exclusive_cone, order_gradients, written_memory
+from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -110,4 +111,4 @@ def test_memory_that_the_graph_writes_is_found() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.INFERENCE])
 def test_only_the_backward_is_ordered(phase: Phase) -> None:
-    assert phase not in OrderGradients().phases
+    assert order_gradients not in PIPELINES[phase]

@@ -7,11 +7,11 @@ from torch import nn
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.select_columns import SelectColumns
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.select_columns import select_columns
 from zenflow_compile.runtime import ops
 
-PASSES = {Phase.BACKWARD: (SelectColumns(),)}
+PASSES = {Phase.BACKWARD: (select_columns,)}
 
 
 def test_selects_right_behind_each_gradient(recording: Callable[..., RecordingEngine]) -> None:

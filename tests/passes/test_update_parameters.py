@@ -8,10 +8,11 @@ from torch.fx import GraphModule
 
 from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase, written_inputs
-from zenflow_compile.passes.offload_gradients import OffloadGradients
-from zenflow_compile.passes.select_columns import SelectColumns
-from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.graph_edits import written_inputs
+from zenflow_compile.passes.offload_gradients import offload_gradients
+from zenflow_compile.passes.select_columns import select_columns
+from zenflow_compile.passes.update_parameters import build_step_graph, update_parameters
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -89,7 +90,7 @@ def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngin
             return torch.sin(x @ (self.weight * self.gate))
 
     model = Gated()
-    passes = {Phase.BACKWARD: (SelectColumns(), OffloadGradients())}
+    passes = {Phase.BACKWARD: (select_columns, offload_gradients)}
     capture = Capture(recording(model, finalizes_in_backward=True), passes)
     capture.run(model, torch.randn(3, 4))
     backward, ctx = capture.after[Phase.BACKWARD], capture.contexts[Phase.BACKWARD]
@@ -97,9 +98,9 @@ def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngin
     with backward.graph.inserting_after(weight):
         view = backward.graph.placeholder("saved_view")
     view.meta["val"] = weight.meta["val"].t()
-    assert UpdateParameters()(backward, ctx) == 0
+    assert update_parameters(backward, ctx) == 0
     backward.graph.erase_node(view)
-    assert UpdateParameters()(backward, ctx) == 1
+    assert update_parameters(backward, ctx) == 1
 
 
 def test_leaves_updates_to_step(recording: Callable[..., RecordingEngine]) -> None:

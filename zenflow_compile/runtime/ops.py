@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.runtime.trace_annotations import annotated
 
 
 class EngineOps(Protocol):
@@ -166,49 +167,67 @@ _library = torch.library.Library("zenflow", "DEF")  # type: ignore[no-untyped-ca
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order)
 
 
+def _names(*args: Any) -> list[str]:
+    """Names of the parameters that a node is for, by the node's arguments; none for ``begin_backward``."""
+    if len(args) < 2 or (found := _LIVE.get(args[-2])) is None:
+        return []
+    ps = args[-1]
+    return [found.plan.params[p].name for p in ([ps] if isinstance(ps, int) else ps)]
+
+
 def _begin_backward(engine_id: int) -> Tensor:
     engine(engine_id).begin_backward()
     return torch.zeros(1)
 
 
+@annotated("column_norms", _names)
 def _column_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
     return engine(engine_id).column_norms(p, grad)
 
 
+@annotated("select", _names)
 def _select_columns(norms: Tensor, engine_id: int, p: int) -> Tensor:
     return engine(engine_id).select_columns(p, norms)
 
 
+@annotated("split", _names)
 def _split_columns(token: Tensor, grad: Tensor, selected: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).split_columns(p, grad, selected)
 
 
+@annotated("offload", _names)
 def _copy_to_host(token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).copy_to_host(p)
 
 
+@annotated("update", _names)
 def _adam_columns_(param: Tensor, token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).adam_columns_(p, param)
 
 
+@annotated("update_on_host", _names)
 def _update_on_host(token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).update_on_host(p)
 
 
+@annotated("fetch", _names)
 def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
     # A closed engine has landed all it had: the weights are final, and inference graphs may go on using them.
     if (found := _LIVE.get(engine_id)) is not None:
         found.copy_to_device_(p, param)
 
 
+@annotated("offload", _names)
 def _offload_gradients(token: Tensor, grads: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).offload_gradients(ps, grads)
 
 
+@annotated("update", _names)
 def _update_parameters(params: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).update_parameters(ps, params)
 
 
+@annotated("fetch", _names)
 def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
     if (found := _LIVE.get(engine_id)) is not None:  # see _copy_to_device_
         found.fetch_parameters_(ps, params)
@@ -238,7 +257,7 @@ _NODES = (
     ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
-    # The fused form. Those of ``ps`` without columns on the device (k = 0) are not among update_parameters' ``params``.
+    # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
     ("offload_gradients(Tensor(a!) token, Tensor[] grads, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
     ("fetch_parameters_(Tensor(a!)[] params, int engine, int[] ps) -> ()", _fetch_parameters_, None),

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -291,6 +292,14 @@ def inside_backward_node() -> bool:
     True in the end callback of a backward that another one runs inside a node: reentrant checkpointing.
     """
     return torch._C._current_autograd_node() is not None
+
+
+def profiler_active() -> bool:
+    """Whether ``torch.profiler`` or ``emit_nvtx`` records in some thread of this process. Seen in torch 2.11 and 2.13.
+
+    ``torch.autograd._profiler_enabled`` tells less: it is False in threads that started before the profiler did.
+    """
+    return _profiler._is_profiler_enabled
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:

@@ -13,10 +13,12 @@ from tests.exactness.trajectories import largest_difference, train_implicitly
 from tests.exactness.zoo import BY_NAME
 from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes import fuse_nodes, pipeline
-from zenflow_compile.passes.context import PassContext, Phase, written_inputs
+from zenflow_compile.passes import group_nodes as grouping
+from zenflow_compile.passes import pipeline
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
-from zenflow_compile.passes.fuse_nodes import FuseNodes
+from zenflow_compile.passes.graph_edits import written_inputs
+from zenflow_compile.passes.group_nodes import group_nodes
 from zenflow_compile.passes.pipeline import PIPELINES, fused_step_graph
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
@@ -65,27 +67,22 @@ def test_nothing_to_fuse(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.LayerNorm(4)
     capture = Capture(recording(model), PIPELINES)
     capture.run(model, torch.randn(2, 4))
-    assert capture.reports[Phase.BACKWARD].counts[-1] == ("fuse_nodes", 0)
+    assert capture.reports[Phase.BACKWARD].counts[-1] == ("group_nodes", 0)
     assert str(capture.after[Phase.FORWARD].graph) == capture.before[Phase.FORWARD]
 
 
 def test_leaves_a_chain_that_somebody_else_reads(recording: Callable[..., RecordingEngine]) -> None:
-    class ReadNorms:
-        """A pass of somebody else's, which looks at one parameter's norms."""
-
-        name, phases = "read_norms", frozenset({Phase.BACKWARD})
-        requires, provides = frozenset({"selection"}), frozenset({"norms read"})
-
-        def __call__(self, gm: torch.fx.GraphModule, ctx: PassContext) -> int:
-            norms = gm.graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS)[0]
-            with gm.graph.inserting_after(norms):
-                gm.graph.call_function(torch.ops.aten.sum.default, (norms,))
-            return 0
+    def read_norms(gm: torch.fx.GraphModule, ctx: PassContext) -> int:
+        """A user's own pass, which reads one parameter's norms."""
+        norms = gm.graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS)[0]
+        with gm.graph.inserting_after(norms):
+            gm.graph.call_function(torch.ops.aten.sum.default, (norms,))
+        return 0
 
     model = Small()
     engine = recording(model)
     *readable, fuse = PIPELINES[Phase.BACKWARD]
-    capture = Capture(engine, {Phase.BACKWARD: (*readable, ReadNorms(), fuse)})
+    capture = Capture(engine, {Phase.BACKWARD: (*readable, read_norms, fuse)})
     capture.run(model, inputs())
     assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == capture.count(Phase.BACKWARD, ops.COPY_TO_HOST) == 1
     (fused,) = capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENTS)
@@ -104,7 +101,7 @@ def test_step_graph(placement: Placement, recording: Callable[..., RecordingEngi
 def test_a_parameter_whose_update_is_in_two_places_stays_unfused(
     recording: Callable[..., RecordingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
     engine = recording(Small())
     graph = Graph()
     a, token = graph.placeholder("a"), graph.placeholder("token")
@@ -113,7 +110,7 @@ def test_a_parameter_whose_update_is_in_two_places_stays_unfused(
     graph.call_function(ops.UPDATE_ON_HOST, (token, engine.id, 0))
     graph.output(())
     gm = torch.fx.GraphModule(nn.Module(), graph)
-    assert FuseNodes()(gm, PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())) == 0
+    assert group_nodes(gm, PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())) == 0
 
 
 class Written:
@@ -198,15 +195,15 @@ def test_what_is_done_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Matrices of 64 bytes."""
-    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(fuse_nodes, "TOGETHER_BYTES", together_bytes)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(grouping, "TOGETHER_BYTES", together_bytes)
     engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
     written = Written(engine, phase, steps)
     before = fetch_order(written.gm, engine.id)
-    assert FuseNodes()(written.gm, written.ctx) == fused.count("(")
+    assert group_nodes(written.gm, written.ctx) == fused.count("(")
     assert written.fused() == fused
     assert fetch_order(written.gm, engine.id) == before == ([0, 1, 2] if phase is Phase.FORWARD else [])
-    assert FuseNodes()(written.gm, written.ctx) == 0
+    assert group_nodes(written.gm, written.ctx) == 0
 
 
 @pytest.mark.parametrize(
@@ -230,12 +227,12 @@ def test_offload_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Matrices of 64 bytes, and of no more than ``offload_bytes`` one gradient lives longer than the next one."""
-    monkeypatch.setattr(fuse_nodes, "OFFLOAD_BYTES", offload_bytes)
+    monkeypatch.setattr(grouping, "OFFLOAD_BYTES", offload_bytes)
     engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
     written = Written(engine, Phase.BACKWARD, steps)
-    assert FuseNodes()(written.gm, written.ctx) == fused.count("(") + fused.count("[")
+    assert group_nodes(written.gm, written.ctx) == fused.count("(") + fused.count("[")
     assert written.fused() == fused
-    assert FuseNodes()(written.gm, written.ctx) == 0
+    assert group_nodes(written.gm, written.ctx) == 0
 
 
 def test_small_parameters_are_fetched_together_at_the_first_use(recording: Callable[..., RecordingEngine]) -> None:
