@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zenflow_compile.backend import zenflow
-from zenflow_compile.compiler.ownership import KEEPER_ATTRIBUTE, optimizer_of
+from zenflow_compile.compiler.optimizer_in_backward import KEEPER_ATTRIBUTE
+from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 OPTIONS: dict[str, Any] = {
