@@ -25,7 +25,7 @@ def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> Non
     printed = out.getvalue()
     assert [record.phase for record in found.graphs] == [Phase.FORWARD, Phase.BACKWARD]
     assert [record.inserted for record in found.graphs] == [2, 9]
-    assert [record.fused for record in (*found.graphs, found.step)] == [1, 2, 1]
+    assert [record.fused for record in (*found.graphs, found.step)] == [1, 2, 0]
     assert "they run fused: 9 nodes as 2" in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
     assert "\x1b" not in printed
