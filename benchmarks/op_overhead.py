@@ -34,7 +34,7 @@ from zenflow_compile.runtime.step import optimizer_step
 TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
 
-NODES = ("fetch_parameters_", "begin_backward", "offload_gradient", "update_parameters")
+NODES = ("fetch_parameters_", "begin_backward", "offload_gradients", "update_parameters")
 NESTED = ("update_parameters",)  # runs inside of step()
 OPERATORS = (
     (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),

@@ -263,7 +263,7 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_while_gradients_are_taken() 
 
 # Where the explicit form takes gradients: in a backward, at the beginning of a step, and when ``.grad`` is cleared.
 TAKING = {
-    "begin_backward", "offload_gradient", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
+    "begin_backward", "offload_gradients", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
     "end_backward", "offload", "receive", "_begin", "_add", "_split", "_take", "norms_and_split", "_rebuild",
     "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up", "dropped",
     "make_dense", "take_from_grad", "read_factors", "read",
