@@ -17,7 +17,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.parameters import host_state
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
-from zenflow_compile.runtime.transfer.copy_lanes import ThreadTicket
+from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError, ThreadTicket, Ticket
+from zenflow_compile.runtime.transfer.copy_lanes import CopyError, Ticket
+from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
 from zenflow_compile.runtime.transfer.staging_ring import StagedBlock, StagingRing
 
 CPU = torch.device("cpu")

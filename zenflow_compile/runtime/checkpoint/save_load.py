@@ -35,7 +35,7 @@ from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.transfer.copy_lanes import ThreadTicket
+from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
 
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 
@@ -330,6 +330,4 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
             values.copy_(gradient)
         else:
             slot.copy_(gradient)
-        copied = ThreadTicket()
-        copied.finish()
-        host.commit(GradientBuffer(index, coefficients, copied))
+        host.commit(GradientBuffer(index, coefficients, ThreadTicket.ended()))

@@ -37,7 +37,7 @@ from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.param_groups import check_eps, check_groups, coefficients_of
-from zenflow_compile.runtime.transfer.copy_lanes import make_lane
+from zenflow_compile.runtime.transfer.make_lane import make_lane
 from zenflow_compile.runtime.transfer.staging_ring import StagingRing
 from zenflow_compile.runtime.transfer.stream_flags import make_flags
 
