@@ -161,7 +161,8 @@ class WindowUpdate:
                 eps=self._eps,
                 out=out,
             )
-        return round(touched_bytes(plan, len(self._coefficients)) * (part.stop - part.start))
+        count: int = part.stop - part.start
+        return round(touched_bytes(plan, len(self._coefficients)) * count)
 
 
 @dataclass(slots=True)
