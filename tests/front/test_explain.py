@@ -50,7 +50,7 @@ def test_merged_gradients_are_explained(recording: Callable[..., RecordingEngine
     assert line.reason == "0.weight: the graph has it at several inputs; its gradients become one"
 
 
-def test_windows_that_adapt_have_no_fixed_length() -> None:
+def test_adaptive_windows_have_no_fixed_length() -> None:
     model = nn.Linear(16, 16)
     with ZenFlowAdamW(
         model.parameters(), update_interval="auto", max_update_interval=9, min_offload_size=0, device_share=0.0

@@ -42,7 +42,7 @@ def test_inference_graphs_fetch_too(recording: Callable[..., RecordingEngine]) -
     assert engine.runs("copy_to_device_") == dict.fromkeys(OFFLOADED, 1)
 
 
-def test_what_is_fetched_is_what_is_computed_with(recording: Callable[..., RecordingEngine]) -> None:
+def test_forward_reads_the_fetched_values(recording: Callable[..., RecordingEngine]) -> None:
     """The write is in place: this forward reads the new values, through views as well, and so does the caller."""
     model, x = Small(), inputs()
 
@@ -58,7 +58,7 @@ def test_what_is_fetched_is_what_is_computed_with(recording: Callable[..., Recor
     engine.close()
 
 
-def test_leaves_alone_what_stays_on_the_device(recording: Callable[..., RecordingEngine]) -> None:
+def test_resident_parameters_are_not_fetched(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.LayerNorm(4)
     capture = Capture(recording(model), PASSES)
     capture.run(model, torch.randn(2, 4))

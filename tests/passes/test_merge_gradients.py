@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from tests.passes.capture import READABLE, Capture, Small, inputs
+from tests.passes.capture import UNFUSED, Capture, Small, inputs
 from tests.recording import RecordingEngine
 from zenflow_compile.passes.base import GraphPass, Phase
 from zenflow_compile.passes.merge_gradients import MERGED, merge_gradients
@@ -38,7 +38,7 @@ def call_twice(
     distinct: Sequence[Tensor],
     same: Sequence[Tensor],
     engine: RecordingEngine,
-    passes: Mapping[Phase, Sequence[GraphPass]] = READABLE,
+    passes: Mapping[Phase, Sequence[GraphPass]] = UNFUSED,
 ) -> tuple[Capture, tuple[Tensor, ...]]:
     """Call one compiled function with distinct parameters, then with one of them at several inputs.
 

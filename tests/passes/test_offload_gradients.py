@@ -16,7 +16,7 @@ from zenflow_compile.runtime import ops
 PASSES = {Phase.BACKWARD: (select_columns, offload_gradients)}
 
 
-def test_gradients_go_to_the_engine_instead_of_grad(recording: Callable[..., RecordingEngine]) -> None:
+def test_gradients_go_to_the_engine(recording: Callable[..., RecordingEngine]) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model)
@@ -44,7 +44,7 @@ def test_is_idempotent(recording: Callable[..., RecordingEngine]) -> None:
     capture.assert_idempotent(Phase.BACKWARD)
 
 
-def test_leaves_alone_what_was_not_selected(recording: Callable[..., RecordingEngine]) -> None:
+def test_gradients_without_selection_stay(recording: Callable[..., RecordingEngine]) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     capture = Capture(recording(model), {Phase.BACKWARD: ()})

@@ -17,8 +17,7 @@ from zenflow_compile.passes.merge_gradients import merge_gradients
 from zenflow_compile.passes.offload_gradients import offload_gradients
 from zenflow_compile.passes.order_gradients import order_gradients
 from zenflow_compile.passes.select_columns import select_columns
-from zenflow_compile.passes.update_parameters import build_step_graph, update_parameters
-from zenflow_compile.planning.plan import Plan
+from zenflow_compile.passes.update_parameters import update_parameters
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
@@ -32,7 +31,6 @@ PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
         update_parameters,
         group_nodes,
     ),
-    Phase.STEP: (group_nodes,),
 }
 
 READS_NODES_OF: Mapping[GraphPass, GraphPass] = {
@@ -107,13 +105,6 @@ def trace_graph(gm: GraphModule, ctx: PassContext, moment: str, header: str = ""
     private.trace_artifact(
         f"zenflow_{ctx.phase}_engine{ctx.engine_id}_{moment}", lambda: header + private.printed_graph(gm)
     )
-
-
-def fused_step_graph(plan: Plan, engine_id: int) -> GraphModule:
-    """The optimizer step as it runs: from the offloaded parameters, in the plan's order, to nothing."""
-    gm = build_step_graph(plan, engine_id)
-    run_pipeline(gm, PassContext(plan=plan, engine_id=engine_id, phase=Phase.STEP, params=()))
-    return gm
 
 
 def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:

@@ -13,7 +13,6 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 
-
 _DEADLINE = attrgetter("deadline")
 
 
