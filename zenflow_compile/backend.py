@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
+from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.options.options import BackendOptions, split_backend_options
 from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
@@ -111,7 +112,8 @@ class ServedGraph:
     def claim(self, args: Sequence[Any]) -> tuple[Owned, ...]:
         """Find the owners of the parameters among ``args``. Raises: see ``zenflow``."""
         options, captured = self._options, self._captured
-        owned = claim(captured.graph, args, captured.sources, private.compile_call(), options.optimizer)
+        call, make = private.compile_call(), ZenFlowAdamW._updating_in_backward
+        owned = claim(captured.graph, args, captured.sources, call, options.optimizer, make)
         if owned and options.inductor.get("freezing"):
             raise ValueError(
                 "freezing=True makes the weights constants of compiled inference graphs, which then never see an "

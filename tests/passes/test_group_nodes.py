@@ -214,7 +214,7 @@ def test_fetch_and_update_groups(
         ("cococo", 1000, "ccc[012]"),
         ("cococo", 128, "cc[01]c[2]"),  # two matrices are as much as may wait
         ("cococo", 127, "c[0]c[1]c[2]"),
-        ("oco", 0, "[0]c[1]"),  # larger than the bound: an op of its own
+        ("oco", 0, "[0]c[1]"),  # larger than the bound: a separate op
         ("ocouco", 1000, "c[01](0)c[2]"),  # the update of a gradient comes after its offload
         ("ocucoo", 1000, "[0]c(0)c[12]"),
         ("owo", 1000, "[0]w[1]"),  # nothing writes to a gradient before its offload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zenflow_compile.runtime.engine import Engine
 
 OWNER_ATTRIBUTE = "_zenflow_owner"
-"""Attribute of an owned parameter. Its engine sets it to an object of its own and deletes it when it closes."""
+"""Attribute of an owned parameter: an object that is unique to its owner, deleted when the optimizer closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ def claim(
     sources: Sequence[Any],
     call: private.CompileCall,
     keywords: Mapping[str, Any] | None,
+    make_optimizer: Callable[..., Any],
 ) -> tuple[Owned, ...]:
     """Match the inputs of Dynamo's graph to their engines, and make the optimizer in backward if one is asked for.
 
@@ -56,6 +57,7 @@ def claim(
         sources: where Dynamo found them.
         call: the ``torch.compile`` call behind the graph.
         keywords: of ``ZenFlowAdamW`` for the optimizer-in-backward form; None if the parameters have optimizers.
+        make_optimizer: see ``ensure_optimizer``.
 
     Raises:
         ValueError: parameters are inside the graph instead of among its inputs, or see ``ensure_optimizer``.
@@ -74,7 +76,7 @@ def claim(
             live = live.optimizer.engine  # a new one
         live.check_models(roots)
     if keywords is not None:
-        ensure_optimizer([param for _, param in params], roots, call, keywords)
+        ensure_optimizer([param for _, param in params], roots, call, keywords, make_optimizer)
 
     owned: list[Owned] = []
     for i, value in enumerate(inputs):

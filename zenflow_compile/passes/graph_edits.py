@@ -26,8 +26,9 @@ def insert(graph: Graph, op: Any, args: tuple[Any, ...], serves: Node | None = N
         serves: the model's node that the call is inserted for. Its source line and module path are copied to the new
             node, so that printed graphs and generated code show them.
     """
-    ints = [str(arg) for arg in args[1:] if isinstance(arg, int)]  # engine and p, which alone names the node
-    name = "_".join((op._schema.name.removeprefix("zenflow::").rstrip("_"), *ints[-1:]))
+    name = op._schema.name.removeprefix("zenflow::").rstrip("_")
+    if len(args) > 1:  # named after its parameter, or the first one; begin_backward has none
+        name += f"_{args[-1] if isinstance(args[-1], int) else args[-1][0]}"
     node = graph.create_node("call_function", op, args, name=name)
     node.meta["val"] = None
     if serves is not None:
