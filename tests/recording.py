@@ -1,4 +1,4 @@
-"""An engine that only writes down what the graph nodes hand it."""
+"""An engine that only records what the graph nodes pass to it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _ids = itertools.count(1000)
 
 
 class RecordingEngine:
-    """Implements ``ops.EngineOps`` and what the front door asks of an engine; all 2-D parameters are column-split.
+    """Implements ``ops.EngineOps`` and what the backend calls of an engine; all 2-D parameters are column-split.
 
     Attributes:
         executed: how often each node ran, by ``(op name, p)``; p is None for ``begin_backward``.
         trace: the same in order.
-        received: the gradient of each parameter, summed up; in readable nodes as rebuilt from what ``split_columns``
-            was handed.
+        received: the sum of each parameter's gradients; for unfused nodes, rebuilt from the arguments of
+            ``split_columns``.
         fetches: the parameters of each ``fetch_parameters_``.
+        offloads: the parameters of each ``offload_gradients``.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RecordingEngine:
         self.trace: list[tuple[str, int | None]] = []
         self.received: dict[int, Tensor] = {}
         self.fetches: list[list[int]] = []
+        self.offloads: list[list[int]] = []
         self._staged: dict[int, Tensor] = {}
         self.params = [param for _, param in named]
         self._index = {id(param): p for p, param in enumerate(self.params)}
@@ -110,9 +112,12 @@ class RecordingEngine:
     def begin_backward(self) -> None:
         self._note("begin_backward")
 
-    def offload_gradient(self, p: int, grad: Tensor) -> None:
-        self._note("offload_gradient", p)
-        self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        self.offloads.append(list(ps))
+        for p, grad in zip(ps, grads, strict=True):
+            assert grad.shape == self.params[p].shape, "the gradient of one parameter was offloaded as another's"
+            self._note("offload_gradients", p)
+            self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
 
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
         return {}
@@ -144,10 +149,10 @@ class RecordingEngine:
     def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
         self._note("split_columns", p)
         flat = grad.reshape(grad.shape[0], -1)
-        important = flat[:, selected.long()].clone()
+        kept = flat[:, selected.long()].clone()
         deferred = flat.clone()
         deferred[:, selected.long()] = 0
-        deferred[:, selected.long()] += important
+        deferred[:, selected.long()] += kept
         self._staged[p] = deferred.reshape(grad.shape)
 
     def copy_to_host(self, p: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
-from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer import cpu_lane
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
@@ -34,7 +34,7 @@ THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -> Delays:
     """Make every copy and every task of a worker late."""
     delays = Delays(seed, longest_ms)
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", delays.before(copy_lanes.copy_without_gil))
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", delays.before(cpu_lane.copy_without_gil))
     kernel = host_adam.AtenHostAdam
     monkeypatch.setattr(kernel, "__call__", delays.before(kernel.__call__))
     return delays
@@ -101,7 +101,7 @@ def test_a_gradient_whose_memory_is_reused_while_its_copy_is_slow(
     options = {"update_interval": 1}
     expected = chain_weights(compiled, options)
     delays = Delays(0, 10.0)
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", delays.before(copy_lanes.copy_without_gil))
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", delays.before(cpu_lane.copy_without_gil))
     assert_same(chain_weights(compiled, options), expected)
     assert delays.calls > 80
 

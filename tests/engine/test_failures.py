@@ -13,7 +13,7 @@ import torch
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.parameters import offloaded_param
-from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer import cpu_lane
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,7 +54,7 @@ def break_scratch(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 def break_copy(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", failing_after(calls, copy_lanes.copy_without_gil))
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", failing_after(calls, cpu_lane.copy_without_gil))
 
 
 def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeError:
@@ -160,10 +160,10 @@ def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pyt
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    update = offloaded_param.OffloadedParam.update_on_host
+    update = offloaded_param.OffloadedParam.commit
     with monkeypatch.context() as patch:
         error = torch.OutOfMemoryError("on purpose")
-        patch.setattr(offloaded_param.OffloadedParam, "update_on_host", failing_after(calls, update, error))
+        patch.setattr(offloaded_param.OffloadedParam, "commit", failing_after(calls, update, error))
         with pytest.raises(torch.OutOfMemoryError):
             training.step(3)
     with pytest.raises(RuntimeError, match="half-way") as caught:
@@ -235,16 +235,16 @@ def test_copies_that_cannot_start_keep_their_buffers(policy: dict[str, Any], mon
     """More of them than there are buffers."""
     training = Training(None, policy)
     saved = training.saved()
-    submit = copy_lanes.ThreadLane.submit
+    submit = cpu_lane.ThreadLane.submit
 
-    def refused(self: copy_lanes.ThreadLane, *args: Any, **keywords: Any) -> Any:
+    def refused(self: cpu_lane.ThreadLane, *args: Any, **keywords: Any) -> Any:
         if self._name == "H2D":
             raise RuntimeError("can't start new thread")
         return submit(self, *args, **keywords)
 
     for _ in range(5):
         with monkeypatch.context() as patch:
-            patch.setattr(copy_lanes.ThreadLane, "submit", refused)
+            patch.setattr(cpu_lane.ThreadLane, "submit", refused)
             for _ in range(4):
                 with pytest.raises(RuntimeError, match=r"new thread|half-way"):
                     training.step(0)

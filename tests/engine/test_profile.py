@@ -8,20 +8,20 @@ import pytest
 
 import zenflow_compile as zf
 from tests.engine.training import EAGER_BACKEND, Training
-from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer import cpu_lane
 
 SLOW_MS = 30.0
 
 
 def test_slow_copies_are_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    copy = copy_lanes.copy_without_gil
+    copy = cpu_lane.copy_without_gil
 
     def slowly(target, source):  # type: ignore[no-untyped-def]
         time.sleep(SLOW_MS / 1e3)  # the stall that the report has to show
         copy(target, source)
 
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", slowly)
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", slowly)
     with zf.profile(training.optimizer) as profile:
         training.run(3, 9)
     summary = profile.summary()

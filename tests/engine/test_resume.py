@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer import cpu_lane
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
@@ -93,7 +93,7 @@ def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest
     """A copy that is still on its way when the state is taken must be waited for."""
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", Delays(0, 100.0).before(copy_lanes.copy_without_gil))
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", Delays(0, 100.0).before(cpu_lane.copy_without_gil))
     closed = training.optimizer.engine.windows_flushed
     training.step(7)
     assert training.optimizer.engine.windows_flushed == closed  # whoever waits for a close waits for copies, too

@@ -13,7 +13,7 @@ from tests.exactness.test_half_precision import MasterAdamW, trained, zenflow_ad
 from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train
 from tests.exactness.zoo import BY_NAME, Member, generator
 from zenflow_compile.planning.plan import Placement
-from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer import cpu_lane
 
 STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states", "sub_group_size": 1}
 TWINFLOW: dict[str, dict[str, Any]] = {
@@ -81,13 +81,13 @@ def test_mixtures_with_windows_of_one_step_are_adamw(member: Member, case: str, 
 def test_a_run_that_loses_streamed_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same run whose flushes do not arrive misses by orders of magnitude."""
     member = BY_NAME["mlp"]
-    copy = copy_lanes.copy_without_gil
+    copy = cpu_lane.copy_without_gil
 
     def lossy(target: torch.Tensor, source: torch.Tensor) -> None:
         if threading.current_thread().name != "zenflow-D2H":
             copy(target, source)
 
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", lossy)
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", lossy)
     run = train(member, "eager", 20, **STRIDES["all"])
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) > 1e-3
 

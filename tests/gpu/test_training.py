@@ -112,9 +112,9 @@ def test_compression_is_the_hosts(dtype):
 @pytest.mark.slow
 def test_inductor_keeps_gradients_whole_while_copies_are_slow(monkeypatch):
     """Every D2H copy waits for a millisecond of sleep on its stream, so that a reused gradient buffer would show."""
-    from zenflow_compile.runtime.transfer import copy_lanes
+    from zenflow_compile.runtime.transfer import cuda_lane
 
-    submit = copy_lanes.StreamLane.submit
+    submit = cuda_lane.StreamLane.submit
 
     def slowly(lane, target, source, **keywords):
         with torch.cuda.stream(lane._stream):
@@ -123,7 +123,7 @@ def test_inductor_keeps_gradients_whole_while_copies_are_slow(monkeypatch):
 
     reference = make_model()
     expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), compiled=True, inner="inductor")
-    monkeypatch.setattr(copy_lanes.StreamLane, "submit", slowly)
+    monkeypatch.setattr(cuda_lane.StreamLane, "submit", slowly)
     model = make_model()
     with offloading(model, update_interval=1) as optimizer:
         found = train(model, optimizer, compiled=True, inner="inductor")

@@ -1,4 +1,4 @@
-"""Lanes copy in order without the GIL."""
+"""The lane of the CPU copies in order and without the GIL."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer import copy_lanes
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError, ThreadLane, ThreadTicket, copy_without_gil, make_lane
+from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.transfer.copy_lanes import CopyError
+from zenflow_compile.runtime.transfer.cpu_lane import ThreadLane, ThreadTicket, copy_without_gil
+from zenflow_compile.runtime.transfer.make_lane import make_lane
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60)
@@ -56,7 +58,7 @@ def test_nan_bits_survive() -> None:
         (torch.zeros(4, device="meta"), torch.zeros(4)),
     ],
 )
-def test_what_cannot_be_copied_raises(target: torch.Tensor, source: torch.Tensor) -> None:
+def test_unequal_or_strided_tensors_raise(target: torch.Tensor, source: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="cannot copy"):
         copy_without_gil(target, source)
 
@@ -82,7 +84,7 @@ def test_copying_lets_other_threads_run() -> None:
     assert spins > 1000 * elapsed
 
 
-def test_the_order_is_that_of_submission(lane: ThreadLane) -> None:
+def test_copies_run_in_order_of_submission(lane: ThreadLane) -> None:
     target = torch.zeros(1)
     tickets = [lane.submit(target, torch.full((1,), float(i)), step=i, param="w") for i in range(50)]
     tickets[-1].wait()
@@ -90,11 +92,11 @@ def test_the_order_is_that_of_submission(lane: ThreadLane) -> None:
     assert target.item() == 49.0
 
 
-def test_closing_finishes_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_finishes_submitted_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = ThreadLane("H2D", Recorder(CPU))
-    original = copy_lanes.copy_without_gil
+    original = cpu_lane.copy_without_gil
     # Slow, so that most are still queued at the close.
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
     targets = [torch.zeros(2) for _ in range(5)]
     for target in targets:
         lane.submit(target, torch.ones(2), step=0, param="w")
@@ -104,7 +106,7 @@ def test_closing_finishes_what_was_submitted(monkeypatch: pytest.MonkeyPatch) ->
     lane.close()
 
 
-def test_a_failure_is_the_tickets_and_the_lane_goes_on(lane: ThreadLane) -> None:
+def test_lane_goes_on_after_a_failed_copy(lane: ThreadLane) -> None:
     bad = lane.submit(torch.zeros(3), torch.zeros(4), step=0, param="w")
     good = lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
     good.wait()
@@ -118,15 +120,15 @@ def test_a_failure_is_the_tickets_and_the_lane_goes_on(lane: ThreadLane) -> None
     assert bad.error.__traceback__ is not None
 
 
-def test_a_lane_knows_its_thread(lane: ThreadLane) -> None:
+def test_lane_knows_its_thread(lane: ThreadLane) -> None:
     assert not lane.runs(threading.current_thread())
     lane.submit(torch.zeros(1), torch.zeros(1), step=0, param="w").wait()
     assert [thread.name for thread in threading.enumerate() if lane.runs(thread)] == ["zenflow-D2H"]
 
 
 def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread is started for them; what fails is kept for who waits, as for copies of the thread."""
-    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 16)
+    """No thread is started for them; the ticket keeps an error, as for copies of the thread."""
+    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 16)
     lane = ThreadLane("D2H", Recorder(torch.device("cpu")))
     target = torch.zeros(4)
     ticket = lane.submit(target, torch.arange(4.0), step=0, param="w")
@@ -145,30 +147,30 @@ def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_of_a_copy_made_at_once_is_the_callers(
+def test_interrupt_of_a_copy_made_at_once_is_raised(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not a failed copy, which ``except RuntimeError`` would take; one that comes in the thread is."""
+    """It is no CopyError, which ``except RuntimeError`` would catch; one in the lane's thread is."""
 
     def interrupted(*ends: torch.Tensor) -> None:
         raise error
 
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", interrupted)
-    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 16)
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", interrupted)
+    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 16)
     lane = ThreadLane("D2H", Recorder(CPU))
     with pytest.raises(error):
         lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
-    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 0)
+    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
     ticket = lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
     with pytest.raises(CopyError):
         ticket.wait()
     lane.close()
 
 
-def test_a_settled_lane_has_nothing_in_flight(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it stopped by a copy that failed."""
+def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a copy that failed."""
     lane.settle()
-    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 0)
+    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
     gate = ThreadTicket()
     lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w", behind=gate)
     target = torch.zeros(4)
@@ -180,10 +182,8 @@ def test_a_settled_lane_has_nothing_in_flight(lane: ThreadLane, monkeypatch: pyt
     assert target.all()
 
 
-def test_a_thread_whose_start_was_interrupted_serves_beside_no_other(
-    lane: ThreadLane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_lanes, "INLINE_BYTES", 0)
+def test_interrupted_start_leaves_no_second_thread(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
     start, started = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:

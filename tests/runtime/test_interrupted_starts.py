@@ -78,7 +78,7 @@ def test_a_worker_that_begins_after_the_close_serves_nobody(monkeypatch: pytest.
             pool.submit(job(lambda: 0))
     pool.close()
     ran: list[str] = []
-    pool._heap = [(0, 0, 0, _Queued(job(lambda: ran.append("task") or 0), 2))]
+    pool._queue = [(0, 0, 0, _Queued(job(lambda: ran.append("task") or 0), 2))]
     seen[1].start()
     seen[1].join(20)
     assert not seen[1].is_alive()

@@ -20,7 +20,7 @@ from zenflow_compile.runtime.parameters import registry
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.copy_lanes import ThreadLane
+from zenflow_compile.runtime.transfer.cpu_lane import ThreadLane
 from zenflow_compile.runtime.transfer.staging_ring import StagingRing
 from zenflow_compile.torch_internals import torch_private
 

@@ -1,3 +1,5 @@
+"""Flags order threads, and on CUDA threads and streams."""
+
 from __future__ import annotations
 
 import threading
@@ -5,27 +7,27 @@ import threading
 import pytest
 import torch
 
-from zenflow_compile.runtime.transfer.stream_flags import HostFlags, make_flags
+from zenflow_compile.runtime.transfer.stream_flags import Flag, HostFlags, make_flags
 
 CPU = torch.device("cpu")
 
 
-def test_counters_only_grow_and_wrap_around() -> None:
+def test_counters_grow_and_wrap_around() -> None:
     flags = HostFlags(3, CPU)
     assert len(flags) == 3
-    assert flags.reached(1, 0)
-    assert not flags.reached(1, 1)
-    flags.raise_to(1, 5)
-    assert flags.reached(1, 5)
-    assert not flags.reached(1, 6)
-    assert not flags.reached(2, 1)
+    assert Flag(flags, 1, 0).reached()
+    assert not Flag(flags, 1, 1).reached()
+    Flag(flags, 1, 5).raise_it()
+    assert Flag(flags, 1, 5).reached()
+    assert not Flag(flags, 1, 6).reached()
+    assert not Flag(flags, 2, 1).reached()
     last = 2**32 - 1
-    flags.raise_to(0, last)
-    assert flags.reached(0, last)
-    assert not flags.reached(0, last + 1)
-    flags.raise_to(0, last + 2)
-    assert flags.reached(0, last)
-    assert flags.reached(0, last + 2)
+    Flag(flags, 0, last).raise_it()
+    assert Flag(flags, 0, last).reached()
+    assert not Flag(flags, 0, last + 1).reached()
+    Flag(flags, 0, last + 2).raise_it()
+    assert Flag(flags, 0, last).reached()
+    assert Flag(flags, 0, last + 2).reached()
 
 
 def test_a_thread_waits_for_another() -> None:
@@ -34,14 +36,14 @@ def test_a_thread_waits_for_another() -> None:
     written = [0]
 
     def wait() -> None:
-        flags.wait(0, 2)
+        Flag(flags, 0, 2).wait()
         seen.append(written[0])
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    flags.raise_to(0, 1)
+    Flag(flags, 0, 1).raise_it()
     written[0] = 7
-    flags.raise_to(0, 2)
+    Flag(flags, 0, 2).raise_it()
     waiting.join(timeout=30)
     assert seen == [7]
 
@@ -60,16 +62,16 @@ def test_streams_and_threads_wait_for_each_other() -> None:
     waiting, writing = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
     target = torch.zeros(4, device=device)
     torch.cuda.synchronize()
-    flags.wait_on(waiting, 0, 3)
+    Flag(flags, 0, 3).wait_on(waiting)
     with torch.cuda.stream(waiting):
         target.fill_(1.0)
         done = torch.cuda.Event()
         done.record()
     with torch.cuda.stream(writing):
         torch.cuda._sleep(1_000_000)
-    flags.write_from(writing, 1, 9)
-    flags.wait(1, 9)  # the other stream is not held up
+    Flag(flags, 1, 9).write_from(writing)
+    Flag(flags, 1, 9).wait()  # the other stream does not stall this one
     assert not done.query()
-    flags.raise_to(0, 3)
+    Flag(flags, 0, 3).raise_it()
     done.synchronize()
     assert target.tolist() == [1.0] * 4

@@ -17,7 +17,8 @@ from zenflow_compile.runtime.device import streamed_adam
 from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.host.workers import WorkerPool
-from zenflow_compile.runtime.transfer import copy_lanes
+from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.transfer.copy_lanes import CopyError
 from zenflow_compile.timeline.events import D2H, H2D, Event, Timeline
 
 pytestmark = pytest.mark.timeout(120)
@@ -213,7 +214,7 @@ def test_a_buffer_takes_part_in_one_copy_at_a_time(monkeypatch: pytest.MonkeyPat
     """And state is not read from the host before its flush is over."""
     busy: list[tuple[int, int]] = []
     lock = threading.Lock()
-    copy = copy_lanes.copy_without_gil
+    copy = cpu_lane.copy_without_gil
     together = 0
 
     def watched(target: Tensor, source: Tensor) -> None:
@@ -230,7 +231,7 @@ def test_a_buffer_takes_part_in_one_copy_at_a_time(monkeypatch: pytest.MonkeyPat
                 busy.remove(span)
 
     expected = Training(None, RESIDENT, build=chain).run(0, 5).weights()
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", watched)
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", watched)
     assert_same(Training(None, ALL, build=chain).run(0, 5).weights(), expected)
     assert together == 2
 
@@ -239,7 +240,7 @@ def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytes
     """Neither ends before the other has begun, so a runtime that serialised them would wait for ever."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy = copy_lanes.copy_without_gil
+    copy = cpu_lane.copy_without_gil
     began = {"zenflow-D2H": 0, "zenflow-H2D": 0}
     changed = threading.Condition()
 
@@ -256,7 +257,7 @@ def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytes
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy_lanes, "copy_without_gil", meeting)
+        patch.setattr(cpu_lane, "copy_without_gil", meeting)
         assert len(training.optimizer.engine.registry.streamed._loaded) == STREAM_BUFFERS  # prefetched before that
         training.step(2)
         training.optimizer.synchronize()
@@ -268,7 +269,7 @@ def test_a_step_does_not_wait_for_its_last_flushes(monkeypatch: pytest.MonkeyPat
     """Nor does the next forward: they are held until its loss is there."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy, flushed, passed = copy_lanes.copy_without_gil, [0], threading.Event()
+    copy, flushed, passed = cpu_lane.copy_without_gil, [0], threading.Event()
 
     def held(target: Tensor, source: Tensor) -> None:
         if threading.current_thread().name == "zenflow-D2H":
@@ -278,7 +279,7 @@ def test_a_step_does_not_wait_for_its_last_flushes(monkeypatch: pytest.MonkeyPat
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy_lanes, "copy_without_gil", held)
+        patch.setattr(cpu_lane, "copy_without_gil", held)
         training.step(2)
         training.loss(3)
         passed.set()
@@ -357,7 +358,7 @@ def test_a_failed_copy_surfaces_and_the_saved_state_continues(
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    copy, left = copy_lanes.copy_without_gil, [calls]
+    copy, left = cpu_lane.copy_without_gil, [calls]
 
     def broken(target: Tensor, source: Tensor) -> None:
         left[0] -= 1
@@ -366,7 +367,7 @@ def test_a_failed_copy_surfaces_and_the_saved_state_continues(
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy_lanes, "copy_without_gil", broken)
+        patch.setattr(cpu_lane, "copy_without_gil", broken)
         with pytest.raises(RuntimeError) as caught:  # noqa: PT012
             training.run(3, 6)
             training.optimizer.synchronize()
@@ -389,9 +390,9 @@ def test_a_failed_flush_is_raised_by_closing(monkeypatch: pytest.MonkeyPatch) ->
         if threading.current_thread().name == "zenflow-D2H":
             raise OSError("on purpose")
 
-    monkeypatch.setattr(copy_lanes, "copy_without_gil", broken)
+    monkeypatch.setattr(cpu_lane, "copy_without_gil", broken)
     training.step(2)
-    with pytest.raises(copy_lanes.CopyError):
+    with pytest.raises(CopyError):
         training.optimizer.close()
     training.optimizer.close()
 

@@ -28,7 +28,7 @@ from zenflow_compile.runtime.device.resident_adam import ResidentState, update_o
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import SYSTEM, choose_cores, physical_cores, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
-from zenflow_compile.runtime.transfer.copy_lanes import copy_without_gil
+from zenflow_compile.runtime.transfer.cpu_lane import copy_without_gil
 from zenflow_compile.torch_internals import torch_private
 
 SLOTS = 4

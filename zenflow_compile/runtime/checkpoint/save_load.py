@@ -35,7 +35,7 @@ from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.transfer.copy_lanes import ThreadTicket
+from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
 
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 
@@ -147,7 +147,7 @@ def _own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _or_none(value: int | None) -> int:
+def _or_none(value: float | None) -> float:
     return NONE if value is None else value
 
 
@@ -197,7 +197,8 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found["score"] = device.score.to("cpu", copy=True).unsqueeze(1)
     found["mask"] = per_slice(plan, selection.selected, True)
     found["selected_at"] = torch.tensor(_or_none(device.selected_at))
-    found["schedule"] = torch.tensor(engine.schedule.state(plan.index), dtype=torch.float64)
+    schedule = [_or_none(value) for value in engine.schedule.state(plan.index)]
+    found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
     if window_places(plan):
         found.update(_window_entries(offloaded))
     if (residual := _residual(offloaded)) is not None:
@@ -303,7 +304,8 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
         job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
         host.flushed.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
     if "schedule" in entry:
-        engine.schedule.restore(plan.index, entry["schedule"].tolist())
+        schedule = [None if value == NONE else value for value in entry["schedule"].tolist()]
+        engine.schedule.restore(plan.index, schedule)
     shown = in_slices(plan, entry["shown"].cpu())[on_host_side] if flushed else None
     offloaded.weights.expect(shown)
 
@@ -322,7 +324,7 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
             window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[deferred])
         return
     for place, coefficients in enumerate(slots):
-        index, slot = host.free_slot()
+        index, slot = host.free_buffer()
         gradient = in_slices(plan, entry[f"window{place}"].cpu())[deferred]
         if plan.compressed:
             scales, values = scales_and_values(slot)
@@ -330,6 +332,4 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
             values.copy_(gradient)
         else:
             slot.copy_(gradient)
-        copied = ThreadTicket()
-        copied.finish()
-        host.commit(GradientBuffer(index, coefficients, copied))
+        host.commit(GradientBuffer(index, coefficients, ThreadTicket.ended()))

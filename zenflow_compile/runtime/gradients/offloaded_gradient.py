@@ -31,7 +31,7 @@ class OffloadedGradient(Tensor):
     """
 
     _record: GradientRecord
-    _first: OffloadedGradient
+    _first: Tensor
 
     # Methods of Tensor reach C++ directly. Operators still arrive in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -45,7 +45,8 @@ class OffloadedGradient(Tensor):
         )
         torch_private.refuse_data_pointer(tensor)
         tensor._record = record
-        record.remember(tensor)
+        if (first := record.remember(tensor)) is not None:
+            tensor._first = first
         return tensor
 
     @classmethod

@@ -1,16 +1,15 @@
-"""Worker threads that apply closed windows on the host, earliest deadline first, each pinned to a core of its own.
+"""Worker threads that run the host updates of flushed windows, earliest deadline first, each pinned to its own core.
 
-Workers make no CUDA launches: what they need has been copied to host memory, and what they write is copied back by the
-thread that runs the graph. A failure is kept with its traceback and raised in the training thread.
+Workers make no CUDA calls: their inputs have been copied to host memory, and the training thread copies their results
+back. The error of a failed job is kept with its traceback and raised in the training thread.
 
-[Note: interrupted starts] ``Thread.start`` waits, so an interrupt comes there easily, and leaves a thread that runs,
-will run or was never made. So a thread is listed before it is started. Whoever goes on strikes out, under the lock,
-those that are not alive, and a thread that begins serves only if it is listed: whatever serves is known, and joined.
+[Note: interrupted starts] ``Thread.start`` waits, so an interrupt often comes there. It leaves a thread that runs, will
+run or was never made. So a thread is registered before it is started. The next caller removes dead threads, under the
+lock, and a thread that is not registered exits at once: every running thread can be joined.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 import time
@@ -21,12 +20,18 @@ from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.copy_lanes import CopyError
+from zenflow_compile.runtime.transfer.latch import Latch
 from zenflow_compile.runtime.transfer.stream_flags import Flag
 from zenflow_compile.timeline.events import worker_lane
 
 
 class Job:
-    """One closed window: a number of independent tasks that any worker may run."""
+    """The host update of one flushed window: independent tasks that any worker may run.
+
+    Attributes:
+        error: what made the job fail; None while it runs and after a success.
+        taken: a worker has taken one of its tasks; written under the pool's lock.
+    """
 
     def __init__(
         self,
@@ -42,13 +47,14 @@ class Job:
     ) -> None:
         """
         Args:
-            tasks: each does a part of the work and returns the bytes of host memory it touched. In the order of the
-                memory that they touch, since worker i prefers those that ``preferred_worker`` gives it.
+            tasks: each does a part of the work and returns the bytes of host memory that it read and wrote. In the
+                order of that memory, since ``preferred_worker`` gives neighbors to one worker.
             deadline: position of the parameter in the next forward; smaller runs earlier.
             ready: blocks until the inputs are in host memory; raises if one of them failed.
             arrived: whether ``ready`` would return, or raise, at once.
-            flag: raised when the job is done, for streams that wait for it; also when it failed, so that none hangs.
-            settled: called once when no task of it runs or will run, before anybody learns of that. It must not raise.
+            flag: raised when the job is done or has failed, so that no waiting stream hangs.
+            settled: called one time when no task of the job runs or will run, before ``settle`` and ``wait`` return. It
+                must not raise.
         """
         self.tasks = tasks
         self.flag = flag
@@ -57,20 +63,20 @@ class Job:
         self.param = param
         self.ready = ready
         self.arrived = arrived
+        self.taken = False
+        self.error: BaseException | None = None
         self._on_settled = settled
-        self.taken = False  # a worker has taken one of its tasks; written under the pool's lock
         self._lock = threading.Lock()
         self._left = len(tasks)
-        self._done = threading.Event()
-        self._settled = threading.Event()
-        self.error: BaseException | None = None
+        self._done = Latch()
+        self._settled = Latch()
         if not tasks:
             self._settle()
             self._finish()
 
     def done(self) -> bool:
         """Whether every task has run, or one failed."""
-        return self._done.is_set()
+        return self._done.is_set
 
     def wait(self) -> None:
         """Block until the job is done.
@@ -78,8 +84,7 @@ class Job:
         Raises:
             RuntimeError: a task failed; chained to the original error and its traceback.
         """
-        if not self._done.is_set():  # asking takes no lock
-            self._done.wait()
+        self._done.wait()
         if (error := self.error) is not None:
             cause = error.__cause__ if isinstance(error, CopyError) else error
             raise RuntimeError(
@@ -91,14 +96,14 @@ class Job:
         self._settled.wait()
 
     def abort(self, error: BaseException) -> None:
-        """The job was never queued: it counts as failed, so that nobody waits for it for ever."""
+        """Mark a job that was never queued as failed, so that no thread waits for it forever."""
         self.error = error
-        if not self._settled.is_set():  # one without tasks has settled already
+        if not self._settled.is_set:  # a job without tasks has settled already
             self._settle()
         self._finish()
 
     def finish_task(self, error: BaseException | None = None) -> None:
-        """One task ended. The first error makes the job done at once; its other tasks are skipped."""
+        """Count one task as ended. The first error makes the job done at once; its other tasks are skipped."""
         with self._lock:
             self._left -= 1
             self.error = self.error or error
@@ -117,12 +122,12 @@ class Job:
         self._done.set()
 
 
-_ARRIVALS_SECONDS = 1e-3
-"""How often idle workers look whether gradients have arrived, while none of the queued jobs' has."""
+_POLL_SECONDS = 1e-3
+"""How often idle workers check whether inputs have arrived, while those of no queued job have."""
 
 
 def preferred_worker(task: int, tasks: int, workers: int) -> int:
-    """The worker that task ``task`` of ``tasks`` is meant for: each gets tasks that lie together, and about as many."""
+    """The worker that should run task ``task`` of ``tasks``: every worker gets neighbors, and about as many."""
     return task * workers // tasks
 
 
@@ -132,26 +137,31 @@ class _Queued:
     def __init__(self, job: Job, workers: int) -> None:
         self.job = job
         self.left = len(job.tasks)
-        self._of_worker: list[deque[Callable[[], int]]] = [deque() for _ in range(workers)]
-        for number, task in enumerate(job.tasks):
-            self._of_worker[preferred_worker(number, len(job.tasks), workers)].append(task)
+        self._workers = workers
+        self._by_worker: list[deque[Callable[[], int]]] | None = None  # made by the first worker that takes a task
 
     def take(self, worker: int) -> Callable[[], int]:
-        """The next task of ``worker``; none of its own being left, the last of whoever has the most."""
+        """The next task of ``worker``, or the last one of the worker with the most tasks left."""
+        tasks = self.job.tasks
         self.left -= 1
         self.job.taken = True
-        if own := self._of_worker[worker]:
+        if len(tasks) == 1:
+            return tasks[0]
+        if self._by_worker is None:
+            self._by_worker = [deque() for _ in range(self._workers)]
+            for number, task in enumerate(tasks):
+                self._by_worker[preferred_worker(number, len(tasks), self._workers)].append(task)
+        if own := self._by_worker[worker]:
             return own.popleft()
-        return max(self._of_worker, key=len).pop()
+        return max(self._by_worker, key=len).pop()
 
 
 class WorkerPool:
-    """Threads that serve jobs; started with the first job.
+    """Threads that run jobs; started with the first job.
 
-    An idle worker takes a task of the job with the earliest step, and in it the earliest deadline, whose inputs have
-    arrived: that its memory may be nearer to another worker decides only which task of that job it takes. A job of a
-    later step must not hold up an earlier one, whatever its deadline: the gradients that it waits for may come from a
-    device that waits for the earlier job.
+    An idle worker takes a task of the first job whose inputs have arrived, by step and then by deadline. The memory near
+    to the worker decides only which task of that job it takes. A job of a later step must not delay an earlier one,
+    whatever its deadline: its gradients may come from a device that waits for the earlier job.
     """
 
     def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:
@@ -162,20 +172,21 @@ class WorkerPool:
         self.workers = workers
         self.cores = tuple(cores or ())
         self._recorder = recorder
-        self._heap: list[tuple[int, int, int, _Queued]] = []
+        self._queue: list[tuple[int, int, int, _Queued]] = []  # sorted: step, deadline, order of submission
         self._order = itertools.count()
-        # Taken by itself in the training thread: an interrupt within a condition's own entry leaves it locked.
+        # The training thread acquires the lock itself: an interrupt within Condition.__enter__ would leave it locked.
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
+        self._polled_at = 0.0  # when a worker last found that no inputs had arrived; 0: the queue has changed since
         self._threads: list[threading.Thread] = []
-        self._complete = False  # as many threads as wanted, or as the system has
+        self._complete = False  # all wanted threads run, or as many as the system allows
         self._closing = False
 
     def submit(self, *jobs: Job) -> None:
-        """Queue all tasks of ``jobs``, waking the workers once: each of them that wakes asks for the GIL.
+        """Queue all tasks of ``jobs``. Wakes the workers one time for all jobs, since each asks for the GIL.
 
         Raises:
-            RuntimeError: the system does not start a thread; the jobs count as failed then.
+            RuntimeError: the system does not start a thread. The jobs have failed then.
         """
         if not self._complete:
             try:
@@ -187,20 +198,21 @@ class WorkerPool:
         queued = [_Queued(job, self.workers) for job in jobs if job.tasks]
         entries = [(each.job.step, each.job.deadline, next(self._order), each) for each in queued]
         with self._lock:
-            # Workers that wake wait for the lock. Then one assignment: an interrupt leaves all jobs queued, or none.
-            self._wake.notify(sum(each.left for each in queued))
-            self._heap = sorted(self._heap + entries)
+            self._polled_at = 0.0
+            self._wake.notify(sum(each.left for each in queued))  # the workers wait for the lock
+            # One assignment, and nothing after it: an interrupt leaves all jobs queued, or none.
+            self._queue = sorted(self._queue + entries)
 
     def withdraw(self, jobs: Iterable[Job]) -> None:
-        """Abort those of ``jobs`` that were never queued, because an interrupt came between: nobody would run them."""
+        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""
         with self._lock:
-            queued = {id(entry[-1].job) for entry in self._heap}
+            queued = {id(entry[-1].job) for entry in self._queue}
             lost = [job for job in jobs if not (job.taken or job.done() or id(job) in queued)]
         for job in lost:
             job.abort(RuntimeError("the step was interrupted before this update was queued"))
 
     def close(self) -> None:
-        """Finish what is queued, then stop the threads."""
+        """Finish all queued jobs, then stop the threads."""
         with self._lock:
             self._closing = True
             self._wake.notify_all()
@@ -220,10 +232,10 @@ class WorkerPool:
         for index in range(len(self._threads), self.workers):
             name = f"zenflow-worker-{index}"
             thread = threading.Thread(target=self._run, args=(index,), name=name, daemon=True)
-            self._threads.append(thread)
+            self._threads.append(thread)  # before the start, which an interrupt may leave
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no further thread: those that run serve all jobs
+            except RuntimeError as error:  # the system starts no further thread: the others run all jobs
                 self._threads.pop()
                 if not self._threads:
                     refuse_threads(error)
@@ -237,35 +249,52 @@ class WorkerPool:
         if self.cores:
             pin_this_thread(self.cores[index])
         lane = worker_lane(index)
-        while True:
-            with self._wake:
-                while (queued := self._next()) is None:
-                    if not self._heap and self._closing:
-                        return
-                    self._wake.wait(_ARRIVALS_SECONDS if self._heap else None)
-                job, task = queued.job, queued.take(index)
-                if not queued.left:
-                    self._heap = [entry for entry in self._heap if entry[-1] is not queued]
-                    heapq.heapify(self._heap)
+        while (taken := self._take(index)) is not None:
+            job, task = taken
             if job.error is not None:
                 job.finish_task()
                 continue
             try:
                 job.ready()
                 begin = time.perf_counter_ns()
-                touched = task()
+                touched_bytes = task()
             except BaseException as error:
                 job.finish_task(error)
                 continue
             if (timeline := self._recorder.timeline) is not None:
                 end = time.perf_counter_ns()
-                timeline.add(lane, "host_update", begin, end, step=job.step, param=job.param, bytes=touched)
+                timeline.add(lane, "host_update", begin, end, step=job.step, param=job.param, bytes=touched_bytes)
             job.finish_task()
 
-    def _next(self) -> _Queued | None:
-        """What an idle worker serves now, under the lock; None if nothing is queued or no inputs have arrived."""
-        if not self._heap:
+    def _take(self, worker: int) -> tuple[Job, Callable[[], int]] | None:
+        """The next task of worker ``worker``, which blocks until there is one; None at the end."""
+        idle = False
+        with self._lock:
+            while (number := self._first_arrived(idle)) is None:
+                if not self._queue and self._closing:
+                    return None
+                self._wake.wait(_POLL_SECONDS if self._queue else None)
+                idle = True
+            queued = self._queue[number][-1]
+            task = queued.take(worker)
+            if not queued.left:
+                del self._queue[number]
+            return queued.job, task
+
+    def _first_arrived(self, idle: bool) -> int | None:
+        """Position of the first queued job whose inputs have arrived, under the lock; None if there is none.
+
+        Args:
+            idle: the worker has waited. Idle workers share one poll, since asking all jobs takes the GIL. A worker that
+                has just ended a task asks itself: its job may have been an input.
+        """
+        if not self._queue:
             return None
-        if (first := self._heap[0][-1]).job.arrived():
-            return first
-        return next((entry[-1] for entry in sorted(self._heap) if entry[-1].job.arrived()), None)
+        now = time.monotonic()
+        if idle and now - self._polled_at < _POLL_SECONDS / 2:
+            return None
+        for number, entry in enumerate(self._queue):
+            if entry[-1].job.arrived():
+                return number
+        self._polled_at = now
+        return None

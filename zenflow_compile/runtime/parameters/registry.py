@@ -33,13 +33,13 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
+from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.param_groups import check_eps, check_groups, coefficients_of
-from zenflow_compile.runtime.transfer.copy_lanes import make_lane
+from zenflow_compile.runtime.transfer.make_lane import make_lane
 from zenflow_compile.runtime.transfer.staging_ring import StagingRing
 from zenflow_compile.runtime.transfer.stream_flags import make_flags
-from zenflow_compile.runtime.transfer.transport import Transport
 
 
 class _Added(NamedTuple):
@@ -56,6 +56,7 @@ class ParamRegistry:
     Attributes:
         plan: of all parameters, in their order.
         groups: the optimizer's ``param_groups``.
+        group_numbers: index of each parameter's group, in the plan's order.
         offloaded: runtime state of the parameters that the host updates, by index.
         gradients: what those of the offloaded parameters share.
         interleaved: state of those that the device updates, whose state is the host's in between.
@@ -95,7 +96,7 @@ class ParamRegistry:
         self._engine = engine
         self._options = options
         self._device = device
-        self._group_of: list[int] = []
+        self.group_numbers: list[int] = []
         self._index_of: dict[int, int] = {}
         self._arenas: list[HostArena] = []
         self._files: NvmeCache | None = None
@@ -133,7 +134,7 @@ class ParamRegistry:
         self.plan = plan
         self.offloaded.update(made)
         self.streamed.add(added.subgroups)
-        self._group_of += [first_group + number for number, group in enumerate(groups) for _ in group]
+        self.group_numbers += [first_group + number for number, group in enumerate(groups) for _ in group]
         for _, param in named:
             self._own(param, counters[len(self.params)])
 
@@ -247,7 +248,7 @@ class ParamRegistry:
 
     def group_of(self, index: int) -> dict[str, Any]:
         """The param group of parameter ``index``."""
-        return self.groups[self._group_of[index]]
+        return self.groups[self.group_numbers[index]]
 
     def coefficients(self, index: int, grad_scale: float) -> tuple[StepCoefficients, float]:
         """What is in force now for parameter ``index``, and eps."""

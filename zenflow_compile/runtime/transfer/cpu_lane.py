@@ -1,0 +1,185 @@
+"""The copy lane where the device is the CPU: a thread that copies memory to memory without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.errors import refuse_threads
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transfer.copy_lanes import CopyError, HostWork, Ticket
+from zenflow_compile.runtime.transfer.latch import Latch
+
+INLINE_BYTES = 1 << 16
+"""Copies up to this size run at once in the calling thread: handing one over costs its ticket, its place in the queue
+and two switches of the GIL, some 20 us, in which a core copies as much."""
+
+
+class ThreadTicket:
+    """A copy by a host thread.
+
+    Attributes:
+        error: what made the copy fail; None while it runs and after a success.
+    """
+
+    __slots__ = ("_ended", "error")
+
+    def __init__(self) -> None:
+        self._ended = Latch()
+        self.error: BaseException | None = None
+
+    @classmethod
+    def ended(cls, error: BaseException | None = None) -> ThreadTicket:
+        """The ticket of a copy that has succeeded, or failed with ``error``."""
+        ticket = cls()
+        ticket.finish(error)
+        return ticket
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the copy; threads that wait for it go on."""
+        self.error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        """See :meth:`Ticket.done`."""
+        return self._ended.is_set and self.error is None
+
+    def wait(self) -> None:
+        """See :meth:`Ticket.wait`."""
+        self._ended.wait()
+        if self.error is not None:
+            raise CopyError(
+                "an asynchronous copy between device and host failed; load the last saved state, or start anew"
+            ) from self.error
+
+    wait_on_device = wait
+
+    def settle(self) -> None:
+        """See :meth:`Ticket.settle`."""
+        self._ended.wait()
+
+
+class _Copy(NamedTuple):
+    """A copy that the lane's thread has not made yet. The references keep both tensors alive until it has."""
+
+    target: Tensor
+    source: Tensor
+    step: int
+    param: str
+    kind: str
+    first: HostWork | Ticket | None
+
+
+class ThreadLane:
+    """A lane of the CPU: one thread, which ends with ``close`` or with the process."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self._name = name
+        self._recorder = recorder
+        self._done = ThreadTicket.ended()  # of every copy that was made at once
+        self._queue: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None]  # made with the thread
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        step: int,
+        param: str,
+        kind: str = "copy",
+        after: HostWork | None = None,
+        behind: Ticket | None = None,
+    ) -> Ticket:
+        assert after is None or behind is None
+        first = after if behind is None else behind
+        if source.nbytes <= INLINE_BYTES and (first is None or first.done()):
+            try:
+                self._make(_Copy(target, source, step, param, kind, first))
+            except Exception as error:  # not an interrupt, which the calling thread gets
+                return ThreadTicket.ended(error)
+            return self._done
+        return self._hand_over(_Copy(target, source, step, param, kind, first))
+
+    def can_wait_for(self, work: HostWork) -> bool:
+        """Always True: the lane is a thread."""
+        return True
+
+    def settle(self) -> None:
+        """See :meth:`CopyLane.settle`."""
+        if self._thread is not None:
+            nothing = torch.empty(0)
+            self._hand_over(_Copy(nothing, nothing, 0, "", "", None)).settle()
+
+    def close(self) -> None:
+        """See :meth:`CopyLane.close`."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is the lane's own."""
+        return thread is self._thread
+
+    def _hand_over(self, copy: _Copy) -> ThreadTicket:
+        if self._thread is None:
+            self._start()
+        ticket = ThreadTicket()
+        self._queue.put((copy, ticket))
+        return ticket
+
+    def _start(self) -> None:
+        # A new queue: a thread whose start was interrupted may run, and must not take copies from the next one.
+        items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(items,), name=f"zenflow-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            refuse_threads(error)
+        except BaseException:
+            items.put(None)  # ends a thread that runs after an interrupt
+            raise
+        self._queue, self._thread = items, thread
+
+    def _run(self, items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None]) -> None:
+        while (item := items.get()) is not None:
+            copy, ticket = item
+            try:
+                self._make(copy)
+            except BaseException as error:
+                ticket.finish(error)
+            else:
+                ticket.finish()
+
+    def _make(self, copy: _Copy) -> None:
+        if copy.first is not None:
+            copy.first.wait()
+        timeline = self._recorder.timeline
+        begin = 0 if timeline is None else time.perf_counter_ns()
+        copy_without_gil(copy.target, copy.source)
+        if timeline is not None and (size := copy.source.nbytes):
+            end = time.perf_counter_ns()
+            timeline.add(self._name, copy.kind, begin, end, step=copy.step, param=copy.param, bytes=size)
+
+
+def copy_without_gil(target: Tensor, source: Tensor) -> None:
+    """Copy contiguous CPU tensors of one dtype with one thread.
+
+    ``Tensor.copy_`` would use the intra-op pool, whose threads belong to the training thread.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or a tensor is not contiguous or not on the CPU.
+    """
+    if target.dtype != source.dtype or target.shape != source.shape:
+        raise ValueError(f"cannot copy {source.dtype}{tuple(source.shape)} into {target.dtype}{tuple(target.shape)}")
+    for tensor in (target, source):
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            raise ValueError(f"cannot copy a tensor on {tensor.device} with strides {tensor.stride()}")
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # a foreign call: it runs without the GIL
