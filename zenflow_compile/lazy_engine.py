@@ -21,8 +21,8 @@ from zenflow_compile.planning.planners import empty_plan, stride_weight_bytes
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.nvme.state_file import existing_directory
+from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim
-from zenflow_compile.runtime.parameters.registry import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.sharding import refuse_sharded
 from zenflow_compile.timeline.events import record_new_engine
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.parameters.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.runtime.device.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.torch_internals import torch_private
 
 # Elements of cast or scaled gradients that are alive at once, unless one parameter has more: 256 MiB.

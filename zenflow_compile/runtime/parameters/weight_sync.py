@@ -9,9 +9,9 @@ from torch.nn import Parameter
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.column_ops import Selection
+from zenflow_compile.runtime.device.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
-from zenflow_compile.runtime.parameters.version_counter import VersionCounter, WriteMark, bump_versions
 
 
 class Weights:
@@ -37,8 +37,8 @@ class Weights:
         """The parameter's own memory, [rows, columns]; operators that write it do not move the parameter's version."""
         view = self._view
         if view is None or view.data_ptr() != self._param.data_ptr():  # its storage was replaced
-            if self._param.dtype != self._plan.dtype:
-                errors.refuse_other_dtype(self._plan.name, self._param.dtype, self._plan.dtype)
+            if view is not None and self._param.dtype != view.dtype:
+                errors.refuse_changed(self._param, self._plan, view.device)
             view = self._view = self._param.data.view(self._param.shape[0], -1)
         return view
 
