@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.runtime import autograd_hooks, ops
-from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class Owner:
