@@ -180,7 +180,7 @@ class HostState:
         if self.landed is not None:
             inputs.append(self.landed)
         deadline = deadline if before is None else max(deadline, before.deadline)
-        lease = self.home.lease(step=at, deadline=deadline)
+        lease = self.home.lock(step=at, deadline=deadline)
         try:
             job = Job(
                 self._tasks(slots, upload, step=self.taken, eps=eps),
@@ -190,14 +190,14 @@ class HostState:
                 ready=_after(inputs, before, lease),
                 arrived=_arrived(inputs, before, lease),
                 flag=Flag(*self.flags, self._closed) if self.flags else None,
-                settled=lease.end,
+                settled=lease.release,
             )
             for slot in slots:
                 self._slot_users[slot.index] = job
             close = FlushedWindow(job=job, upload=upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(close)
         except BaseException:  # an interrupt: perhaps no job will end it
-            lease.end()
+            lease.release()
             raise
         return close
 
@@ -315,7 +315,7 @@ def _arrived(copies: list[Ticket], before: Job | None, lease: StateLock) -> Call
     def arrived() -> bool:
         copied = all(ticket.done() or ticket.error is not None for ticket in copies)
         # The lease comes last: who holds it must be able to run.
-        return copied and (before is None or before.done()) and lease.arrived()
+        return copied and (before is None or before.done()) and lease.try_acquire()
 
     return arrived
 
@@ -326,6 +326,6 @@ def _after(copies: list[Ticket], before: Job | None, lease: StateLock) -> Callab
             ticket.wait()
         if before is not None:
             before.wait()
-        lease.ready()
+        lease.check()
 
     return ready

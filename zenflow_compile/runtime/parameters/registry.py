@@ -27,7 +27,7 @@ from zenflow_compile.runtime.host.arena import HostArena, available_host_memory,
 from zenflow_compile.runtime.host.cores import choose_cores, nodes_of, physical_cores, run_pinned, worker_count
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.host.workers import WorkerPool
-from zenflow_compile.runtime.nvme.cache import NvmeCache, window_bytes
+from zenflow_compile.runtime.nvme.cache import NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.cached_state import CachedState
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -196,9 +196,9 @@ class ParamRegistry:
             self._files = NvmeCache(self._options.nvme_path, self.transport.recorder)
             undo.callback(self._close_files)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
-        homes = self._files.add(new, fingerprint, size)
-        undo.callback(self._files.remove, homes.values())
-        return homes
+        chunks = self._files.add(new, fingerprint, size)
+        undo.callback(self._files.remove, chunks.values())
+        return {index: CachedState(self._files, chunk) for index, chunk in chunks.items()}
 
     def _close_files(self) -> None:
         if self._files is not None:
@@ -460,7 +460,7 @@ def upload_slots(plan: Plan, options: Options) -> int:
 def _file_window_bytes(plan: Plan, options: Options) -> int:
     """Host memory that state in files passes through."""
     in_file = [param for param in plan.params if param.in_file]
-    return window_bytes(in_file, options.host_window_bytes) if in_file else 0
+    return cache_bytes(in_file, options.host_window_bytes) if in_file else 0
 
 
 def block_bytes(plan: ParamPlan) -> int:
