@@ -132,6 +132,15 @@ def pin_this_thread(core: int) -> None:
             os.sched_setaffinity(threading.get_native_id(), {core})
 
 
+def last_level_cache_bytes(system: Path = SYSTEM) -> int:
+    """The largest cache of the first core that this process may use; 32 MiB where the system does not tell."""
+    sizes = []
+    for path in (system / f"cpu/cpu{physical_cores(system)[0].logical}/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # the kernel writes "2048K"
+    return max(sizes, default=32 << 20)
+
+
 def nodes_of(cores: Iterable[int], system: Path = SYSTEM) -> set[int]:
     """NUMA nodes of logical cores."""
     return {_node(system / f"cpu/cpu{core}") for core in cores}

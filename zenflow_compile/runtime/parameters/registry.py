@@ -231,7 +231,10 @@ class ParamRegistry:
         key = (plan.dtype, plan.interval)
         if key not in self._kernels:
             self._kernels[key] = make_host_adam(
-                self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
+                self._options.host_kernel,
+                gradient_dtype=gradient_dtype,
+                out_dtype=plan.dtype,
+                max_gradients=plan.interval,
             )
         return self._kernels[key]
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zenflow_compile.measure.bandwidth import last_level_cache_bytes
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.workers import Job, WorkerPool
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
