@@ -29,8 +29,8 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
 
     The numbers mean the same as those of ``doctor_hardware.hardware_of``, which measures longer. ``utilization`` is 1:
     forward and backward are assumed to be as fast as a large product of matrices in the weights' dtype. They are
-    slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is the free memory of the device, and
-    the memory of ``params`` there. If the device is the CPU, both memories are the same one.
+    slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is the free memory of the
+    device, and the memory of ``params`` there. If the device is the CPU, both memories are the same one.
 
     Args:
         options: workers, host kernel, window and ``nvme_path``; without a path no disk is measured.

@@ -35,6 +35,7 @@ from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry, free_device_bytes
+from zenflow_compile.runtime.parameters.sharding import refuse_sharded
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.min_window import ShortestWindow
 from zenflow_compile.runtime.step.optimizer_step import Coefficients, end_on_host, update_columns
@@ -568,6 +569,7 @@ class Engine(UnfusedOps):
         """
         for index, param in enumerate(self.params):
             if self.registry.changed(index):
+                refuse_sharded([param])
                 errors.refuse_changed(param, self.plan.params[index], self.device)
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:

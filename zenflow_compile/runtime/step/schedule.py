@@ -95,7 +95,7 @@ class Schedule:
     def make_room(self, params: int) -> None:
         """``params`` parameters are planned from here on; call it between steps."""
         self._arrive()
-        self._readback.make_room(params)
+        self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:
         """Whether every window closes at ``step`` and is visible to the next forward: synchronous, exact AdamW."""
