@@ -140,7 +140,7 @@ def test_late_reads_and_writes_change_nothing(
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_a_run_resumes_bit_for_bit_with_and_without_files(options: dict[str, Any], files: Directories) -> None:
+def test_resume_is_bitwise_with_and_without_files(options: dict[str, Any], files: Directories) -> None:
     expected = in_memory(options, EAGER_BACKEND, torch.bfloat16).run(0, 12).weights()
     interval = options.get("update_interval", 1)
     for position in range(4, 4 + (4 if interval == "auto" else interval)):  # every position of a window
@@ -155,7 +155,7 @@ def test_a_run_resumes_bit_for_bit_with_and_without_files(options: dict[str, Any
             assert_same(resumed.load(saved).run(position, 12).weights(), expected)
 
 
-def test_a_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
+def test_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
     training = files.training(SETTINGS["reselecting"]).run(0, 5)
     saved = training.saved()
     expected = training.run(5, 9).weights()
@@ -163,7 +163,7 @@ def test_a_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
     assert_same(training.load(saved).run(5, 9).weights(), expected)
 
 
-def test_the_window_stays_as_it_is_through_checkpoints(files: Directories) -> None:
+def test_checkpoints_do_not_grow_the_cache(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     cache = cache_of(training)
     resident: list[int] = []
@@ -199,7 +199,7 @@ def no_space(calls: int) -> Callable[..., int]:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["zero_infinity", "windows", "reselecting"])
 @pytest.mark.parametrize("calls", [0, 1, 7])
-def test_a_disk_that_fills_up_raises_and_the_checkpoint_continues(
+def test_full_disk_raises_and_the_checkpoint_continues(
     entry: dict[str, Any] | None, name: str, calls: int, files: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = SETTINGS[name]
@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_raises_and_the_checkpoint_continues(
     training.optimizer.close()
 
 
-def test_a_disk_that_cannot_be_read_raises(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_disk_raises(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
 
     def broken(*args: Any) -> int:
@@ -234,7 +234,7 @@ def test_a_disk_that_cannot_be_read_raises(files: Directories, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
-def test_a_corrupted_byte_raises_and_names_file_and_parameter(name: str, files: Directories) -> None:
+def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directories) -> None:
     training = files.training(SETTINGS[name]).run(0, 4)
     saved = training.saved()
     expected = training.run(4, 7).weights()
@@ -255,7 +255,7 @@ def test_a_corrupted_byte_raises_and_names_file_and_parameter(name: str, files: 
     assert_same(training.load(saved).run(4, 7).weights(), expected)
 
 
-def test_nothing_is_left_after_the_end(files: Directories, tmp_path: Path) -> None:
+def test_no_file_is_left_after_close(files: Directories, tmp_path: Path) -> None:
     gc.collect()
     before = set(threading.enumerate())
     training = files.training({"policy": "zero_infinity"}).run(0, 3)
@@ -268,7 +268,7 @@ def test_nothing_is_left_after_the_end(files: Directories, tmp_path: Path) -> No
     assert not any(thread.is_alive() for thread in ours)
 
 
-def test_a_collected_optimizer_leaves_nothing(tmp_path: Path) -> None:
+def test_collected_optimizer_leaves_no_file(tmp_path: Path) -> None:
     options = {"policy": "zero_infinity", "nvme_path": tmp_path}
     training = Training(EAGER_BACKEND, options, build=deep).run(0, 2)
     assert list(tmp_path.iterdir())
@@ -277,7 +277,7 @@ def test_a_collected_optimizer_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directories) -> None:
+def test_later_group_trains_like_an_early_one(files: Directories) -> None:
     """With a larger parameter than there was: the cache grows."""
     ends = []
     for policy in ("zero_infinity", "zero_offload"):
@@ -302,7 +302,7 @@ def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directorie
     assert_same(ends[0], ends[1])
 
 
-def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
     cache = optimizer.engine.registry._files
@@ -345,7 +345,7 @@ def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: py
     optimizer.close()
 
 
-def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
     monkeypatch.setattr(registry, "require_host_memory", lambda size, hint: needed.append(size))
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
@@ -428,7 +428,7 @@ os.replace(directory + "/weights.new", directory + "/weights")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
-def test_a_killed_process_resumes_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:
+def test_killed_process_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     """``ZENFLOW_TEST_KILLS=20`` kills it as often, which takes four minutes."""
     kills = int(os.environ.get("ZENFLOW_TEST_KILLS", "1"))
     (tmp_path / "swap").mkdir()
@@ -461,7 +461,7 @@ def test_a_killed_process_resumes_from_the_last_checkpoint(name: str, tmp_path: 
     assert_same(torch.load(tmp_path / "weights", weights_only=True), expected.weights())
 
 
-def test_a_header_tells_whose_file_it_is(files: Directories) -> None:
+def test_header_names_format_and_process(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"})
     file = cache_of(training)._directory._files[0]
     with file.path.open("rb") as raw:

@@ -34,7 +34,7 @@ def interrupted_start(patch: pytest.MonkeyPatch, number: int, *, runs: bool) -> 
     return seen
 
 
-def test_worker_with_interrupted_start_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_worker_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(2)
     lost = job(lambda: 0)
     with monkeypatch.context() as patch:

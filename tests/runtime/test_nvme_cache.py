@@ -108,7 +108,7 @@ def test_reads_see_a_chunk_whose_write_is_late(make: Make, monkeypatch: pytest.M
         assert values(first) == {10.0 + number}
 
 
-def test_jobs_that_can_run_get_memory_of_those_that_cannot(make: Make) -> None:
+def test_jobs_that_can_run_get_memory_first(make: Make) -> None:
     """Gradients arrive last first, and the cache holds one chunk."""
     plans = [plan_of(index) for index in range(6)]
     _, stores = make(plans, chunk_bytes(plans[0]))

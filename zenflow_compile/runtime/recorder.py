@@ -47,7 +47,7 @@ class Recorder:
         self._step_began = None if timeline is None else time.perf_counter_ns()
 
     def compute(self, kind: str, *, param: str = "", on_host: bool = False) -> AbstractContextManager[None]:
-        """Record the block as ``kind`` on the compute lane, timed in the training thread (``on_host``) or its stream."""
+        """Record the block as ``kind`` on the compute lane: by the host's clock (``on_host``) or the device's."""
         return _NOTHING if self.timeline is None else self._recorded(kind, param, on_host)
 
     def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> AbstractContextManager[None]:
