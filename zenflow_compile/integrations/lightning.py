@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,9 +14,9 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
@@ -69,7 +68,7 @@ class ZenFlowCallback(Callback):
         self._remove_hooks()
         optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlowAdamW)]
         self._save = _LastSave(trainer, optimizers)
-        self._hooks.append(pl_module.register_state_dict_pre_hook(_StateDictHook(self._save)))
+        self._hooks.append(pl_module.register_state_dict_pre_hook(StateDictHook(self._save)))
         if any(isinstance(each, _AVERAGING) for each in trainer.callbacks):
             self._hooks += [each.register_step_post_hook(_synchronize) for each in optimizers]
 
@@ -147,21 +146,6 @@ class _LastSave:
     def _flush(self) -> None:
         for optimizer in self._optimizers:
             optimizer.flush()
-
-
-@dataclass(frozen=True)
-class _StateDictHook:
-    """The state_dict pre-hook of the LightningModule. Copies of it do nothing."""
-
-    save: _LastSave | None
-
-    def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
-        if self.save is not None:
-            self.save.before_state_dict()
-
-    def __reduce__(self) -> tuple[type[_StateDictHook], tuple[None]]:
-        """Copy without the optimizers, which ``copy.deepcopy`` and ``pickle`` cannot copy."""
-        return _StateDictHook, (None,)
 
 
 def _synchronize(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 
@@ -43,7 +42,7 @@ class ZenFlowCallback(TrainerCallback):
         self._optimizer = _unwrapped(kwargs["optimizer"])
         self._control = control
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
-        self._hook = kwargs["model"].register_state_dict_pre_hook(_StateDictHook(self))
+        self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._flush_at_end(control)  # before an evaluation, so that it evaluates the saved model
@@ -80,20 +79,6 @@ class ZenFlowCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
         self._optimizer = self._control = self._hook = None
-
-
-class _StateDictHook:
-    """The model's state_dict pre-hook. It keeps no callback alive. Copies of it do nothing."""
-
-    def __init__(self, callback: ZenFlowCallback | None = None) -> None:
-        self._callback = (lambda: None) if callback is None else weakref.ref(callback)
-
-    def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
-        if (callback := self._callback()) is not None:
-            callback.before_state_dict()
-
-    def __reduce__(self) -> tuple[type[_StateDictHook], tuple[()]]:
-        return _StateDictHook, ()
 
 
 def _unwrapped(optimizer: Any) -> ZenFlowAdamW:

@@ -203,7 +203,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     if (residual := _residual(offloaded)) is not None:
         found["residual"] = in_shape(plan, [(selection.deferred, residual.lost)], residual.lost.dtype)
     if plan.staleness and plan.deferred:
-        waiting = [close.visible_at for close in host.flushed]
+        waiting = [window.visible_at for window in host.flushed]
         found["visible_at"] = torch.tensor(waiting + [NONE] * (plan.staleness - len(waiting)))
         shown = [(selection.deferred, offloaded.weights.shown(selection))] if waiting else []
         found["shown"] = in_shape(plan, shown, plan.dtype)
