@@ -29,7 +29,7 @@ from benchmarks.common import Spread, Target, write_results
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.resident_adam import ResidentAdam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
-from zenflow_compile.runtime.step import optimizer_step
+from zenflow_compile.runtime.step import optimizer_step, schedule
 
 TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
@@ -39,7 +39,7 @@ NESTED = ("update_parameters",)  # runs inside of step()
 OPERATORS = (
     (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),
     (ResidentAdam, "update"), (optimizer_step, "feed_scores"),
-    (DeviceState, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
+    (schedule, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
 )  # fmt: skip
 
 

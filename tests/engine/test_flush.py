@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
-from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
+from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.host import host_adam
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,7 +48,7 @@ def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None,
         schedule = flushed.optimizer.engine.schedule
         for each in flushed.optimizer.engine.offloaded.values():
             adaptive = dict(zip(SCHEDULE, schedule.state(each.plan.index), strict=True))
-            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest_selected"]) == (0, 0, NONE)
+            assert (adaptive["attempted"], adaptive["seen"], adaptive["latest_selected"]) == (0, 0, None)
             assert not each.host.open
             assert not each.host.flushed
             assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.slots

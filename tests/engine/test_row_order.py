@@ -90,7 +90,7 @@ class Run:
 
 def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     """Store the rows of both sides in another order; nothing is on its way, as after ``synchronize()``."""
-    device, host, held = offloaded.device, offloaded.host, offloaded.held
+    device, host, pending = offloaded.device, offloaded.host, offloaded.pending
     old = device.selection
     inside = torch.randperm(len(old.selected), generator=generator)
     outside = torch.randperm(len(old.deferred), generator=generator)
@@ -105,10 +105,10 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
         blocks = scales_and_values(host.gradients[index]) if offloaded.plan.compressed else (host.gradients[index],)
         for block in blocks:
             block.copy_(block[outside])
-    if held is not None and held.residual is not None:
-        held.residual.lost.copy_(held.residual.lost[outside])
-    if held is not None and held.window_sum is not None:
-        held.window_sum.total.copy_(held.window_sum.total[outside])
+    if pending is not None and pending.residual is not None:
+        pending.residual.lost.copy_(pending.residual.lost[outside])
+    if pending is not None and pending.window_sum is not None:
+        pending.window_sum.total.copy_(pending.window_sum.total[outside])
     device.selection = Selection.of(
         old.selected[inside], old.slices, old.selected.device, deferred=old.deferred[outside]
     )

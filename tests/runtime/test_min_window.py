@@ -37,14 +37,14 @@ PER_STEP = {steps: 8000 * (26 + 2 * steps) / steps for steps in (1, 2, 3, 4)}
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_the_closes_of_a_step_fit_into_what_hides_them(steps: int) -> None:
-    assert shortest_window([PLAN], rate=PER_STEP[steps] * 1.001, hidden=1.0) == steps
-    assert shortest_window([PLAN], rate=1.0, hidden=PER_STEP[steps] * 1.001) == steps
-    assert shortest_window([PLAN] * 3, rate=3.003 * PER_STEP[steps], hidden=1.0) == steps
+    assert shortest_window([PLAN], bytes_per_second=PER_STEP[steps] * 1.001, hidden_s=1.0) == steps
+    assert shortest_window([PLAN], bytes_per_second=1.0, hidden_s=PER_STEP[steps] * 1.001) == steps
+    assert shortest_window([PLAN] * 3, bytes_per_second=3.003 * PER_STEP[steps], hidden_s=1.0) == steps
 
 
 def test_the_longest_window_where_none_is_long_enough() -> None:
-    assert shortest_window([PLAN], rate=1.0, hidden=1.0) == 4
-    assert shortest_window([replace(PLAN, interval=1)], rate=1.0, hidden=1.0) == 1
+    assert shortest_window([PLAN], bytes_per_second=1.0, hidden_s=1.0) == 4
+    assert shortest_window([replace(PLAN, interval=1)], bytes_per_second=1.0, hidden_s=1.0) == 1
 
 
 class Clock(Recorder):

@@ -113,8 +113,7 @@ def test_best_swaps_of_each_group(slices: int, k: int, groups: int, kind: str) -
             assert better_slices(score, mask, k, MARGIN, at_most).tolist() == sorted(expected)
             assert done <= swaps
             moved += done
-        count = torch.zeros(())
-        count_swaps(score, mask, groups, MARGIN, count)
+        count = count_swaps(score, mask, groups, MARGIN)
         assert count.item() == swapped(score.tolist(), selected, groups, None)[1]
     assert moved > 5
 
@@ -137,13 +136,10 @@ def test_ranks_choose_what_one_device_does(slices: int, k: int, kind: str, ranks
             best |= {rank + ranks * i for i in best_slices(score[own], share, groups // ranks).tolist()}
             chosen = better_slices(score[own], mask[own], share, MARGIN, at_most[own])
             better |= {rank + ranks * i for i in chosen.tolist()}
-            count = torch.zeros(())
-            count_swaps(score[own], mask[own], groups // ranks, MARGIN, count)
-            counted += count.item()
+            counted += count_swaps(score[own], mask[own], groups // ranks, MARGIN).item()
         assert best == set(best_slices(score, k, groups).tolist())
         assert better == set(better_slices(score, mask, k, MARGIN, at_most).tolist()) != selected
-        count = torch.zeros(())
-        count_swaps(score, mask, groups, MARGIN, count)
+        count = count_swaps(score, mask, groups, MARGIN)
         assert counted == count.item()
 
 
@@ -187,18 +183,18 @@ def test_mask_does_not_depend_on_the_order_of_rows() -> None:
 @pytest.mark.parametrize(("slices", "k", "groups"), SIZES)
 def test_selection_on_cuda_waits_for_nothing(slices: int, k: int, groups: int, kind: str) -> None:
     score, selected = scores(kind, slices, 0), some_selection(slices, k, groups, 0)
-    mask, out = mask_of(selected, slices), torch.zeros((), device="cuda")
+    mask = mask_of(selected, slices)
     on_device = score.cuda(), mask.cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         best = best_slices(on_device[0], k, groups)
         better = better_slices(*on_device, k, MARGIN, swaps_per_group(k, groups, 5, on_device[0].device))
-        count_swaps(*on_device, groups, MARGIN, out)
+        count = count_swaps(*on_device, groups, MARGIN)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     at_most = swaps_per_group(k, groups, 5, CPU)
     assert best.tolist() == best_of(score.tolist(), k, groups)
     expected, _ = swapped(score.tolist(), selected, groups, at_most.tolist())
     assert better.tolist() == sorted(expected)
-    assert out.item() == swapped(score.tolist(), selected, groups, None)[1]
+    assert count.item() == swapped(score.tolist(), selected, groups, None)[1]

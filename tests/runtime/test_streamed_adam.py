@@ -405,7 +405,7 @@ def test_buffers_that_the_device_has_no_room_for_change_nothing(monkeypatch: pyt
         raise torch.OutOfMemoryError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed_adam, "Buffer", no_room)
+        patch.setattr(streamed_adam, "StreamBuffer", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(64, 64)))]})
     assert_same(training.run(2, 5).weights(), twin.run(2, 5).weights())

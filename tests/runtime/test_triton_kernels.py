@@ -256,7 +256,7 @@ def run_here(environment: dict[str, str], *arguments: str) -> subprocess.Complet
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from zenflow_compile.runtime import kernels
+from zenflow_compile.runtime.device import triton_kernels as kernels
 
 def ptx(kernel, **arguments):
     constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}
@@ -270,12 +270,12 @@ def ptx(kernel, **arguments):
     )
     return compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
 
-tile = dict(BLOCK_LINES=64, BLOCK_LENGTH=64)
+tile = dict(BLOCK_SLICES=64, BLOCK_LENGTH=64)
 for dim in (0, 1):
     matrix = dict(matrix="*bf16", stride_row="i32", stride_column=1)
-    split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", rest_out="*bf16",
+    split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", deferred_out="*bf16",
                 partials="*fp32", slices="i32", length="i32", k="i32", DIM=dim, TILES=8, **tile)
-    place = ptx(kernels._place_lines_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
+    place = ptx(kernels._place_slices_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
                 slices="i32", length="i32", k="i32", DIM=dim, BOTH=False, **tile)
     for name, code in (("split", split), ("place", place)):
         assert "ld.global.v4" in code, (name, dim)
@@ -284,7 +284,7 @@ for dim in (0, 1):
     adam = ptx(kernels._adam_columns_kernel, **matrix, selected="*i32", gradient="*bf16", master="*fp32",
                exp_avg="*fp32", exp_avg_sq="*fp32", k="i32", length="i32", grad_scale="fp32", one_minus_beta1="fp32",
                beta2="fp32", one_minus_beta2="fp32", decay="fp32", step_size="fp32", bias_correction2_sqrt="fp32",
-               eps="fp32", DIM=dim, BLOCK_LINES=32, BLOCK_LENGTH=64)
+               eps="fp32", DIM=dim, BLOCK_SLICES=32, BLOCK_LENGTH=64)
     assert "fma.rn.f32" not in adam
 ptx(kernels._sum_partials_kernel, partials="*fp32", out="*fp32", strips="i32", slices="i32", BLOCK=128)
 """

@@ -19,7 +19,7 @@ from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure.disk import DiskRates, disk_rates
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes, physical_cores, worker_count
-from zenflow_compile.runtime.parameters.registry import free_device_bytes
+from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
 
 _QUICK_ROUNDS = 2

@@ -30,12 +30,12 @@ from zenflow_compile.runtime.gradients.gradient_norm import clip_gradients, reco
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.stale_gradients import StaleGradients
+from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.parameters.registry import ParamRegistry, free_device_bytes
-from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.min_window import ShortestWindow
 from zenflow_compile.runtime.step.optimizer_step import Coefficients, end_on_host, update_columns
@@ -375,7 +375,7 @@ class Engine(UnfusedOps):
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
         """
         self._check()
-        return any(param.grad is not None for _, param in self.registry.whole) or any(
+        return self.registry.device_updated.has_gradients or any(
             offloaded.has_gradient for offloaded in self.offloaded.values()
         )
 
@@ -452,7 +452,7 @@ class Engine(UnfusedOps):
 
     def end_update(self) -> None:
         """Update what lives on the device whole, land what must not wait, advance to the next step."""
-        self.registry.update_residents()
+        self.registry.device_updated.update()
         self.step += 1
         self._begin_anew()
         for offloaded in self.offloaded.values():
@@ -567,10 +567,7 @@ class Engine(UnfusedOps):
         Raises:
             RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
         """
-        for index, param in enumerate(self.params):
-            if self.registry.changed(index):
-                refuse_sharded([param])
-                errors.refuse_changed(param, self.plan.params[index], self.device)
+        self.registry.check_unchanged()
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
         """Make visible what is due before code that fetches nothing reads weights. Cheap when nothing is due.

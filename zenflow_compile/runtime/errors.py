@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class LostUpdateError(RuntimeError):
@@ -120,7 +121,11 @@ def refuse_compiled_autograd() -> NoReturn:
 
 
 def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoReturn:
-    """Raise RuntimeError: the parameter has another dtype, shape or device than at the optimizer's first use."""
+    """Raise RuntimeError: the parameter has another dtype, shape or device than at the optimizer's first use.
+
+    Raises TypeError if FullyShardedDataParallel has sharded it.
+    """
+    refuse_sharded([param])
     was = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.shape)} on {device}"
     now = f"{str(param.dtype).removeprefix('torch.')}{list(param.shape)} on {param.device}"
     raise RuntimeError(

@@ -90,7 +90,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
             entry["step"] = torch.zeros(())
         if index in engine.offloaded:
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
-        elif (state := engine.registry.whole_state(index)) is not None:
+        elif (state := engine.registry.device_updated.state(index)) is not None:
             entry["step"].copy_(state.step)
         else:
             entry["step"].zero_()
@@ -139,7 +139,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
             whole = entry if entry is not None and "master" in entry else _unselected(offloaded, entry or {})
             _load_offloaded(engine, offloaded, whole)
         else:
-            engine.registry.load_whole(index, _whole_state(engine.plan.params[index], param, entry))
+            engine.registry.device_updated.load(index, _whole_state(engine.plan.params[index], param, entry))
 
 
 def _own(value: Any) -> Any:
@@ -147,7 +147,7 @@ def _own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _or_none(value: int | None) -> int:
+def _or_none(value: float | None) -> float:
     return NONE if value is None else value
 
 
@@ -156,7 +156,8 @@ def _or_none(value: int | None) -> int:
 
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     """The entries of a parameter that is updated on the device; without a gradient yet, zeros and its weight."""
-    plan, param, state = engine.plan.params[index], engine.params[index].detach(), engine.registry.whole_state(index)
+    plan, param = engine.plan.params[index], engine.params[index].detach()
+    state = engine.registry.device_updated.state(index)
     if state is None:
         dtype = state_dtype(plan)
         zeros = [torch.zeros_like(param, dtype=dtype, device="cpu") for _ in range(2)]
@@ -197,7 +198,8 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found["score"] = device.score.to("cpu", copy=True).unsqueeze(1)
     found["mask"] = per_slice(plan, selection.selected, True)
     found["selected_at"] = torch.tensor(_or_none(device.selected_at))
-    found["schedule"] = torch.tensor(engine.schedule.state(plan.index), dtype=torch.float64)
+    schedule = [_or_none(value) for value in engine.schedule.state(plan.index)]
+    found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
     if window_places(plan):
         found.update(_window_entries(offloaded))
     if (residual := _residual(offloaded)) is not None:
@@ -302,7 +304,8 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
         job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
         host.flushed.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
     if "schedule" in entry:
-        engine.schedule.restore(plan.index, entry["schedule"].tolist())
+        schedule = [None if value == NONE else value for value in entry["schedule"].tolist()]
+        engine.schedule.restore(plan.index, schedule)
     shown = in_slices(plan, entry["shown"].cpu())[on_host_side] if flushed else None
     offloaded.weights.expect(shown)
 

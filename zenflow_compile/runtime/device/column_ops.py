@@ -1,42 +1,44 @@
-"""What the device does to a gradient and a parameter, slice by slice: Triton on CUDA, PyTorch elsewhere.
+"""Split gradients into slices, merge slices into weights, and update slices: Triton on CUDA, PyTorch elsewhere.
 
 A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, columns]``. Blocks of slices are laid out
-``[slice, length]``, whatever the dim, so that one line is contiguous.
+``[slice, length]``, whatever the dim, so that one slice is contiguous.
 
-[Note: raw writes] The kernels write below autograd. Whoever lets them write a parameter bumps its version.
+[Note: raw writes] The kernels write below autograd. A caller that lets them write a parameter must bump its version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients
+from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients
 from zenflow_compile.torch_internals import torch_private
 
-# Elements that the references work on at a time, so that what they make in between stays small and in a core's cache.
-# Transposed, a piece should also have many rows: pieces of a quarter of this size gain nothing.
+_T = TypeVar("_T")
+
+# Elements that the references process at a time: temporaries fit into a core's cache. A chunk that is transposed should
+# also have many rows: a quarter of this size gains nothing.
 _CHUNK_ELEMENTS = 1 << 20
 _SQUARES_ELEMENTS = 1 << 18
-# Up to this size the number of operator calls is what counts, not how they go through memory.
+# Up to this size an operation costs as much as its operator calls, whatever its order of memory accesses.
 _SMALL_ELEMENTS = 1 << 14
 _CUDA_CHUNK_ELEMENTS = 1 << 24  # fewer launches, for 64 MB of fp32 per temporary
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Selection:
     """Which slices the device updates.
 
     Attributes:
         selected: i32[k], in the order of the device's state.
-        rest: i32[slices - k], the others, in the order of the host's state.
-        position: i32[slices], where slice i stands in ``selected`` followed by ``deferred``.
+        deferred: i32[slices - k], the others, in the order of the host's state.
+        position: i32[slices], the index of slice i in ``selected`` followed by ``deferred``.
     """
 
     selected: Tensor
@@ -45,12 +47,12 @@ class Selection:
 
     @classmethod
     def of(cls, selected: Tensor, slices: int, device: torch.device, deferred: Tensor | None = None) -> Selection:
-        """A selection of ``slices`` slices; ``deferred`` in ascending order unless given.
+        """Make a selection of ``slices`` slices; ``deferred`` is in ascending order unless given.
 
-        It is put together on the host: indices that are on a CUDA device are waited for.
+        Runs on the host, and synchronizes with the device if the indices are there.
 
         Raises:
-            ValueError: a slice is out of range, missing, or there twice.
+            ValueError: a slice is out of range, missing, or listed twice.
         """
         chosen = selected.cpu().long()
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < slices:
@@ -62,8 +64,8 @@ class Selection:
         order = torch.cat([chosen, deferred.cpu().long()])
         if not torch.equal(order.sort().values, torch.arange(slices)):
             raise ValueError(
-                f"selected ({chosen.numel()}) and deferred ({deferred.numel()}) must hold {slices} slices once each; "
-                "some slice is missing or there twice"
+                f"selected ({chosen.numel()}) and deferred ({deferred.numel()}) must list each of {slices} slices "
+                "once; a slice is missing or listed twice"
             )
         position = torch.empty(slices, dtype=torch.int32)
         position[order] = torch.arange(slices, dtype=torch.int32)
@@ -78,9 +80,14 @@ class Selection:
         """Number of slices of the matrix."""
         return self.position.numel()
 
+    @cached_property
+    def selected_i64(self) -> Tensor:
+        """``selected`` as PyTorch's operators index with it; cached, because the references need it at every step."""
+        return self.selected.long()
+
     @property
     def mask(self) -> Tensor:
-        """bool[slices], a new tensor: which slices are selected, whatever the order of the state's rows."""
+        """bool[slices], a new tensor: which slices are selected, independent of the order of the state's rows."""
         return self.position < self.selected.numel()
 
     @property
@@ -92,17 +99,17 @@ class Selection:
 def norms_and_split(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> Tensor:
-    """Copy the selected slices into ``selected_out`` [k, length] and the others into ``rest_out`` [deferred, length].
+    """Copy the selected slices into ``selected_out`` [k, length], the others into ``deferred_out`` [deferred, length].
 
     Args:
         matrix: [rows, columns], any floating dtype and strides; read once.
-        selected_out, rest_out: contiguous, of the matrix's dtype.
+        selected_out, deferred_out: contiguous, of the matrix's dtype.
 
     Returns:
         Squared L2 norm of every slice, f32[slices], accumulated in fp32 in an order that depends on the shape alone.
 
     Raises:
-        ValueError: a block's shape or dtype does not fit.
+        ValueError: a block's shape, dtype or layout does not fit.
     """
     _check_blocks(matrix, dim, selection, selected_out, deferred_out)
     if kernels := _kernels_for(matrix):
@@ -118,7 +125,7 @@ def unsplit_columns(
     """Inverse of :func:`norms_and_split`: put the slices of both blocks back into ``matrix_out`` [rows, columns].
 
     Raises:
-        ValueError: a block's shape or dtype does not fit.
+        ValueError: a block's shape, dtype or layout does not fit.
     """
     _check_blocks(matrix_out, dim, selection, selected_in, deferred_in)
     if kernels := _kernels_for(matrix_out):
@@ -132,11 +139,11 @@ def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> N
     """Write ``values`` [n, length] into ``slices`` i32[n] of ``matrix``, in place; the others keep their bits.
 
     Args:
-        slices: no slice twice.
+        slices: without duplicates.
         values: contiguous, of the matrix's dtype.
 
     Raises:
-        ValueError: the shape or dtype of ``values`` does not fit.
+        ValueError: the shape, dtype or layout of ``values`` does not fit.
     """
     _check_block("values", values, matrix, dim, slices.numel())
     if kernels := _kernels_for(matrix):
@@ -150,9 +157,9 @@ class SliceState(NamedTuple):
 
     Attributes:
         matrix: [rows, columns], fp32, bf16 or fp16; only its selected slices are written, none is read.
-        gradient: [k, length] in any floating dtype; not written.
+        gradient: [k, length], contiguous, of any floating dtype; not written.
         master, exp_avg, exp_avg_sq: f32[k, length], contiguous, updated in place.
-        step: gradients that the moments have taken after this one.
+        step: number of gradients in the moments, this one included.
     """
 
     matrix: Tensor
@@ -166,9 +173,9 @@ class SliceState(NamedTuple):
 
 
 def adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: float) -> None:
-    """One AdamW step on the selected slices of parameters that share coefficients, cast into their matrices.
+    """Do one AdamW step on the selected slices of parameters that share coefficients, and cast it into their matrices.
 
-    What comes out for one of them does not depend on the others.
+    The result of one parameter does not depend on the others.
     """
     params = [each for each in params if each.gradient.numel()]
     if params and (kernels := _kernels_for(params[0].matrix)):
@@ -184,15 +191,17 @@ def adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: 
 def quantize_slices_(
     gradient: Tensor, residual: Tensor, grad_scale: float, scales_out: Tensor, values_out: Tensor
 ) -> None:
-    """Write ``gradient * grad_scale + residual`` as int8 with a scale per slice; ``residual`` takes what that loses.
+    """Write ``gradient * grad_scale + residual`` as int8 with a scale per slice; ``residual`` takes the rounding error.
 
-    Rounded to the nearest multiple of a slice's scale, 1/127 of its maximum magnitude. A slice with inf or NaN becomes
-    NaN as a whole. PyTorch's own operations, on CUDA too: it runs once per parameter and step, and not in a backward.
+    Values are rounded to the nearest multiple of the slice's scale, 1/127 of its maximum magnitude. A slice with inf or
+    NaN becomes NaN as a whole. Uses PyTorch's operators on CUDA too: it runs once per parameter and step, outside of
+    the backward.
 
     Args:
         gradient: [deferred, length], any floating dtype; not written.
         residual: [deferred, length], fp32 or bf16, in units of the scaled gradient; updated in place.
-        scales_out: f32[deferred]; values_out: int8[deferred, length]. ``values_out * scales_out`` is what was written.
+        scales_out: f32[deferred]. The written gradient is ``values_out * scales_out``.
+        values_out: int8[deferred, length].
     """
     slices = max(1, (_CUDA_CHUNK_ELEMENTS if gradient.is_cuda else _CHUNK_ELEMENTS) // max(1, gradient.shape[1]))
     for first in range(0, gradient.shape[0], slices):
@@ -201,37 +210,40 @@ def quantize_slices_(
         scales = scales_out[part]
         torch.div(exact.abs().amax(1), 127.0, out=scales)
         quantized = exact.div(scales.unsqueeze(1)).round_()
-        # A slice of zeros was divided by zero. Of a slice with NaN only the scale counts: its int8 are any.
+        # A slice of zeros was divided by zero. In a slice with NaN the scale is NaN, and its int8 values are arbitrary.
         quantized.nan_to_num_(nan=0.0).clamp_(-127.0, 127.0)
         values_out[part].copy_(quantized)
         residual[part].copy_(exact.sub_(quantized.mul_(scales.unsqueeze(1))))
 
 
-# The references, which the tests hold against the kernels.
+# The references: what runs without Triton, and what the tests compare the kernels with.
 
 
 def reference_adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: float) -> None:
-    """:func:`adam_columns_` in PyTorch: one call for the arithmetic of many, which takes them one after the other."""
-    for batch in _batches(params):
+    """:func:`adam_columns_` in PyTorch: one multi-tensor call for the arithmetic of a batch of parameters."""
+    for batch in bounded_batches(params, lambda each: each.gradient.numel(), _CHUNK_ELEMENTS):
         grads = [each.gradient.float() for each in batch]
         if slot.grad_scale != 1.0:
             grads = list(torch._foreach_mul(grads, slot.grad_scale))
-        steps = {count: torch.tensor(float(count)) for count in {each.step for each in batch}}
-        # Rows are stored in any order, so that no element's result may depend on its place.
-        cuts = [
-            PaddedTail.of([block.reshape(-1) for block in (each.master, each.exp_avg, each.exp_avg_sq, grad)])
-            for each, grad in zip(batch, grads, strict=True)
-        ]
-        counts = [steps[each.step] for each in batch]
-        parts = [(*cut.vectors, count) for cut, count in zip(cuts, counts, strict=True)]
-        parts += [(*cut.padded, count) for cut, count in zip(cuts, counts, strict=True) if cut.tail]
-        masters, exp_avgs, exp_avg_sqs, gradients, counts = (list(each) for each in zip(*parts, strict=True))
+        counts = {step: torch.tensor(float(step)) for step in {each.step for each in batch}}
+        parts: list[tuple[Tensor, ...]] = []
+        cuts: list[PaddedTail] = []
+        for each, grad in zip(batch, grads, strict=True):
+            tensors, count = (each.master, each.exp_avg, each.exp_avg_sq, grad), counts[each.step]
+            if each.master.numel() % VECTOR_ELEMENTS == 0:
+                parts.append((*tensors, count))
+                continue
+            # Rows of the state are stored in any order, so that no element's result may depend on its place.
+            cut = PaddedTail.of([tensor.view(-1) for tensor in tensors])
+            parts += [(*cut.vectors, count), (*cut.padded, count)]
+            cuts.append(cut)
+        masters, exp_avgs, exp_avg_sqs, gradients, steps = (list(each) for each in zip(*parts, strict=True))
         torch_private.fused_adamw_multi_(
             masters,
             gradients,
             exp_avgs,
             exp_avg_sqs,
-            counts,
+            steps,
             lr=slot.lr,
             beta1=slot.beta1,
             beta2=slot.beta2,
@@ -241,20 +253,22 @@ def reference_adam_columns_(params: Sequence[SliceState], slot: StepCoefficients
         for cut in cuts:
             cut.put_back(3)
         for each in batch:
-            master = each.master.to(each.matrix.dtype)
-            reference_merge_columns(each.matrix, each.dim, each.selection.selected, master)
+            dtype = each.matrix.dtype
+            master = each.master if dtype == torch.float32 else each.master.to(dtype)
+            reference_merge_columns(each.matrix, each.dim, each.selection.selected_i64, master)
 
 
-def _batches(params: Sequence[SliceState]) -> Iterator[list[SliceState]]:
-    """Few enough at a time to bound the casts of their gradients."""
-    batch: list[SliceState] = []
-    elements = 0
-    for each in params:
-        batch.append(each)
-        elements += each.gradient.numel()
-        if elements >= _CHUNK_ELEMENTS:
+def bounded_batches(items: Sequence[_T], elements_of: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
+    """Cut ``items`` into consecutive batches of at most ``limit`` elements; a larger item is a batch alone."""
+    batch: list[_T] = []
+    total = 0
+    for item in items:
+        elements = elements_of(item)
+        if batch and total + elements > limit:
             yield batch
-            batch, elements = [], 0
+            batch, total = [], 0
+        batch.append(item)
+        total += elements
     if batch:
         yield batch
 
@@ -268,8 +282,8 @@ def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
     if dim == 0:
         norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
         return norms.square_()
-    # Down the columns that is 7 to 20 times slower than this. PyTorch's sums over one axis of equal shapes run in equal
-    # order, on CPU and CUDA: there are no atomics in them.
+    # vector_norm down the columns is 7 to 20 times slower. PyTorch's sums over one axis of equal shapes run in equal
+    # order, on CPU and CUDA: they use no atomics.
     partials = []
     for chunk in torch.split(matrix, _rows_per_chunk(matrix, _SQUARES_ELEMENTS)):
         squares = chunk.square() if chunk.dtype == torch.float32 else chunk.to(torch.float32).square_()
@@ -283,31 +297,32 @@ def reference_split_columns(
     """The blocks of :func:`norms_and_split` in PyTorch."""
     matrix, dim = row_major(matrix, dim)
     blocks = [(selection.selected, selected_out), (selection.deferred, deferred_out)]
-    blocks = [(slices, out) for slices, out in blocks if slices.numel()]
     if dim == 0 or matrix.numel() <= _SMALL_ELEMENTS:
-        whole = matrix if dim == 0 else matrix.t().contiguous()
+        rows_of_slices = matrix if dim == 0 else matrix.t().contiguous()
         for slices, out in blocks:
-            torch.index_select(whole, 0, slices, out=out)
+            if out.numel():
+                torch.index_select(rows_of_slices, 0, slices, out=out)
         return
     rows = _rows_per_chunk(matrix, _CHUNK_ELEMENTS)
     for first in range(0, matrix.shape[0], rows):
         # Whole rows at a time: only then does PyTorch's copy transpose in blocks instead of striding through memory.
         transposed = matrix[first : first + rows].t().contiguous()
         for slices, out in blocks:
-            torch.index_select(transposed, 0, slices, out=out[:, first : first + rows])
+            if out.numel():
+                torch.index_select(transposed, 0, slices, out=out[:, first : first + rows])
 
 
-@torch.no_grad()
 def reference_merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
     """:func:`merge_columns` in PyTorch."""
-    if not slices.numel():
+    if not values.numel():
+        return
+    index = slices.long()
+    if matrix.numel() <= _SMALL_ELEMENTS:
+        matrix.index_copy_(dim, index, values if dim == 0 else values.t())  # in few calls
         return
     matrix, dim = row_major(matrix, dim)
-    index = slices.long()
     if dim == 0:
         matrix.index_copy_(0, index, values)
-    elif matrix.numel() <= _SMALL_ELEMENTS:
-        matrix.t().index_copy_(0, index, values)  # against the grain, but in few calls
     elif 2 * slices.numel() < matrix.shape[1]:
         matrix.index_copy_(1, index, values.t().contiguous())
     else:
@@ -320,7 +335,7 @@ def reference_merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Te
 
 
 def row_major(matrix: Tensor, dim: int) -> tuple[Tensor, int]:
-    """The same slices with the elements of a row adjacent, if one of its two axes allows that."""
+    """View the same slices with the elements of a row adjacent, if one of the two axes has stride 1."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:
         return matrix.t(), 1 - dim
     return matrix, dim
@@ -337,11 +352,11 @@ def _check_blocks(matrix: Tensor, dim: int, selection: Selection, selected: Tens
             f"has {matrix.shape[dim]} along dim {dim}"
         )
     _check_block("the selected block", selected, matrix, dim, selection.selected.numel())
-    _check_block("the block of the rest", deferred, matrix, dim, selection.deferred.numel())
+    _check_block("the deferred block", deferred, matrix, dim, selection.deferred.numel())
 
 
 def _check_block(name: str, block: Tensor, matrix: Tensor, dim: int, slices: int) -> None:
-    # The kernels would cast silently, and write beyond a block that is too small.
+    # The kernels would cast silently, and write past the end of a block that is too small.
     expected = (slices, matrix.shape[1 - dim])
     if block.shape != expected or block.dtype != matrix.dtype or not block.is_contiguous():
         raise ValueError(
@@ -356,7 +371,7 @@ def _kernels_for(matrix: Tensor) -> ModuleType | None:
 
 @cache
 def _kernels() -> ModuleType | None:
-    """The Triton kernels, or None where there is no Triton: its wheels are for Linux only."""
+    """The module of Triton kernels; None where Triton is missing (its wheels are for Linux only)."""
     try:
         import triton  # noqa: F401
     except ImportError:

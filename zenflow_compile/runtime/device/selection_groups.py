@@ -1,11 +1,11 @@
 """Selects slices inside groups: slice ``i`` belongs to group ``i % groups`` (``planning/partition.py``).
 
-All groups are handled by the same few operators, and nothing waits for the device. Scores are arranged as
+The same few operators handle all groups, without synchronizing with the device. Scores are arranged as
 ``[ceil(slices / groups), groups]``, one column per group; the last row is padded.
 
-Of equal scores the one of the lower slice counts as higher among those that enter, and as lower among those that leave.
-Which slices are selected is a function of scores and of the set of selected slices: not of the order in which their
-state is stored, and not of other groups. ``torch.topk`` does not promise that for equal scores; a stable sort does.
+Ties go to the lower slice: among equal scores it enters first, and leaves first. The selection is a function of the
+scores and of the set of selected slices. It depends neither on the order in which their state is stored nor on other
+groups. ``torch.topk`` does not guarantee that for equal scores; a stable sort does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zenflow_compile.options.options import AUTO_SELECT_INTERVAL
 
 
 def best_slices(score: Tensor, k: int, groups: int) -> Tensor:
-    """The slices with the highest scores of each group.
+    """Select the slices with the highest scores of each group.
 
     Args:
         score: f32[slices].
-        k: how many slices to select; group ``g`` gets ``k // groups`` of them, one more where ``g < k % groups``.
+        k: number of slices to select; group ``g`` gets ``k // groups`` of them, one more where ``g < k % groups``.
         groups: number of groups.
 
     Returns:
@@ -36,12 +36,12 @@ def best_slices(score: Tensor, k: int, groups: int) -> Tensor:
 
 
 def better_slices(score: Tensor, selected: Tensor, k: int, margin: float, at_most: Tensor) -> Tensor:
-    """The selection after the best swaps inside each group: see ``count_swaps`` for which are worth it.
+    """Make the best swaps inside each group; ``count_swaps`` says which swaps are worth it.
 
     Args:
         score: f32[slices].
         selected: bool[slices], ``k`` of them true.
-        k: how many slices are selected, which is known without waiting for the device.
+        k: number of selected slices, given so that the device need not be asked.
         margin: by how much an entering slice's score must exceed that of the slice it replaces, as a share of it.
         at_most: i64[groups], swaps that each group may make.
 
@@ -54,56 +54,61 @@ def better_slices(score: Tensor, selected: Tensor, k: int, margin: float, at_mos
     after = _columns(selected, groups, padding=False).clone()
     after.scatter_(0, leaving, after.gather(0, leaving) & ~enters)
     after.scatter_(0, entering, after.gather(0, entering) | enters)
-    # Not nonzero(), which waits for the device. A stable sort leaves the selected slices in ascending order.
+    # nonzero() would synchronize with the device. A stable sort leaves the selected slices in ascending order.
     flat = after.flatten()[: score.numel()].to(torch.uint8)
     return torch.sort(flat, descending=True, stable=True).indices[:k].to(torch.int32)
 
 
-def count_swaps(score: Tensor, selected: Tensor, groups: int, margin: float, out: Tensor) -> None:
+def count_swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> Tensor:
     """Count the swaps that are worth it in all groups.
 
-    In each group the best deferred slice is held against the worst selected one, the second best against the second
+    In each group the best deferred slice is compared with the worst selected one, the second best with the second
     worst, and so on. A swap is worth it if the score of the slice that enters exceeds that of the slice it replaces by
     ``margin``, as a share of it, so that near-ties do not swap back and forth.
 
     Args:
-        score: f32[slices].
-        selected: bool[slices].
+        score: f32[..., slices], of any number of parameters.
+        selected: bool[..., slices].
         groups: number of groups.
         margin: as above.
-        out: f32[], where the count is written.
+
+    Returns:
+        f32[...], the count of each parameter.
     """
     enters, _, _ = _swaps(score, selected, groups, margin)
-    torch.sum(enters, (0, 1), dtype=torch.float32, out=out)
+    return enters.sum((-2, -1), dtype=torch.float32)
 
 
 def swaps_per_group(swaps: int, groups: int, step: int, device: torch.device) -> Tensor:
-    """Divide a budget of swaps over groups, by step alone: i64[groups] that adds up to ``swaps``.
+    """Divide a budget of swaps over groups: i64[groups] that adds up to ``swaps``, and depends on the step alone.
 
-    Where it does not divide evenly, consecutive groups get one more. The first of them moves on with the step by the
-    golden ratio, as a share of all groups, so that no group is left out whatever the distance of re-selections.
+    Where it does not divide evenly, consecutive groups get one more. The first of them advances with the step by the
+    golden ratio, as a share of all groups, so that every group gets its turn at any interval of re-selections.
     """
     each, left = divmod(swaps, groups)
-    turn = step // AUTO_SELECT_INTERVAL  # the least distance of two re-selections
+    turn = step // AUTO_SELECT_INTERVAL  # the shortest interval of re-selections
     first = (turn * 0x9E3779B1 % (1 << 32)) * groups >> 32
     place = (torch.arange(groups, device=device) - first) % groups
     return each + (place < left).to(torch.int64)
 
 
 def _swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether the j-th swap of each group is worth it, and the rows of its slices: bool and twice i64, one shape.
+    """Whether the j-th swap of each group is worth it, and the rows of the leaving and the entering slice.
 
-    Padding, and the slices of the other side, stand behind a group's own as infinity. NaN stands behind them. Neither
-    swaps: no score exceeds one of them on the inside, and outside they exceed none.
+    Padding, and the slices of the other side, sort behind a group's own as infinity. NaN sorts behind them. Neither is
+    swapped: no score exceeds infinity or NaN, and negated they exceed no score.
+
+    Returns:
+        bool[..., rows, groups], and two i64 tensors of that shape.
     """
-    # One sort for both sides, ascending: the negative of the scores outside.
+    # One sort for both sides, ascending: deferred scores are negated.
     sides = torch.stack([score.masked_fill(~selected, math.inf), score.neg().masked_fill_(selected, math.inf)])
-    sides, order = torch.sort(_columns(sides, groups, math.inf), dim=1, stable=True)
+    sides, order = torch.sort(_columns(sides, groups, math.inf), dim=-2, stable=True)
     return -sides[1] > (1.0 + margin) * sides[0], order[0], order[1]
 
 
 def _columns(values: Tensor, groups: int, padding: float) -> Tensor:
-    """``values`` [..., slices] as [..., ceil(slices / groups), groups]."""
+    """View ``values`` [..., slices] as [..., ceil(slices / groups), groups]."""
     missing = -values.shape[-1] % groups
     padded = torch.nn.functional.pad(values, (0, missing), value=padding)
     return padded.view(*values.shape[:-1], -1, groups)

@@ -1,4 +1,4 @@
-"""The device's side of one parameter: which slices are selected, their state, and the score that selects them."""
+"""Device state of one offloaded parameter: the selection, the selected slices' state, and the score of every slice."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device import column_ops, selection_groups
 
-# Weight of the past in the score. A one-batch score is mostly noise: the choice made by an average over about ten steps
-# keeps a Jaccard overlap of 0.70 after 16 steps, that of a single batch 0.29 (the project's convergence study).
 SCORE_DECAY = 0.9
+"""Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten
+steps keeps a Jaccard overlap of 0.70 after 16 steps, a selection by a single batch 0.29 (docs/convergence.md)."""
+
+# Scores that ``count_leaving`` sorts at a time: a sort needs about ten times their memory.
+_SORTED_ELEMENTS = 1 << 18
 
 
 @dataclass(slots=True)
 class DeviceState:
-    """fp32 state ``[k, length]`` of the selected slices, the selection in force and its score.
+    """fp32 state ``[k, length]`` of the selected slices, the current selection and the scores.
 
     Attributes:
-        selection: which slices the device updates and which are the host's, in the order of the state's rows.
-        gradient: ``[k, length]`` in the model's dtype, the selected gradient that waits for its update.
-        norms: f32[slices], squared norms of the gradient that waits.
+        selection: selected and deferred slices, in the order of the state's rows.
+        gradient: ``[k, length]`` in the model's dtype, the selected slices of the gradient until the optimizer step.
+        norms: f32[slices], squared norms of that gradient's slices.
         score: f32[slices], moving average of the squared norms of unscaled gradients.
-        steps: gradients that the moments have taken.
+        steps: number of gradients in the moments.
         selected_at: step of the last re-selection; None before the first.
     """
 
@@ -42,7 +45,9 @@ class DeviceState:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> DeviceState:
-        """All zero; the first ``k`` slices, as many of each group as later, are selected until there are gradients."""
+        """Make state of zeros. The first ``k`` slices are selected until there are gradients: as many of each group as
+        later.
+        """
         block = (plan.k, plan.length)
         state = [torch.zeros(block, dtype=torch.float32, device=device) for _ in range(3)]
         return cls(
@@ -58,38 +63,34 @@ class DeviceState:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of state, selection, score and the waiting gradient."""
+        """Device memory, in bytes."""
         tensors = (self.gradient, self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
         return sum(tensor.nbytes for tensor in tensors) + self.selection.nbytes
 
     def best_slices(self) -> Tensor:
-        """i32[k], ascending: the slices with the highest scores of each group."""
+        """Return the slices with the highest scores of each group: i32[k], ascending."""
         return selection_groups.best_slices(self.score, self.plan.k, self.plan.groups)
 
     def better_slices(self, margin: float, swaps: int, step: int) -> Tensor:
-        """i32[k], ascending: the selection after the best swaps of each group, at most ``swaps`` of all groups.
+        """Return the selection after the best swaps of each group: i32[k], ascending.
 
         Args:
-            margin: by how much an entering slice's score must exceed that of the slice it replaces.
-            swaps: divided over the groups.
-            step: which groups get the remainder depends on it.
+            margin: by how much an entering slice's score must exceed that of the slice it replaces, as a share of it.
+            swaps: how many to make at most, divided over the groups.
+            step: decides which groups get the remainder.
         """
         at_most = selection_groups.swaps_per_group(swaps, self.plan.groups, step, self.score.device)
         return selection_groups.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
 
-    def count_leaving(self, margin: float, out: Tensor) -> None:
-        """Write into ``out``, f32[] on the device, how many selected slices would leave if swaps cost nothing."""
-        selection_groups.count_swaps(self.score, self.selection.mask, self.plan.groups, margin, out)
-
     def selected_norm(self, out: Tensor | None = None) -> Tensor:
-        """f32[], squared norm of the selected slices' gradient, in ``out`` if given.
+        """Sum the squared norms of the selected slices: f32[], in ``out`` if given.
 
-        It is a sum in the order of slices, not of the state's rows: its rounding depends on the set of slices alone.
+        The sum runs in the order of slices, not of the state's rows: its rounding depends on the set of slices alone.
         """
         return torch.sum(self.norms.masked_fill(~self.selection.mask, 0.0), 0, out=out)
 
     def next_step(self, matrix: Tensor) -> column_ops.SliceState:
-        """One more gradient counts: the waiting one, for an AdamW step on the selected slices of the 2-D view."""
+        """Count the gradient, and return what an AdamW step on the selected slices of the 2-D ``matrix`` needs."""
         self.steps += 1
         return column_ops.SliceState(
             matrix,
@@ -103,20 +104,40 @@ class DeviceState:
         )
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 master and moments."""
+        """Return the fp32 master and moments."""
         return self.master, self.exp_avg, self.exp_avg_sq
 
 
-def feed_scores(sides: Sequence[DeviceState], unscale: Sequence[float]) -> None:
-    """Take the norms of the gradients that a step uses into the scores.
+def feed_scores(states: Sequence[DeviceState], unscale: Sequence[float]) -> None:
+    """Add the norms of the gradients of an optimizer step to the scores.
 
     Args:
-        unscale: of each, one over the loss scale of its gradient.
+        unscale: for each, one over the loss scale of its gradient.
     """
-    scores, norms = [side.score for side in sides], [side.norms for side in sides]
+    scores, norms = [state.score for state in states], [state.norms for state in states]
     if any(factor != 1.0 for factor in unscale):
         norms = list(torch._foreach_mul(norms, [factor * factor for factor in unscale]))
     torch._foreach_lerp_(scores, norms, 1.0 - SCORE_DECAY)
+
+
+def count_leaving(
+    states: Sequence[DeviceState], selections: Sequence[column_ops.Selection], margin: float
+) -> list[Tensor]:
+    """Count the selected slices that would leave if swaps cost nothing: f32[] on the device for each parameter.
+
+    Args:
+        states: of parameters with equal numbers of slices and of selected slices.
+        selections: of ``states``, in their order.
+        margin: see :meth:`DeviceState.better_slices`.
+    """
+    plan = states[0].plan
+    counts: list[Tensor] = []
+    pairs = list(zip(states, selections, strict=True))
+    for batch in column_ops.bounded_batches(pairs, lambda _: plan.slices, _SORTED_ELEMENTS):
+        scores = torch.stack([state.score for state, _ in batch])
+        selected = torch.stack([selection.position for _, selection in batch]) < plan.k
+        counts += selection_groups.count_swaps(scores, selected, plan.groups, margin).unbind()
+    return counts
 
 
 def exchange_slices(
@@ -125,21 +146,21 @@ def exchange_slices(
     selection: column_ops.Selection,
     wanted: Tensor,
 ) -> tuple[column_ops.Selection, int]:
-    """Make ``wanted`` the selection: slices that change sides take their state with them, both ways.
+    """Make ``wanted`` the selection, and move the state of slices that change sides, in both directions.
 
-    Joining slices take the rows of leaving ones on either side, so nothing else moves.
+    Entering slices take the rows of leaving ones on either side, so no other row moves.
 
     Args:
         device_side: f32[k, length] tensors.
         host_side: f32[deferred, length] tensors of the same meaning.
-        selection: the one in force.
-        wanted: i32[k], no slice twice.
+        selection: the current one.
+        wanted: i32[k], without duplicates.
 
     Returns:
         The new selection and the bytes that were moved in one direction.
     """
     device = selection.selected.device
-    # Copies: on the CPU device .cpu() is the selection itself, which a loaded state dict may share.
+    # Clones: for a selection on the CPU, .cpu() returns the tensor itself, which a loaded state dict may share.
     selected, deferred = selection.selected.cpu().clone(), selection.deferred.cpu().clone()
     wanted = wanted.cpu()
     device_rows = torch.nonzero(torch.isin(selected, wanted, invert=True)).flatten()

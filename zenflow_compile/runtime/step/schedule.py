@@ -1,22 +1,23 @@
-"""When windows close and selections move: functions of the step, the options and gradient values alone.
+"""Decides when update windows are flushed and selections change, from the step, the options and gradient values alone.
 
-Values of the device decide at a fixed lag, when they have long crossed to the host (``readback.py``): norms one step
-after they were computed, the drift of a selection one window after. Measured time has its say once, as the shortest
-window that ``update_interval="auto"`` may choose (``time_bound.py``).
+Values of the device are used at a fixed lag, when their copy to the host is long done (``transfer/readback.py``): norms
+one step after they were computed, the drift of a selection one update window after. Measured time is used one time, for
+the shortest window that ``update_interval="auto"`` may choose (``min_window.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
-from zenflow_compile.runtime.checkpoint.format import NONE
-from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.device.column_ops import Selection
+from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.readback import Readback
 from zenflow_compile.timeline.events import AdaptiveWindows
@@ -24,61 +25,69 @@ from zenflow_compile.timeline.events import AdaptiveWindows
 RESELECT_BELOW = 0.8
 """A selection has drifted when a smaller share of its slices than this would be selected again."""
 ENTRY_MARGIN = 0.25
-"""A slice enters only if its score exceeds that of the slice it replaces by this share of it. Source of both numbers:
-docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for less than a point
-of the gradient's norm."""
+"""A slice enters only if its score exceeds that of the slice it replaces by this share of it. Both numbers come from
+docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for less than a point of
+the gradient's norm."""
 
 STATE_BUDGET = 0.01
-"""Bytes of state that re-selections may move per step, both ways, as a share of the parameter's own."""
+"""Bytes of state that re-selections may move per step, in both directions, as a share of the parameter's own bytes."""
 
-_SELECTED, _TOTAL, _LEAVING = range(3)
+_SELECTED, _TOTAL, _LEAVING = range(3)  # columns of the readback table
 
 
 @dataclass(slots=True)
 class AdaptiveWindow:
-    """Zen-auto's bookkeeping of one parameter: is what waits as large as what is updated at once?
+    """Zen-auto's values of one parameter: is the deferred gradient as large as the selected one?
 
     Attributes:
-        attempted: steps since the last close.
-        waiting: sum over the window's steps of the RMS slice norm of the deferred gradient.
-        selected: sum over the same steps of the RMS slice norm of the selected gradient; ``seen``: how many steps.
-        latest: (selected, waiting) of the step before, not taken in yet.
+        steps: since the last flush.
+        deferred: sum over the window's known steps of the RMS slice norm of the deferred gradient.
+        selected: sum over the same steps of the RMS slice norm of the selected gradient.
+        known: number of those steps.
+        latest: (selected, deferred) of the last step, not added yet.
     """
 
-    attempted: int = 0
-    waiting: float = 0.0
+    steps: int = 0
+    deferred: float = 0.0
     selected: float = 0.0
-    seen: int = 0
+    known: int = 0
     latest: tuple[float, float] | None = None
 
-    def take_latest(self) -> None:
-        """Take in the values of the step before."""
+    def add_latest(self) -> None:
+        """Add the values of the last step."""
         if self.latest is not None:
-            selected, waiting = self.latest
+            selected, deferred = self.latest
             self.selected += selected
-            self.waiting += waiting
-            self.seen += 1
+            self.deferred += deferred
+            self.known += 1
             self.latest = None
 
     def reached(self, auto_ratio: float) -> bool:
-        """Whether the norm of what waits reaches ``auto_ratio`` times the average norm of what is selected."""
-        return self.seen > 0 and self.waiting >= auto_ratio * self.selected / self.seen
+        """Whether the deferred norm reaches ``auto_ratio`` times the average selected norm."""
+        return self.known > 0 and self.deferred >= auto_ratio * self.selected / self.known
+
+
+class _Drift(NamedTuple):
+    """A selection whose drift is counted at the end of the step."""
+
+    device: DeviceState
+    selection: Selection
 
 
 def swaps_paid_for(plan: ParamPlan, steps: int) -> int:
-    """Swaps of a slice of the device for one of the host, after ``steps`` steps without any: what the budget allows.
+    """How many slices the budget lets change sides after ``steps`` steps without a re-selection.
 
-    ``DeviceState.better_lines`` divides them over the groups of slices.
+    ``DeviceState.better_slices`` divides them over the groups of slices.
     """
     bytes_per_swap = 2 * STATE_BYTES * plan.length
     return int(STATE_BUDGET * steps * plan.numel * plan.dtype.itemsize / bytes_per_swap)
 
 
 class Schedule:
-    """Decides closes and re-selections for all parameters of an engine.
+    """Decides flushes and re-selections for all parameters of an engine.
 
     Attributes:
-        shortest_window: least length, in steps, of windows that adapt; None until it is known, and they may be of any
+        shortest_window: least length, in steps, of adaptive windows. None until it is measured: windows may have any
             length then.
     """
 
@@ -88,130 +97,147 @@ class Schedule:
         self._measured = self._adaptive and options.min_update_interval is None and options.longest_window > 1
         self.shortest_window = None if self._measured else options.min_update_interval or 1
         self._windows: dict[int, AdaptiveWindow] = {}
-        self._leaving: dict[int, float] = {}
-        self._units: dict[int, tuple[ParamPlan, float]] = {}
+        self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
+        self._drifts: dict[int, _Drift] = {}
+        self._unscale: dict[int, tuple[ParamPlan, float]] = {}
         self._readback = Readback(3, device, recorder)
 
     def make_room(self, params: int) -> None:
-        """``params`` parameters are planned from here on; call it between steps."""
-        self._arrive()
+        """Serve ``params`` parameters from here on. Call it between steps."""
+        self._take_values()
         self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:
-        """Whether every window closes at ``step`` and is visible to the next forward: synchronous, exact AdamW."""
+        """Whether every window is flushed at ``step`` and applied before the next forward: synchronous, exact AdamW."""
         return step < self._options.full_warm_up_rounds
 
     def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
-        """Whether the parameter's window closes with step ``step`` (from 0).
+        """Whether the parameter's window is flushed after step ``step`` (from 0).
 
         Args:
-            present: the parameter has a gradient in this step; ``unscale``: one over the loss scale of it.
+            present: the parameter has a gradient in this step.
+            unscale: one over the loss scale of that gradient.
         """
-        self._arrive()
+        self._take_values()
         if self.warming_up(step):
             return True
         if not self._adaptive:
             return step % plan.interval == plan.phase
         window = self.window(plan.index)
-        window.attempted += 1
-        window.take_latest()
-        grown = window.attempted >= (self.shortest_window or 1) and window.reached(self._options.auto_ratio)
-        if grown or window.attempted >= plan.interval:
+        window.steps += 1
+        window.add_latest()
+        grown = window.steps >= (self.shortest_window or 1) and window.reached(self._options.auto_ratio)
+        if grown or window.steps >= plan.interval:
             self._windows[plan.index] = AdaptiveWindow()
             return True
         if present and plan.selects:
-            self._units[plan.index] = plan, unscale
+            self._unscale[plan.index] = plan, unscale
             device.selected_norm(out=self._readback.cell(plan.index, _SELECTED))
             torch.sum(device.norms, 0, out=self._readback.cell(plan.index, _TOTAL))
         return False
 
     def selection(self, plan: ParamPlan, device: DeviceState, step: int) -> Tensor | None:
-        """The slices to select from a close at ``step`` on, i32[k] on the device; None where the selection stays.
+        """Return the slices to select from a flush at ``step`` on, i32[k] on the device; None if the selection stays.
 
-        The first close selects. Later ones do so after every interval that the user gave; under ``"auto"`` only if
-        enough steps have passed and, at the close before, too small a share of the selected slices would have stayed.
-        Then no more slices change sides than the steps since the last time have paid for.
+        The first flush selects. Later ones select after every interval that the user gave; under ``"auto"`` only if
+        enough steps have passed and, at the previous flush, too small a share of the selected slices would have stayed.
+        Then no more slices change sides than the steps since the last re-selection have paid for.
         """
         if not plan.selects:
             return None
         if device.selected_at is None:
             return device.best_slices()
-        waited = step - device.selected_at
+        steps = step - device.selected_at
         least = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
-            return device.best_slices() if waited >= least else None
+            return device.best_slices() if steps >= least else None
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
-        if waited >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, waited)):
+        if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, steps)):
             return device.better_slices(ENTRY_MARGIN, swaps, step)
-        if waited + plan.interval >= least:  # the next close may re-select
-            device.count_leaving(ENTRY_MARGIN, self._readback.cell(plan.index, _LEAVING))
+        if steps + plan.interval >= least:  # the next flush may re-select
+            self._drifts[plan.index] = _Drift(device, device.selection)
         return None
 
     def continue_with(self, shortest_window: int | None) -> None:
-        """Take over the shortest window of the run that goes on here, unless the options say it."""
+        """Use the shortest window of the resumed run, unless the options set it."""
         if self._measured:
             self.shortest_window = shortest_window
 
     def end_step(self) -> None:
-        """The step is over: its values set off for the host."""
-        self._arrive()
+        """Start the async D2H copy of this step's values."""
+        self._take_values()
+        self._count_drifts()
         self._readback.start()
 
+    def _count_drifts(self) -> None:
+        """Count the slices that would leave, with few operators for all parameters of one shape."""
+        together: dict[tuple[int, int], list[int]] = {}
+        for index, drift in self._drifts.items():
+            together.setdefault((drift.device.plan.slices, drift.device.plan.k), []).append(index)
+        for indices in together.values():
+            states, selections = zip(*(self._drifts[index] for index in indices), strict=True)
+            counts = count_leaving(states, selections, ENTRY_MARGIN)
+            torch._foreach_copy_([self._readback.cell(index, _LEAVING) for index in indices], counts)
+        self._drifts.clear()
+
     def restart_windows(self) -> None:
-        """All windows are empty; call it between steps."""
-        self._arrive()
+        """Begin all windows anew. Call it between steps."""
+        self._take_values()
         self._windows.clear()
 
     def window(self, index: int) -> AdaptiveWindow:
-        """The adaptive bookkeeping of parameter ``index``."""
+        """Return the adaptive window of parameter ``index``."""
         return self._windows.setdefault(index, AdaptiveWindow())
 
-    def state(self, index: int) -> list[float]:
-        """What decides about parameter ``index``, between steps: the numbers of ``checkpoint_format.SCHEDULE``."""
-        self._arrive()
+    def state(self, index: int) -> list[float | None]:
+        """Return the values that decide about parameter ``index``, in the order of ``checkpoint/format.SCHEDULE``.
+
+        Call it between steps.
+        """
+        self._take_values()
         window = self._windows.get(index, AdaptiveWindow())
-        latest = (NONE, NONE) if window.latest is None else window.latest
-        leaving = self._leaving.get(index, NONE)
-        return [window.attempted, window.seen, window.waiting, window.selected, *latest, leaving]
+        latest = (None, None) if window.latest is None else window.latest
+        return [window.steps, window.known, window.deferred, window.selected, *latest, self._leaving.get(index)]
 
     def forget(self) -> None:
-        """Drop all that was gathered: a state is about to be loaded."""
+        """Drop all values: a state is about to be loaded."""
         self._readback.forget()
         self._windows.clear()
         self._leaving.clear()
-        self._units.clear()
+        self._drifts.clear()
+        self._unscale.clear()
 
-    def restore(self, index: int, state: Sequence[float]) -> None:
+    def restore(self, index: int, state: Sequence[float | None]) -> None:
         """Put back what ``state`` returned."""
-        attempted, seen, waiting, selected, *latest, leaving = state
+        steps, known, deferred, selected, latest_selected, latest_deferred, leaving = state
         if self._adaptive:
             self._windows[index] = AdaptiveWindow(
-                attempted=int(attempted),
-                waiting=waiting,
-                selected=selected,
-                seen=int(seen),
-                latest=None if latest[0] == NONE else (latest[0], latest[1]),
+                steps=int(steps or 0),
+                deferred=deferred or 0.0,
+                selected=selected or 0.0,
+                known=int(known or 0),
+                latest=None if latest_selected is None else (latest_selected, latest_deferred or 0.0),
             )
-        if leaving != NONE:
+        if leaving is not None:
             self._leaving[index] = leaving
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
-        """Between which lengths windows adapt; None where they are of fixed length."""
+        """Bounds of the lengths of adaptive windows; None where windows are of fixed length."""
         if not self._adaptive:
             return None
         return AdaptiveWindows(self.shortest_window, self._options.longest_window, self._measured)
 
-    def _arrive(self) -> None:
-        """Take over what the step before computed."""
+    def _take_values(self) -> None:
+        """Take the values of the previous step, which were copied to the host."""
         values = self._readback.take()
         for (index, column), value in values.items():
             if column == _LEAVING:
                 self._leaving[index] = value
             elif column == _SELECTED:
-                plan, unscale = self._units.pop(index)
-                remaining = max(values[index, _TOTAL] - value, 0.0)
+                plan, unscale = self._unscale.pop(index)
+                deferred = max(values[index, _TOTAL] - value, 0.0)  # rounding may make the difference negative
                 self.window(index).latest = (
                     unscale * (value / plan.k) ** 0.5,
-                    unscale * (remaining / plan.deferred) ** 0.5,
+                    unscale * (deferred / plan.deferred) ** 0.5,
                 )
