@@ -117,7 +117,10 @@ def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
         made[-1].backward(0)
 
     made[-1].backward(0)
-    assert every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush", "flush_window", "submit"}, close) > 10
+    assert (
+        every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush", "flush_window", "submit"}, close)
+        > 10
+    )
     assert raised
     assert all("host update" in str(error) or "half-way" in str(error) for error in raised)
 

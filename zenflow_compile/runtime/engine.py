@@ -100,6 +100,7 @@ class Engine:
         """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
         self._claim = claim
         self._on_backward_end = on_backward_end
+        claim.serving = weakref.ref(self)
 
     def detach(self) -> None:
         """Serve no optimizer any longer: ``close()`` leaves the parameters to the engine that replaces this one."""
@@ -285,15 +286,16 @@ class Engine:
         or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
         """
         asked = offloaded.asked_for()
+        backward = self.backward
         if asked is torch_private.Asked.NO:
             return False
-        backward = self.backward
         accumulates = asked is torch_private.Asked.ACCUMULATE
         if accumulates:
             backward.contributed = True
             if self.in_backward:
                 errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
-            if not offloaded.leaves_to_autograd:
+            param = offloaded.param
+            if (param.grad is None and not param._backward_hooks) or not offloaded.leaves_to_autograd:
                 return True
         offloaded.returned = backward.task if accumulates else None
         # A copy, since the graph reuses the gradient's memory.
@@ -322,14 +324,18 @@ class Engine:
         """
         backward = self.backward
         with backward.lock:
-            self.begin_backward(p)
-            if self.registry.streamed.params:
-                self.registry.streamed.prefetch()
-            param, offloaded = self.params[p], self.offloaded.get(p)
+            if torch_private.current_graph_task() != backward.task or self.failure is not None or self._closing:
+                self.begin_backward(p)
+            registry = self.registry
+            if registry.streamed.params:
+                registry.streamed.prefetch()
+            param, offloaded = registry.params[p], self.offloaded.get(p)
             if offloaded is None:
                 backward.contributed = True
-                errors.refuse_sparse_grad(param, self.plan.params[p].name)
-                self.stale.note(p)
+                if param.grad is not None and param.grad.is_sparse:
+                    errors.refuse_sparse_grad(param, self.plan.params[p].name)
+                if self.in_backward:
+                    self.stale.note(p)
                 return
             if isinstance(param.grad, OffloadedGradient):
                 return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
@@ -419,8 +425,9 @@ class Engine:
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
-            if offloaded.state is not GradientState.CONSUMED or not self.in_backward:  # else its step has begun
-                offloaded.notice_external_write(self.step)
+            if not self.in_backward or offloaded.state is not GradientState.CONSUMED:  # else its step has begun
+                if offloaded.weights.written_by_others:
+                    offloaded.notice_external_write(self.step)
                 if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                     self.uploads.apply(offloaded, self.step)
                 offloaded.take_from_grad()
@@ -437,10 +444,10 @@ class Engine:
             params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
                 the engine's own.
         """
-        final = [self.offloaded[p] for p in ps]
+        chosen = [self.offloaded[p] for p in ps]
         context = self._context()
-        self._update_slices([each for each in final if each.plan.k], params, context)
-        self._update_on_host(final, context)
+        self._update_slices([each for each in chosen if each.plan.k], params, context)
+        self._update_on_host(chosen, context)
 
     def _context(self) -> StepContext:
         return StepContext(self.registry, self.schedule, self.step)
@@ -493,7 +500,9 @@ class Engine:
         self._updating = False
         self.backward.reset()
         for offloaded in self.offloaded.values():
-            offloaded.finish_step()
+            offloaded.uses = 0
+            if self.in_backward:
+                offloaded.record = None
         self.uploads.end_step(self.step)
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.registry.streamed.prefetch()
@@ -601,9 +610,15 @@ class Engine:
         Raises:
             RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
         """
-        for index, param in enumerate(self.params):
-            if self.registry.changed(index):
-                errors.refuse_changed(param, self.plan.params[index], self.device)
+        params, plans = self.params, self.plan.params
+        # Three comprehensions instead of a call per parameter: this runs twice per training step.
+        if (
+            [param.dtype for param in params] != [plan.dtype for plan in plans]
+            or [param.shape for param in params] != [plan.shape for plan in plans]
+            or any([param.device != self.device for param in params])
+        ):
+            index = next(index for index in range(len(params)) if self.registry.changed(index))
+            errors.refuse_changed(params[index], plans[index], self.device)
 
     def before_load(self) -> None:
         """Apply due updates before weights are loaded into the model, so that the loaded weights win."""

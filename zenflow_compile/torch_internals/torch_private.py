@@ -263,9 +263,8 @@ def fused_adamw_multi_(
     )  # fmt: skip
 
 
-def current_graph_task() -> int:
-    """Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
-    return int(torch._C._current_graph_task_id())
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

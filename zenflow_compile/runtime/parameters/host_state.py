@@ -179,6 +179,8 @@ class HostState:
             do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where the device waits for it instead of the training thread.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
+        readers: the job that may still read each gradient buffer.
+        next_buffer: index of the next gradient buffer (round robin).
     """
 
     plan: ParamPlan
@@ -194,8 +196,8 @@ class HostState:
     applied_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     _windows: int = 0
-    _readers: list[Job | None] = field(default_factory=list)  # of each gradient buffer
-    _next_buffer: int = 0
+    readers: list[Job | None] = field(default_factory=list)
+    next_buffer: int = 0
     _next_upload: int = 0
     _ranges: list[slice] = field(default_factory=list)
 
@@ -218,7 +220,7 @@ class HostState:
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
             workers=workers,
-            _readers=[None] * plan.gradient_buffers,
+            readers=[None] * plan.gradient_buffers,
             _ranges=task_ranges(plan.deferred * plan.length, workers, unit),
         )
 
@@ -242,24 +244,18 @@ class HostState:
 
     # The update window.
 
-    @property
-    def buffer_busy(self) -> bool:
-        """Whether ``free_buffer`` would wait."""
-        reader = self._readers[self._next_buffer]
-        return reader is not None and not reader.done()
-
     def free_buffer(self) -> tuple[int, Tensor]:
         """The next gradient buffer, of the plan's ``buffer_shape``; waits for the job that still reads it."""
-        index = self._next_buffer
-        if (reader := self._readers[index]) is not None:
+        index = self.next_buffer
+        if (reader := self.readers[index]) is not None:
             reader.wait()
-            self._readers[index] = None
+            self.readers[index] = None
         return index, self.gradients[index]
 
     def commit(self, buffer: GradientBuffer) -> None:
         """Add a final gradient to the update window."""
         self.open.append(buffer)
-        self._next_buffer = (buffer.index + 1) % len(self.gradients)
+        self.next_buffer = (buffer.index + 1) % len(self.gradients)
 
     def flush_window(self, *, at: int, eps: float, deadline: int) -> FlushedWindow:
         """Flush the update window, which must hold a gradient; the job is not submitted yet.
@@ -302,7 +298,7 @@ class HostState:
                 settled=lock.end,
             )
             for buffer in buffers:
-                self._readers[buffer.index] = job
+                self.readers[buffer.index] = job
             window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(window)
         except BaseException:  # after an interrupt no job may exist that ends the lock
@@ -328,7 +324,7 @@ class HostState:
     @property
     def jobs(self) -> list[Job]:
         """Jobs that may still use this memory."""
-        users = (*self._readers, *(window.job for window in self.flushed), self.applied_job)
+        users = (*self.readers, *(window.job for window in self.flushed), self.applied_job)
         return [job for job in users if job is not None]
 
     def drop_window(self) -> None:
@@ -346,8 +342,8 @@ class HostState:
             job.settle()
         self.drop_window()
         self.flushed, self.applied_job = [], None
-        self._readers = [None] * len(self.gradients)
-        self._next_buffer = 0
+        self.readers = [None] * len(self.gradients)
+        self.next_buffer = 0
 
     def wait(self) -> None:
         """Wait until no job writes this state.
@@ -371,8 +367,8 @@ class HostState:
 
     def raise_failures(self) -> None:
         """Raise the error of a job, a copy or a file, if one has failed by now; does not wait."""
-        if self.applied_job is not None and self.applied_job.error is not None:
-            self.applied_job.wait()
+        if (job := self.applied_job) is not None and job.error is not None:
+            job.wait()
         for window in self.flushed:
             if window.job.error is not None:
                 window.job.wait()

@@ -288,7 +288,8 @@ class ParamRegistry:
             RuntimeError: a gradient was consumed by an earlier optimizer step. Nothing has been changed then.
         """
         for index, param in self.whole:
-            errors.refuse_sparse_grad(param, self.plan.params[index].name)
+            if (grad := param.grad) is not None and grad.is_sparse:
+                errors.refuse_sparse_grad(param, self.plan.params[index].name)
         for offloaded in self.offloaded.values():
             offloaded.check_gradient()
 

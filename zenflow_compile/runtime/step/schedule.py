@@ -111,6 +111,16 @@ class Schedule:
         """Whether every window is flushed at ``step`` and applied before the next forward: synchronous, exact AdamW."""
         return step < self._options.full_warm_up_rounds
 
+    def begin_step(self, step: int) -> bool:
+        """Take the values of the previous step. Returns whether ``step`` warms up."""
+        self._take_values()
+        return self.warming_up(step)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether ``flushes`` depends on gradients; else a window is flushed at its phase."""
+        return self._adaptive
+
     def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
         """Whether the parameter's window is flushed after step ``step`` (from 0).
 

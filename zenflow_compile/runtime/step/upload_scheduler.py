@@ -13,7 +13,6 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 
-
 _DEADLINE = attrgetter("deadline")
 
 
@@ -132,7 +131,7 @@ class UploadScheduler:
         changed: list[str] = []
         for offloaded in self.by_deadline():
             try:
-                if self._registry.changed(offloaded.plan.index):  # moved or resized: its updates belong to other weights
+                if self._registry.changed(offloaded.plan.index):  # moved or resized: not the weights of its updates
                     if offloaded.due(now):
                         lost.append(_lost_by_change(offloaded.plan.name))
                     elif offloaded.host.flushed or (flush and offloaded.window_holds_gradients):
