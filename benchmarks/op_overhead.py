@@ -2,10 +2,10 @@
 
 Every row comes from one process with interleaved rounds of: the model compiled without any optimizer, ``resident``
 AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points, which graph nodes and
-autograd's hooks call, and inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the device does or launches:
-norms and split, AdamW, merges, scores and top-k; the CPU does it there and then with a handful of PyTorch's operators.
-The rest is our Python, which the targets are for. CPU time leaves out waits for a worker, a lane or the GIL; wall time
-has them.
+autograd's hooks call, and inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the
+device does or launches: norms and split, AdamW, merges, scores and top-k; the CPU runs it at once with a handful of
+PyTorch's operators. The rest is Python, which the targets are for. CPU time leaves out waits for a worker, a lane or
+the GIL; wall time has them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine of one optimizer, built at its first use."""
+"""Builds the engine of an optimizer at its first use."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from zenflow_compile.planning.planners import empty_plan, stride_weight_bytes
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.nvme.state_file import existing_directory
+from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim
-from zenflow_compile.runtime.parameters.registry import checked_plan, specs_of, worker_cores
-from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+from zenflow_compile.runtime.sharding import refuse_sharded
 from zenflow_compile.timeline.events import record_new_engine
 
 
 class LazyEngine:
     """Builds the engine of one optimizer at its first use, from the parameters as they are then.
 
-    It is an object of its own so that wrappers that copy or share the optimizer's attributes (Lightning's, Fabric's)
-    use the same engine, whichever of them is asked first.
+    Wrappers that copy or share the optimizer's attributes (Lightning's, Fabric's) share this object, so all of them use
+    the same engine.
 
     Args:
-        optimizer: its groups are checked against a plan. Its parameters are not claimed yet.
+        optimizer: its groups are checked against a plan. Its parameters must not be claimed yet.
         given: the options as the user gave them.
-        backward_ended: called with the optimizer when a backward is over.
+        backward_ended: called with the optimizer after each backward.
 
     Raises:
-        ValueError: an option or a plan that cannot work; see ``existing_directory``, ``worker_cores`` and
+        ValueError: an option or the plan cannot work; see ``existing_directory``, ``worker_cores`` and
             ``checked_plan``.
 
     Attributes:
         claim: on the optimizer's parameters.
-        built: the engine, also a closed or outdated one; None before the first use.
+        built: the engine, even if it is closed or outdated; None before the first use.
     """
 
     def __init__(self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None]) -> None:
@@ -51,22 +51,22 @@ class LazyEngine:
         self._given = self._options = given
         self._updating_in_backward = optimizer._steps_in_backward
         self._backward_ended = backward_ended
-        self._lock = threading.RLock()  # first gradients may arrive in several threads
+        self._lock = threading.RLock()  # first gradients may arrive in several threads at once
         self._groups: list[dict[str, Any]] = optimizer.param_groups
-        # The number of groups after construction and after each add_param_group(): the groups of one call are planned
-        # together, whether the engine exists by then or not, so that a resumed run has the plan of the saved one.
+        # Number of groups after construction and after each add_param_group(). The groups of one call are planned
+        # together, before and after the engine is built, so that a resumed run gets the plan of the saved one.
         self._calls = [len(self._groups)]
         self._check_plan([param for group in self._groups for param in group["params"]])
         self.claim = Claim(optimizer)
 
     @property
     def options(self) -> Options:
-        """The options, with what is left to the performance model decided; reading them then is a first use."""
-        return self.engine.options if self.built is None and _left_open(self._options) else self._options
+        """The options after the performance model chose those left to it; such a choice is a first use."""
+        return self.engine.options if self.built is None and _chosen_by_model(self._options) else self._options
 
     @property
     def engine(self) -> Engine:
-        """The engine, built now if there is none for the parameters as they are.
+        """The engine; built here if there is none, or if the model changed before the first step.
 
         Raises:
             RuntimeError: the optimizer is closed.
@@ -84,7 +84,8 @@ class LazyEngine:
         return self._closed or (self.built is not None and self.built.closed)
 
     def check_open(self) -> None:
-        """
+        """Refuse the use of a closed optimizer.
+
         Raises:
             RuntimeError: the optimizer is closed.
         """
@@ -99,7 +100,7 @@ class LazyEngine:
             params: of the last group.
 
         Raises:
-            ValueError: as at construction. Nothing but the optimizer's ``param_groups`` has changed then.
+            ValueError: as at construction. Only the optimizer's ``param_groups`` have changed then.
         """
         claimed = len(self.claim.params)
         self._calls.append(len(self._groups))
@@ -115,7 +116,7 @@ class LazyEngine:
             raise
 
     def close(self, *, flush: bool) -> None:
-        """Close the engine, if there is one, and give up the parameters. See ``Engine.close``."""
+        """Close the engine, if it was built, and release the claim. See ``Engine.close``."""
         with self._lock:
             self._closed = True
         if self.built is not None:
@@ -124,9 +125,9 @@ class LazyEngine:
             self.claim.release()
 
     def abandon(self) -> None:
-        """The optimizer was collected: due updates are applied, and update windows dropped.
+        """Close the engine of a garbage-collected optimizer: apply due updates, and drop the update windows.
 
-        The moment of collection is not the user's to choose, so that a flush would make runs differ.
+        Windows are not flushed, because the moment of collection is arbitrary: runs would differ.
         """
         engine = self.built
         if engine is None:
@@ -134,7 +135,7 @@ class LazyEngine:
         if engine is None or engine.closed:
             return
         with suppress(Exception):
-            # The garbage collector runs in any thread, and a worker cannot join itself.
+            # The garbage collector may run in a worker, which cannot join itself.
             if engine.registry.runs(threading.current_thread()):
                 threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
             else:
@@ -151,9 +152,9 @@ class LazyEngine:
             ops.register_claim(self.claim)
         named = _named(self._groups)
         device = self.claim.params[0].device
-        refuse_sharded(self.claim.params)  # they may have become shards since construction
+        refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
-        options = _resolved(self._given, named, in_backward=self._updating_in_backward)
+        options = _resolve(self._given, named, in_backward=self._updating_in_backward)
         engine = Engine(self._groups, options, device, in_backward=self._updating_in_backward)
         try:
             for first, stop in pairwise((0, *self._calls)):
@@ -170,10 +171,10 @@ class LazyEngine:
         return engine
 
     def _check_plan(self, params: Sequence[Parameter]) -> None:
-        """Plan ``params`` as they are now, and drop the plan: construction raises every error that needs no memory."""
+        """Plan ``params`` and drop the plan, so that construction raises every error that needs no allocation."""
         if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
             existing_directory(self._options.nvme_path)
-        if _left_open(self._options):
+        if _chosen_by_model(self._options):
             return
         worker_cores(self._options)
         plan = empty_plan(self._options)
@@ -184,9 +185,10 @@ class LazyEngine:
 
 
 def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
-    """
+    """Refuse parameters on several devices.
+
     Raises:
-        ValueError: a parameter is on another device.
+        ValueError: a parameter is not on ``device``.
     """
     for param in params:
         if param.device != device:
@@ -196,16 +198,16 @@ def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
             )
 
 
-def _left_open(options: Options) -> bool:
-    """Whether some of the options are left to the performance model."""
+def _chosen_by_model(options: Options) -> bool:
+    """Whether the performance model chooses some of the options."""
     return options.policy == "auto" or options.measures_stride
 
 
-def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, in_backward: bool) -> Options:
-    """``options`` with what is left to the performance model decided, on this machine as it is now."""
-    if not _left_open(options):
+def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, in_backward: bool) -> Options:
+    """Let the performance model choose the options that are left to it, from measurements of this machine."""
+    if not _chosen_by_model(options):
         return options
-    from zenflow_compile.prediction import auto_policy  # its equations bring sympy, a third of a second to import
+    from zenflow_compile.prediction import auto_policy  # its equations import sympy, which takes a third of a second
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
@@ -217,7 +219,7 @@ def _resolved(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]]
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:
-    """Parameters with names, by group; those without a name are called after their index in the optimizer."""
+    """Return (name, parameter) pairs by group; an unnamed parameter is called after its index in the optimizer."""
     named: list[list[tuple[str, Parameter]]] = []
     first = 0
     for group in groups:
@@ -229,7 +231,7 @@ def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]
 
 @atexit.register
 def _close_all() -> None:
-    """Due updates are applied before the interpreter takes modules apart: operators that run then abort the process."""
+    """Apply due updates before the interpreter unloads modules: operators that run after that abort the process."""
     for engine in ops.live_engines():
         if isinstance(engine, Engine):
             with suppress(Exception):

@@ -23,8 +23,8 @@ from zenflow_compile.options.unread import warn_of_unread
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.parameters.sharding import refuse_replaced_by_shards, refuse_sharded
-from zenflow_compile.runtime.step.param_groups import check_group
+from zenflow_compile.runtime.parameters.param_groups import check_group
+from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.torch_internals import torch_private
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

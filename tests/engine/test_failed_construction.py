@@ -20,7 +20,7 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import autograd_hooks, ops
 from zenflow_compile.runtime.device import streamed_adam
 from zenflow_compile.runtime.host import arena, host_adam
-from zenflow_compile.runtime.parameters import device_state, host_state, registry
+from zenflow_compile.runtime.parameters import allocation, capacity, device_state, host_state
 from zenflow_compile.runtime.transfer import staging_ring
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,8 +59,8 @@ CALLS: list[tuple[Any, str, Callable[[str], Exception]]] = [
     (streamed_adam.StreamedAdam, "fit", memory_error),
     (streamed_adam.StreamedAdam, "make", memory_error),
     (host_adam, "AtenHostAdam", memory_error),
-    (registry, "make_flags", memory_error),
-    (registry, "require_host_memory", memory_error),
+    (allocation, "make_flags", memory_error),
+    (capacity, "require_host_memory", memory_error),
     (autograd_hooks, "listen_to_grad", memory_error),
     (threading.Thread, "start", thread_error),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.cached_state import block_bytes
-from zenflow_compile.runtime.parameters import registry
+from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
 pytestmark = pytest.mark.timeout(120)
@@ -97,7 +97,7 @@ def in_memory(options: dict[str, Any], entry: dict[str, Any] | None, dtype: torc
 
 
 def window_of(training: Training) -> NvmeCache:
-    window = training.optimizer.engine.registry._files
+    window = training.optimizer.engine.registry.memory.files
     assert window is not None
     return window
 
@@ -305,7 +305,7 @@ def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directorie
 def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
-    window = optimizer.engine.registry._files
+    window = optimizer.engine.registry.memory.files
     assert window is not None
     before = window.file_bytes, sorted(tmp_path.iterdir())
 
@@ -347,7 +347,7 @@ def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: py
 
 def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(registry, "require_host_memory", lambda size, hint: needed.append(size))
+    monkeypatch.setattr(capacity, "require_host_memory", lambda size, hint: needed.append(size))
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=BLOCK_BYTES, **options)
     optimizer.synchronize()

@@ -499,7 +499,7 @@ def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: st
 CLOSE = {
     "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
-    "_close_files", "_stop", "remove", "release", "unregister_engine", "hide",
+    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "hide",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def without_modules(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def forward(x: Tensor) -> Tensor:
         for layer in model[::2]:
-            x = nn.functional.slicear(x, layer.weight, layer.bias)
+            x = nn.functional.linear(x, layer.weight, layer.bias)
             x = x if layer is model[-1] else nn.functional.gelu(x)
         return x
 

@@ -272,7 +272,7 @@ def test_collected_before_first_use() -> None:
 
 
 def test_failed_first_use_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zenflow_compile.runtime.parameters import registry
+    from zenflow_compile.runtime.host.arena import HostArena
 
     model = model_of()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
@@ -281,7 +281,7 @@ def test_failed_first_use_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> No
         def fail(*args: Any) -> None:
             raise MemoryError("no memory for a test")
 
-        patch.setattr(registry.HostArena, "__init__", fail)
+        patch.setattr(HostArena, "__init__", fail)
         with pytest.raises(MemoryError, match="no memory for a test"):
             train(model, optimizer)
     optimizer.zero_grad()

@@ -118,7 +118,8 @@ def test_adding_a_group_leaves_open_windows_alone() -> None:
 
 
 def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zenflow_compile.runtime.parameters import registry
+    from zenflow_compile.runtime.parameters import capacity
+    from zenflow_compile.runtime.parameters.device_state import DeviceState
 
     model = mlp()
     optimizer = ZenFlowAdamW(model[:3].parameters(), **ADAM, **EXACT)
@@ -129,11 +130,11 @@ def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "require_host_memory", no_room)
+        patch.setattr(capacity, "require_host_memory", no_room)
         with pytest.raises(ValueError, match="no room"):
             optimizer.add_param_group({"params": [new]})
     with monkeypatch.context() as patch:
-        patch.setattr(registry.DeviceState, "allocate", classmethod(lambda *args: 1 / 0))
+        patch.setattr(DeviceState, "allocate", classmethod(lambda *args: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             optimizer.add_param_group({"params": [new]})
     assert len(optimizer.param_groups) == 1

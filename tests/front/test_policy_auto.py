@@ -21,7 +21,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.planning import plan
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.runtime.checkpoint.format import chosen
-from zenflow_compile.runtime.parameters.registry import specs_of
+from zenflow_compile.runtime.parameters.capacity import specs_of
 
 AUTO: dict[str, Any] = {"policy": "auto", "tokens_per_step": 8, "update_interval": 1}
 

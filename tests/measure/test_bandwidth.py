@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from zenflow_compile.measure import bandwidth
+from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -128,8 +129,8 @@ def test_sizes_follow_the_cache_and_the_memory(tmp_path: Path, monkeypatch: pyte
         folder = tmp_path / f"cpu/cpu{CORE}/cache/index{index}"
         folder.mkdir(parents=True)
         (folder / "size").write_text(size + "\n")
-    assert bandwidth.last_level_cache_bytes(tmp_path) == 260 << 20
-    assert bandwidth.last_level_cache_bytes(tmp_path / "none") == 32 << 20
+    assert last_level_cache_bytes(tmp_path) == 260 << 20
+    assert last_level_cache_bytes(tmp_path / "none") == 32 << 20
     monkeypatch.setattr(bandwidth, "last_level_cache_bytes", lambda: 260 << 20)
     monkeypatch.setattr(bandwidth, "available_host_memory", lambda: (1 << 40, ""))
     assert bandwidth.default_bytes() == 2 << 30

@@ -17,7 +17,7 @@ from zenflow_compile.prediction import auto_policy
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import WorkerPool
-from zenflow_compile.runtime.parameters.registry import specs_of
+from zenflow_compile.runtime.parameters.capacity import specs_of
 
 ALIGNMENT = 64  # bytes, of every tensor
 WIDTH, LAYERS, ROWS = 128, 6, 4
@@ -69,7 +69,7 @@ def memory_of(tensors: Iterator[Tensor]) -> dict[int, int]:
 def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
     """Of everything but weights: what the optimizer holds and is the device's, and gradients."""
     registry = optimizer.engine.registry
-    held = memory_of(device_tensors(registry, {id(kernel) for kernel in registry._kernels.values()}))
+    held = memory_of(device_tensors(registry, {id(kernel) for kernel in registry.memory.kernels.values()}))
     hosts = [each.host for each in registry.offloaded.values()]
     not_the_devices = memory_of(device_tensors(hosts, set())) | memory_of(iter(model.parameters()))
     streamed = [(each.host, [param.state for param in each.params]) for each in registry.streamed._subgroups]

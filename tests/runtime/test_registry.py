@@ -1,4 +1,4 @@
-"""What an engine gets of the machine: cores for its workers, pages near them, a warning where memory is not pinned."""
+"""Memory and cores of an engine: cores of its workers, pages near them, and the warning for unpinned memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.engine.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.host import cores
-from zenflow_compile.runtime.parameters import registry
+from zenflow_compile.runtime.parameters import allocation, capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.cpu_lane import ThreadLane
 from zenflow_compile.runtime.transfer.staging_ring import StagingRing
@@ -38,7 +39,7 @@ def optimizer_on(model: nn.Module, **options: Any) -> ZenFlowAdamW:
 
 def test_workers_of_several_engines_share_cores_last(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # engines that tests before this one left in a cycle have cores, too
-    monkeypatch.setattr(registry, "physical_cores", lambda: FOUR_CORES)
+    monkeypatch.setattr(capacity, "physical_cores", lambda: FOUR_CORES)
     first, second = optimizer_on(mlp(), workers=2), optimizer_on(mlp(), workers=1)
     in_use = first.engine.worker_cores + second.engine.worker_cores
     assert len(set(in_use)) == 3
@@ -51,7 +52,7 @@ def test_workers_of_several_engines_share_cores_last(monkeypatch: pytest.MonkeyP
         optimizer.close()
 
 
-def test_a_list_of_cores_is_taken_as_it_is() -> None:
+def test_worker_cores_option_is_used_unchanged() -> None:
     core = min(os.sched_getaffinity(0))
     training = Training(None, {"worker_cores": [core]}).run(0, 2)
     assert training.optimizer.engine.worker_cores == (core,)
@@ -60,7 +61,7 @@ def test_a_list_of_cores_is_taken_as_it_is() -> None:
     training.optimizer.close()
 
 
-def test_pages_are_touched_first_on_the_workers_cores_where_there_are_several_nodes(
+def test_workers_touch_their_pages_first_on_numa(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = max(os.sched_getaffinity(0))
@@ -73,7 +74,7 @@ def test_pages_are_touched_first_on_the_workers_cores_where_there_are_several_no
     monkeypatch.setattr(HostState, "touch", touch)
     optimizer_on(mlp(), worker_cores=[core]).close()
     assert seen == []
-    monkeypatch.setattr(registry, "nodes_of", lambda cores: {0, 1})
+    monkeypatch.setattr(allocation, "nodes_of", lambda cores: {0, 1})
     optimizer = optimizer_on(mlp(), worker_cores=[core])
     assert seen == [(0, {core})] * len(optimizer.engine.offloaded)
     optimizer.close()
@@ -81,7 +82,7 @@ def test_pages_are_touched_first_on_the_workers_cores_where_there_are_several_no
 
 def test_weights_are_the_same_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(None).run(0, 6).weights()
-    monkeypatch.setattr(registry, "nodes_of", lambda cores: {0, 1})
+    monkeypatch.setattr(allocation, "nodes_of", lambda cores: {0, 1})
     for actual, weight in zip(Training(None).run(0, 6).weights(), expected, strict=True):
         assert torch.equal(actual, weight)
 
@@ -91,7 +92,7 @@ class Listener:
         raise AssertionError("no backward runs here")
 
 
-def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of parameters, so two arenas, on a device that takes both for CUDA's and refuses."""
     cpu = torch.device("cpu")
     calls: list[int] = []
@@ -103,15 +104,17 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
     allocate = DeviceState.allocate
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_private, "register_host_memory", refuse)
-    monkeypatch.setattr(registry, "make_flags", lambda count, device: None)  # a CUDA build without a driver makes none
-    monkeypatch.setattr(registry, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
-    monkeypatch.setattr(registry, "StagingRing", lambda slots, size, device: StagingRing(slots, size, cpu))
+    monkeypatch.setattr(
+        allocation, "make_flags", lambda count, device: None
+    )  # a CUDA build without a driver makes none
+    monkeypatch.setattr(allocation, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
+    monkeypatch.setattr(allocation, "StagingRing", lambda slots, size, device: StagingRing(slots, size, cpu))
     monkeypatch.setattr(DeviceState, "allocate", lambda plan, device: allocate(plan, cpu))
     listener = Listener()
     device = torch.device("cuda")
     engine = weakref.ref(listener)
     options = Options(**OFFLOAD_ALL)
-    found = registry.ParamRegistry([{}, {}], options, device, Recorder(cpu), engine, visible_gradients=True)
+    found = ParamRegistry([{}, {}], options, device, Recorder(cpu), engine, visible_gradients=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for group in (0, 1):
@@ -128,7 +131,7 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_every_arena_is_touched_by_the_workers_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_arenas_are_touched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     touch = HostState.touch
     seen: list[set[int]] = []
 

@@ -103,7 +103,7 @@ def test_any_strides(dim: int, device: str) -> None:
 @fractions
 @dims
 @dtypes
-def test_merge_writes_its_slices_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
+def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     surrounding = torch.randn(66, 3, 70, device=device).to(dtype)
@@ -148,7 +148,7 @@ def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, frac
 
 @on_devices
 @dims
-def test_two_runs_give_the_same_bits(dim: int, device: str) -> None:
+def test_results_are_reproducible(dim: int, device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     size = 1500 if device == "cuda" else 200
@@ -169,7 +169,7 @@ def test_two_runs_give_the_same_bits(dim: int, device: str) -> None:
 
 
 @on_devices
-def test_state_that_does_not_fit_is_refused(device: str) -> None:
+def test_misfitting_state_is_refused(device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     matrix = torch.zeros(4, 6, device=device)
@@ -183,7 +183,7 @@ def test_state_that_does_not_fit_is_refused(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @dims
-def test_more_elements_than_int32_counts(dim: int) -> None:
+def test_more_elements_than_int32_holds(dim: int) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     rows, columns = 65_537, 32_768  # 2**31 + 2**15 elements
@@ -256,7 +256,7 @@ def run_here(environment: dict[str, str], *arguments: str) -> subprocess.Complet
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from zenflow_compile.runtime import kernels
+from zenflow_compile.runtime.device import triton_kernels as kernels
 
 def ptx(kernel, **arguments):
     constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}
@@ -270,12 +270,12 @@ def ptx(kernel, **arguments):
     )
     return compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
 
-tile = dict(BLOCK_LINES=64, BLOCK_LENGTH=64)
+tile = dict(BLOCK_SLICES=64, BLOCK_LENGTH=64)
 for dim in (0, 1):
     matrix = dict(matrix="*bf16", stride_row="i32", stride_column=1)
-    split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", rest_out="*bf16",
+    split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", deferred_out="*bf16",
                 partials="*fp32", slices="i32", length="i32", k="i32", DIM=dim, TILES=8, **tile)
-    place = ptx(kernels._place_lines_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
+    place = ptx(kernels._place_slices_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
                 slices="i32", length="i32", k="i32", DIM=dim, BOTH=False, **tile)
     for name, code in (("split", split), ("place", place)):
         assert "ld.global.v4" in code, (name, dim)
@@ -284,7 +284,7 @@ for dim in (0, 1):
     adam = ptx(kernels._adam_columns_kernel, **matrix, selected="*i32", gradient="*bf16", master="*fp32",
                exp_avg="*fp32", exp_avg_sq="*fp32", k="i32", length="i32", grad_scale="fp32", one_minus_beta1="fp32",
                beta2="fp32", one_minus_beta2="fp32", decay="fp32", step_size="fp32", bias_correction2_sqrt="fp32",
-               eps="fp32", DIM=dim, BLOCK_LINES=32, BLOCK_LENGTH=64)
+               eps="fp32", DIM=dim, BLOCK_SLICES=32, BLOCK_LENGTH=64)
     assert "fma.rn.f32" not in adam
 ptx(kernels._sum_partials_kernel, partials="*fp32", out="*fp32", strips="i32", slices="i32", BLOCK=128)
 """

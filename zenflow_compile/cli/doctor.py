@@ -18,8 +18,8 @@ from rich.table import Table
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure.disk import DiskRates, disk_rates
 from zenflow_compile.runtime.host.arena import available_host_memory
-from zenflow_compile.runtime.host.cores import physical_cores, worker_count
-from zenflow_compile.runtime.parameters.registry import free_device_bytes
+from zenflow_compile.runtime.host.cores import last_level_cache_bytes, physical_cores, worker_count
+from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
 
 _QUICK_ROUNDS = 2
@@ -154,7 +154,7 @@ def machine(device: torch.device) -> Machine:
     return Machine(
         nodes=nodes,
         workers=worker_count(len(cores), workers=None, reserved_share=None),
-        cache_bytes=bandwidth.last_level_cache_bytes(),
+        cache_bytes=last_level_cache_bytes(),
         memory_bytes=memory_bytes,
         memory_limit=memory_limit,
         lockable_bytes=_lockable_bytes(),

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -26,7 +24,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.resident_adam import ResidentState, update_on_device
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
-from zenflow_compile.runtime.host.cores import SYSTEM, choose_cores, physical_cores, run_pinned
+from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.transfer.cpu_lane import copy_without_gil
 from zenflow_compile.torch_internals import torch_private
@@ -245,15 +243,6 @@ def default_bytes() -> int:
 def default_link_bytes() -> int:
     """Bytes per copy between device and host: long enough that starting one does not show."""
     return _fitting(_LINK_BYTES)
-
-
-def last_level_cache_bytes(system: Path = SYSTEM) -> int:
-    """The largest cache of the first core that this process may use; 32 MiB where the system does not tell."""
-    sizes = []
-    for path in (system / f"cpu/cpu{physical_cores(system)[0].logical}/cache").glob("index*/size"):
-        with suppress(OSError, ValueError):
-            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # the kernel writes "2048K"
-    return max(sizes, default=32 << 20)
 
 
 def _fitting(wanted_bytes: int) -> int:

@@ -19,7 +19,7 @@ from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cores import physical_cores
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.workers import WorkerPool
-from zenflow_compile.runtime.parameters.registry import free_device_bytes, worker_cores
+from zenflow_compile.runtime.parameters.capacity import free_device_bytes, worker_cores
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.min_window import host_rate
 

@@ -28,11 +28,12 @@ from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.parameters.registry import ParamRegistry, free_device_bytes
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
@@ -395,7 +396,7 @@ class Engine:
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
         """
         self._check()
-        return any(param.grad is not None for _, param in self.registry.whole) or any(
+        return self.registry.device_updated.has_gradients or any(
             offloaded.has_gradient for offloaded in self.offloaded.values()
         )
 
@@ -495,7 +496,7 @@ class Engine:
 
     def end_update(self) -> None:
         """Update resident parameters, apply updates that must not wait, and advance to the next step."""
-        self.registry.update_residents()
+        self.registry.device_updated.update()
         self.step += 1
         self._updating = False
         self.backward.reset()
@@ -605,21 +606,6 @@ class Engine:
         self.check_unchanged()
         self.holders.check(self.plan.params)
 
-    def check_unchanged(self) -> None:
-        """
-        Raises:
-            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
-        """
-        params, plans = self.params, self.plan.params
-        # Three comprehensions instead of a call per parameter: this runs twice per training step.
-        if (
-            [param.dtype for param in params] != [plan.dtype for plan in plans]
-            or [param.shape for param in params] != [plan.shape for plan in plans]
-            or any([param.device != self.device for param in params])
-        ):
-            index = next(index for index in range(len(params)) if self.registry.changed(index))
-            errors.refuse_changed(params[index], plans[index], self.device)
-
     def before_load(self) -> None:
         """Apply due updates before weights are loaded into the model, so that the loaded weights win."""
         if self.in_child:
@@ -642,6 +628,13 @@ class Engine:
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
         self.registry.streamed.wait()
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
+        """
+        self.registry.check_unchanged()
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
         """Make due updates visible to code that reads weights without a fetch. Cheap when nothing is due.

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class LostUpdateError(RuntimeError):

@@ -90,7 +90,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
             entry["step"] = torch.zeros(())
         if index in engine.offloaded:
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
-        elif (state := engine.registry.whole_state(index)) is not None:
+        elif (state := engine.registry.device_updated.state(index)) is not None:
             entry["step"].copy_(state.step)
         else:
             entry["step"].zero_()
@@ -139,7 +139,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
             whole = entry if entry is not None and "master" in entry else _unselected(offloaded, entry or {})
             _load_offloaded(engine, offloaded, whole)
         else:
-            engine.registry.load_whole(index, _whole_state(engine.plan.params[index], param, entry))
+            engine.registry.device_updated.load(index, _whole_state(engine.plan.params[index], param, entry))
 
 
 def _own(value: Any) -> Any:
@@ -156,7 +156,8 @@ def _or_none(value: float | None) -> float:
 
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     """Of a parameter that has had no gradient: zeros, and its weight as the master."""
-    plan, param, state = engine.plan.params[index], engine.params[index].detach(), engine.registry.whole_state(index)
+    plan, param = engine.plan.params[index], engine.params[index].detach()
+    state = engine.registry.device_updated.state(index)
     if state is None:
         dtype = state_dtype(plan)
         zeros = [torch.zeros_like(param, dtype=dtype, device="cpu") for _ in range(2)]

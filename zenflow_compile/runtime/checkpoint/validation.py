@@ -25,7 +25,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     planned,
 )
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.step.param_groups import check_group
+from zenflow_compile.runtime.parameters.param_groups import check_group
 
 # How torch.optim.AdamW computes, which another optimizer does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")

@@ -1,8 +1,8 @@
-"""AdamW for parameters that the device updates whole, wherever their state lives between updates."""
+"""AdamW on the device for parameters whose state is there during the update: resident or streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,22 +10,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.parameters.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.runtime.device.column_ops import bounded_batches
+from zenflow_compile.runtime.device.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.torch_internals import torch_private
 
-# Elements of cast or scaled gradients that are alive at once, unless one parameter has more: 256 MiB.
+# Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
 
 
 @dataclass(slots=True)
 class ResidentState:
-    """Moments of one parameter, and an fp32 master where the weights are not fp32 themselves.
+    """Moments of one parameter, and an fp32 master if the weights have 16 bits.
 
     Attributes:
         exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights.
-        step: f32[], gradients taken, on the parameter's device as the fused kernel wants it.
-        master: of the same dtype as the moments; None for fp32 and fp64 weights.
-        mark: the parameter after our last write, where there is a master; None where that is unknown, as after loading.
+        step: f32[], number of gradients in the moments; on the parameter's device, as the fused kernel requires.
+        master: of the moments' dtype; None for fp32 and fp64 weights.
+        mark: the parameter after the engine's last write, if there is a master; None if unknown, as after loading.
         counter: the parameter's version counter, which other parameters may share.
     """
 
@@ -38,7 +39,7 @@ class ResidentState:
 
     @classmethod
     def zeros_like(cls, param: Tensor, counter: VersionCounter | None = None) -> ResidentState:
-        """State of a parameter that has taken no gradient yet, in the parameter's memory layout."""
+        """Make the state of a parameter before its first gradient, in the parameter's memory layout."""
         dtype = _state_dtype(param)
         counter = VersionCounter() if counter is None else counter
         has_master = param.dtype != dtype
@@ -56,15 +57,15 @@ class ResidentState:
         return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
 
     def reseed_master(self, param: Tensor) -> None:
-        """Let the weights count where somebody else wrote them; where they are the master's cast, the master stays."""
+        """Copy the weights into the master where they are not its cast: there was an external write."""
         if self.master is not None:
             same = self.master.to(param.dtype) == param.detach()
             self.master.copy_(torch.where(same, self.master, param.detach().to(self.master.dtype)))
             self.mark = self.counter.mark(param)
 
     def load(self, state: ResidentState, param: Tensor) -> None:
-        """Take over a checkpoint's state of ``param``. Weights are compared with the master at the next update, so that
-        they may be loaded before or after it.
+        """Copy a checkpoint's state of ``param``. The next update compares the weights with the master, so that weights
+        may be loaded before or after the state.
 
         Raises:
             ValueError: a tensor of the state has another shape than the parameter, or the master is missing.
@@ -81,7 +82,7 @@ class ResidentState:
                     "load the state of an optimizer over the same model"
                 )
         for target, source in zip(self.tensors(), state.tensors(), strict=True):
-            target.copy_(source)  # into the parameter's memory layout, which the fused kernel counts on
+            target.copy_(source)  # keeps the parameter's memory layout, which the fused kernel requires
         self.mark = None
 
 
@@ -93,8 +94,8 @@ class ResidentAdam:
     """Fused multi-tensor AdamW over parameters and their gradients.
 
     Attributes:
-        states: appear with a parameter's first gradient; a parameter that gets none in a step keeps its step count.
-        counters: version counters that parameters share with others; a parameter that is not here shares none.
+        states: made with a parameter's first gradient. A parameter without a gradient keeps its step count.
+        counters: version counters of the parameters; one that is missing here shares its counter with no other.
     """
 
     def __init__(self) -> None:
@@ -103,14 +104,14 @@ class ResidentAdam:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the state."""
+        """Device memory of the state, in bytes."""
         return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors())
 
     @torch.no_grad()
     def update(
         self, params: Sequence[Parameter], grads: Sequence[Tensor], slot: StepCoefficients, *, eps: float
     ) -> None:
-        """One AdamW step; see :func:`update_on_device`, of which these are the arguments."""
+        """Do one AdamW step; see :func:`update_on_device`."""
         for param in params:
             if param not in self.states:
                 self.states[param] = ResidentState.zeros_like(param, self.counters.get(param))
@@ -126,16 +127,25 @@ class ResidentAdam:
 
 @torch.no_grad()
 def update_on_device(updates: Sequence[Update], slot: StepCoefficients, *, eps: float) -> None:
-    """One AdamW step for parameters that share coefficients, with state on the device. Gradients are not written.
+    """Do one AdamW step for parameters that share coefficients, with state on the device. Gradients are not written.
 
     For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
-    ``slot.grad_scale`` before. Low-precision gradients are cast first and scaled then, in fp32.
+    ``slot.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
 
     Args:
-        updates: all on one device; those without a gradient in this step are left out.
+        updates: of parameters that have a gradient, all on one device.
+        slot: coefficients of this step.
+        eps: of Adam, outside the root.
     """
-    for batch in _batches(updates, slot):
-        _update(batch, slot, eps)
+
+    def scratch_elements(update: Update) -> int:
+        param, grad, _ = update
+        return param.numel() if slot.grad_scale != 1.0 or grad.dtype != _state_dtype(param) else 0
+
+    for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
+        same_dtype = [update for update in updates if update[0].dtype == dtype]
+        for batch in bounded_batches(same_dtype, scratch_elements, _SCRATCH_ELEMENTS):
+            _update(batch, slot, eps)
 
 
 def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None:
@@ -143,7 +153,7 @@ def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None
         if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
     states = [state for _, _, state in batch]
-    # Operators that write .data do not move the version: it moves below, and is counted.
+    # Operators that write .data do not move the version: ``bump_versions`` does, and counts it.
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
     if slot.grad_scale != 1.0:
@@ -164,7 +174,7 @@ def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None
             eps=eps,
         )
     for i in sorted(set(range(len(batch))) - set(fused)):
-        # A view with holes, or that overlaps itself: the fused kernel runs over memory, not over elements.
+        # The fused kernel runs over memory, not over elements: it cannot update a view with holes or overlaps.
         state, plain = states[i], slot._replace(grad_scale=1.0)
         step = int(state.step)
         rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
@@ -179,26 +189,7 @@ def _state_dtype(param: Tensor) -> torch.dtype:
 
 
 def _as_kernel_reads(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient in the weight's dtype and memory layout: the fused kernel takes its tensors to be laid out alike."""
+    """Return the gradient in the weight's dtype and memory layout: the fused kernel assumes equal layouts."""
     if grad.dtype == weight.dtype and grad.stride() == weight.stride():
         return grad.detach()
     return torch.empty_like(weight, memory_format=torch.preserve_format).copy_(grad.detach())
-
-
-def _batches(updates: Sequence[Update], slot: StepCoefficients) -> Iterator[list[Update]]:
-    """Parameters for one fused call: of one dtype, and few enough to bound the gradients that are made for the call."""
-    for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
-        batch: list[Update] = []
-        scratch = 0
-        for update in updates:
-            param, grad, _ = update
-            if param.dtype != dtype:
-                continue
-            made = slot.grad_scale != 1.0 or grad.dtype != _state_dtype(param)
-            if batch and made and scratch + param.numel() > _SCRATCH_ELEMENTS:
-                yield batch
-                batch, scratch = [], 0
-            batch.append(update)
-            scratch += param.numel() if made else 0
-        if batch:
-            yield batch

@@ -1,9 +1,9 @@
-"""State that is the host's between updates, and passes through the device for them (Deep Optimizer States, section 4).
+"""AdamW with state in host memory, copied to the device for each update (Deep Optimizer States, section 4).
 
-[Note: chain] A few equal device buffers take turns. One holds a subgroup from its copy in, through its update, to its
-flush; the next subgroup's copy in is queued behind that flush. So while one subgroup is flushed the next one comes in,
-and nobody waits but through this chain: in, update, flush, in. A subgroup's state is read from the host again behind
-its own flush, which the next step need not have waited for either.
+[Note: chain] A few device buffers of equal size take turns. A buffer holds one subgroup: from the copy in, through the
+update, to the write-back. The next copy into that buffer is queued behind the write-back. So one subgroup is written
+back while the next one is copied in, and the only waits are those of this chain: copy in, update, write back, copy in.
+The next step's copy in of the same subgroup is queued behind its write-back, too, so no step waits for the last ones.
 """
 
 from __future__ import annotations
@@ -21,33 +21,37 @@ from torch.nn import Parameter
 from zenflow_compile.planning.plan import FP32_BYTES, STREAM_BUFFERS, ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.resident_adam import ResidentState, Update, update_on_device
-from zenflow_compile.runtime.host.arena import ALIGNMENT_BYTES, HostArena, carved_bytes
+from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.copy_lanes import CopyLane, Ticket
 
-InForce = Callable[[int], tuple[StepCoefficients, float]]
-"""Of a parameter's index: its coefficients at this moment, and eps."""
+CoefficientsOf = Callable[[int], tuple[StepCoefficients, float]]
+"""Returns a parameter's current coefficients and eps, by its index."""
 
 
-class Flush(NamedTuple):
-    """A copy back to the host: the how manyth, and how it goes."""
+class WriteBack(NamedTuple):
+    """A D2H copy of streamed state: sequence number and ticket."""
 
     number: int
     ticket: Ticket
 
 
 @dataclass(slots=True)
-class Buffer:
-    """Device memory that one subgroup's state at a time is in, f32[elements]."""
+class StreamBuffer:
+    """Device memory for the state of one subgroup at a time, f32[elements].
+
+    Attributes:
+        write_back: the last copy out of it; None if it ended.
+    """
 
     tensor: Tensor
-    flush: Flush | None = None
+    write_back: WriteBack | None = None
 
 
 class Loaded(NamedTuple):
-    """A subgroup's state on the device, or on its way there."""
+    """A subgroup's state in a device buffer, and the ticket of its copy in."""
 
-    buffer: Buffer
+    buffer: StreamBuffer
     ticket: Ticket
 
 
@@ -56,44 +60,45 @@ class StreamedParam:
     """One parameter of a subgroup.
 
     Attributes:
-        state: what the host has; its ``step`` alone is on the device.
-        places: where in the subgroup's memory the tensors of the state are, without ``step``, in elements.
+        state: in host memory, except ``step``, which is on the device.
+        offsets: of the state's tensors in the subgroup's memory, in elements; without ``step``.
     """
 
     plan: ParamPlan
     param: Parameter
     state: ResidentState
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
 
     @property
     def ever_updated(self) -> bool:
-        """Whether a gradient has been taken: before that there is nothing to save."""
+        """Whether the parameter ever had a gradient: before that there is no state to save."""
         return bool(self.state.step > 0)
 
     def state_in(self, memory: Tensor) -> ResidentState:
-        """The state in ``memory``, f32[elements of the subgroup]; its ``step`` is this parameter's own."""
-        parts = [memory[first : first + self.plan.numel].view(self.plan.shape) for first in self.places]
+        """View the state in ``memory``, f32[elements of the subgroup]; ``step`` is shared with ``state``."""
+        parts = [memory[first : first + self.plan.numel].view(self.plan.shape) for first in self.offsets]
         return replace(self.state, exp_avg=parts[0], exp_avg_sq=parts[1], master=parts[2] if len(parts) > 2 else None)
 
 
 @dataclass(slots=True)
 class Subgroup:
-    """Parameters whose state is copied in and out at once.
+    """Parameters whose state is copied in and out together.
 
     Attributes:
-        host: f32[elements], the state of all of them, on the host.
-        flush: of the last update.
+        host: f32[elements] in host memory, the state of all of them.
+        write_back: of the last update; None if it was abandoned, or before the first.
+        views: of the state in each device buffer, by the buffer's id.
     """
 
     number: int
     params: list[StreamedParam]
     host: Tensor
-    flush: Flush | None = None
+    write_back: WriteBack | None = None
     views: dict[int, list[ResidentState]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """What the profiler calls it."""
+        """Its name in recordings."""
         return f"subgroup {self.number}"
 
     @property
@@ -101,10 +106,10 @@ class Subgroup:
         """Whether any of its parameters has one."""
         return any(each.param.grad is not None for each in self.params)
 
-    def states_in(self, buffer: Buffer) -> list[ResidentState]:
-        """The states of all parameters in ``buffer``, which knows nothing of foreign writes since."""
+    def states_in(self, buffer: StreamBuffer) -> list[ResidentState]:
+        """View the states of all parameters in ``buffer``, with their write marks."""
         views = self.views.get(id(buffer))
-        if views is None:  # several operators each, and the same few buffers come again and again
+        if views is None:  # cached: a view costs several operators, and there are few buffers
             views = self.views[id(buffer)] = [each.state_in(buffer.tensor) for each in self.params]
         for view, each in zip(views, self.params, strict=True):
             view.mark = each.state.mark
@@ -112,10 +117,10 @@ class Subgroup:
 
 
 class StreamedAdam:
-    """Streams the state of subgroups through the device, in their order, at every step.
+    """Updates subgroups on the device, in their order at every step, and streams their state through it.
 
     Attributes:
-        params: by their index in the plan.
+        params: the streamed parameters, by index in the plan.
     """
 
     def __init__(self, to_host: CopyLane, to_device: CopyLane, recorder: Recorder, device: torch.device) -> None:
@@ -125,18 +130,18 @@ class StreamedAdam:
         self._recorder = recorder
         self._device = device
         self._subgroups: list[Subgroup] = []
-        self._expected: list[Subgroup] = []  # had a gradient in the last update: others are not prefetched
-        self._buffers: list[Buffer] = []
-        self._free: deque[Buffer] = deque()
-        self._loaded: dict[int, Loaded] = {}
-        self._flushes = 0
+        self._expected: list[Subgroup] = []  # to prefetch: those that had a gradient in the last update
+        self._buffers: list[StreamBuffer] = []
+        self._free: deque[StreamBuffer] = deque()
+        self._loaded: dict[int, Loaded] = {}  # by the subgroup's number
+        self._write_backs = 0
 
     # Memory.
 
     def make(self, pairs: Sequence[tuple[ParamPlan, Parameter]], arena: HostArena) -> list[Subgroup]:
-        """Subgroups of new parameters, with state of zeros in ``arena``; they are not served before ``add``.
+        """Make subgroups of new parameters, with state of zeros in ``arena``. ``add`` puts them to use.
 
-        A master of zeros is nobody's: the first update takes it from the weights, like one that was written over.
+        A zero master means uninitialized: its write mark is unknown, so the first update copies the weights into it.
         """
         subgroups = []
         for number, members in groupby(pairs, key=lambda pair: pair[0].subgroup):
@@ -145,37 +150,37 @@ class StreamedAdam:
             host = arena.take((_elements([plan for plan, _ in together]),), torch.float32)
             params, first = [], 0
             for plan, param in together:
-                tensors = plan.whole_state_bytes // (plan.numel * FP32_BYTES)
-                places = tuple(first + each * _aligned(plan.numel) for each in range(tensors))
-                first += tensors * _aligned(plan.numel)
+                elements, tensors = _aligned_elements(plan), _state_tensors(plan)
+                offsets = tuple(range(first, first + tensors * elements, elements))
+                first += tensors * elements
                 step = torch.zeros((), dtype=torch.float32, device=self._device)
-                state = ResidentState(host, host, step, None)
-                made = StreamedParam(plan, param, state, places)
+                state = ResidentState(host, host, step, None)  # replaced by views below
+                made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
             subgroups.append(Subgroup(number, params, host))
         return subgroups
 
     def fit(self, subgroups: Sequence[Subgroup]) -> None:
-        """Have buffers for ``subgroups``, too, the largest of them whole; no flush may be in flight.
+        """Have buffers that hold the largest subgroup, ``subgroups`` included. No write-back may be in flight.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; what was served before still is.
+            torch.OutOfMemoryError: the device has too little memory. The old buffers stay in use.
         """
-        everything = [*self._subgroups, *subgroups]
-        elements = max((each.host.numel() for each in everything), default=0)
-        count = min(STREAM_BUFFERS, len(everything))
+        all_subgroups = [*self._subgroups, *subgroups]
+        elements = max((each.host.numel() for each in all_subgroups), default=0)
+        count = min(STREAM_BUFFERS, len(all_subgroups))
         if count == len(self._buffers) and (not count or elements <= self._buffers[0].tensor.numel()):
             return
         shape = (elements,)
-        buffers = [Buffer(torch.empty(shape, dtype=torch.float32, device=self._device)) for _ in range(count)]
+        buffers = [StreamBuffer(torch.empty(shape, dtype=torch.float32, device=self._device)) for _ in range(count)]
         self.abandon()
         for each in self._subgroups:
             each.views.clear()
         self._buffers, self._free = buffers, deque(buffers)
 
     def add(self, subgroups: Sequence[Subgroup]) -> None:
-        """Serve these, too."""
+        """Update ``subgroups`` from here on."""
         self._subgroups += subgroups
         self._expected = list(self._subgroups)
         self.params.update({each.plan.index: each for subgroup in subgroups for each in subgroup.params})
@@ -185,30 +190,30 @@ class StreamedAdam:
         """Device memory of buffers and step counts."""
         return sum(buffer.tensor.nbytes for buffer in self._buffers) + FP32_BYTES * len(self.params)
 
-    # A step.
+    # Updates.
 
     def prefetch(self) -> None:
-        """Start to copy in what the next update begins with, as far as buffers go; the gradients may be far away."""
+        """Start to copy in the first subgroups of the next update, as many as there are buffers."""
         if self._free:
             self._load(self._expected[: len(self._buffers)])
 
-    def update(self, in_force: InForce) -> None:
-        """One AdamW step on every parameter that has a gradient, subgroup by subgroup.
+    def update(self, coefficients_of: CoefficientsOf) -> None:
+        """Do one AdamW step on every parameter that has a gradient, subgroup by subgroup.
 
         Raises:
-            CopyError: the state of a subgroup did not arrive.
+            CopyError: the copy of a subgroup's state failed.
         """
         due = [subgroup for subgroup in self._subgroups if subgroup.has_gradients]
         if not due:
             return
         self._expected = due
-        # What was prefetched may come later than one that was not expected, which needs its buffer.
+        # A prefetched subgroup may be due later than one that was not expected, which needs a buffer first.
         first = {subgroup.number for subgroup in due[: len(self._buffers)]}
         for number in [number for number in self._loaded if number not in first]:
             self._drop(number)
         for position, subgroup in enumerate(due):
             self._load(due[position : position + len(self._buffers)])
-            self._update(subgroup, in_force)
+            self._update(subgroup, coefficients_of)
 
     def _load(self, upcoming: Sequence[Subgroup]) -> None:
         for subgroup in upcoming:
@@ -224,21 +229,23 @@ class StreamedAdam:
                     step=self._recorder.step,
                     param=subgroup.name,
                     kind="state",
-                    behind=_later(buffer.flush, subgroup.flush),
+                    behind=_last(buffer.write_back, subgroup.write_back),
                 )
                 loaded, others = Loaded(buffer, ticket), deque(each for each in self._free if each is not buffer)
             except BaseException:
-                self._to_device.settle()  # an interrupt may have come behind the submission, and the buffer stays free
+                # An interrupt may have come after the submission: end the copy, because the buffer stays free.
+                self._to_device.settle()
                 raise
-            self._loaded[subgroup.number], self._free = loaded, others  # see [Note: one assignment] in ``staging``
+            # One statement without calls, so that no interrupt finds the buffer both free and loaded, or neither.
+            self._loaded[subgroup.number], self._free = loaded, others
 
     def _drop(self, number: int) -> None:
-        """Its state is as the host has it: there is nothing to flush."""
+        """Give up a subgroup's buffer without an update: the state in host memory is current."""
         buffer, ticket = self._loaded.pop(number)
-        ticket.wait_on_device()  # the copy that comes into the buffer next follows what the device does
+        ticket.wait_on_device()  # orders the next copy into the buffer behind this one
         self._free.append(buffer)
 
-    def _update(self, subgroup: Subgroup, in_force: InForce) -> None:
+    def _update(self, subgroup: Subgroup, coefficients_of: CoefficientsOf) -> None:
         buffer, ticket = self._loaded.pop(subgroup.number)
         with self._recorder.stall(not ticket.done(), param=subgroup.name):
             ticket.wait_on_device()
@@ -246,21 +253,21 @@ class StreamedAdam:
         states = subgroup.states_in(buffer)
         for each, state in zip(subgroup.params, states, strict=True):
             if (grad := each.param.grad) is not None:
-                together.setdefault(in_force(each.plan.index), []).append((each.param, grad, state))
+                together.setdefault(coefficients_of(each.plan.index), []).append((each.param, grad, state))
         for (slot, eps), updates in together.items():
             update_on_device(updates, slot, eps=eps)
         for each, state in zip(subgroup.params, states, strict=True):
             each.state.mark = state.mark
-        self._flushes += 1
+        self._write_backs += 1
         block = buffer.tensor[: subgroup.host.numel()]
         ticket = self._to_host.submit(subgroup.host, block, step=self._recorder.step, param=subgroup.name, kind="state")
-        buffer.flush = subgroup.flush = Flush(self._flushes, ticket)
+        buffer.write_back = subgroup.write_back = WriteBack(self._write_backs, ticket)
         self._free.append(buffer)
 
-    # Failures, and what the host has.
+    # Failures and checkpoints.
 
     def raise_failures(self) -> None:
-        """Raise what failed by now; waits for nothing.
+        """Raise the error of a copy that failed so far, without waiting.
 
         Raises:
             CopyError: a copy failed; chained to the original error.
@@ -270,7 +277,7 @@ class StreamedAdam:
                 ticket.wait()
 
     def wait(self) -> None:
-        """Wait until the host has all state.
+        """Wait until all state is in host memory.
 
         Raises:
             CopyError: a copy failed; chained to the original error.
@@ -279,18 +286,18 @@ class StreamedAdam:
             ticket.wait()
 
     def abandon(self) -> None:
-        """Wait for what is in flight, whether it failed or not, and forget it."""
+        """Wait for all copies in flight, ignore their failures, and free all buffers."""
         for ticket in self._tickets():
             ticket.settle()
         self._loaded.clear()
         for subgroup in self._subgroups:
-            subgroup.flush = None
+            subgroup.write_back = None
         for buffer in self._buffers:
-            buffer.flush = None
+            buffer.write_back = None
         self._free = deque(self._buffers)
 
     def load(self, index: int, state: ResidentState | None) -> None:
-        """Put back a checkpoint's state of parameter ``index``, or none at all; nothing may be in flight.
+        """Put back a checkpoint's state of parameter ``index``; None resets it. Nothing may be in flight.
 
         Raises:
             ValueError: see :meth:`ResidentState.load`.
@@ -307,28 +314,33 @@ class StreamedAdam:
         for loaded in self._loaded.values():
             yield loaded.ticket
         for subgroup in self._subgroups:
-            if subgroup.flush is not None:
-                yield subgroup.flush.ticket
+            if subgroup.write_back is not None:
+                yield subgroup.write_back.ticket
 
 
 def arena_bytes(plans: Sequence[ParamPlan]) -> int:
-    """Bytes of an arena that ``make`` takes for those of ``plans`` that are interleaved."""
+    """Bytes that ``make`` takes from an arena for the streamed ones of ``plans``."""
     streamed = [plan for plan in plans if plan.streamed]
     groups = [list(members) for _, members in groupby(streamed, key=lambda plan: plan.subgroup)]
     return carved_bytes(((_elements(members),), torch.float32) for members in groups)
 
 
 def _elements(plans: Sequence[ParamPlan]) -> int:
-    """Of fp32 memory for the state of a subgroup."""
-    return sum(plan.whole_state_bytes // (plan.numel * FP32_BYTES) * _aligned(plan.numel) for plan in plans)
+    """fp32 elements for the state of a subgroup."""
+    return sum(_state_tensors(plan) * _aligned_elements(plan) for plan in plans)
 
 
-def _aligned(elements: int) -> int:
-    per_slice = ALIGNMENT_BYTES // FP32_BYTES
-    return -(-elements // per_slice) * per_slice
+def _state_tensors(plan: ParamPlan) -> int:
+    """Tensors of a parameter's state, without ``step``: the moments, and a master unless the weights are fp32."""
+    return plan.whole_state_bytes // (plan.numel * FP32_BYTES)
 
 
-def _later(*flushes: Flush | None) -> Ticket | None:
-    """The later one of those that are not done: copies that wait in a lane end in their order."""
-    pending = [flush for flush in flushes if flush is not None and not flush.ticket.done()]
-    return max(pending, key=lambda flush: flush.number).ticket if pending else None
+def _aligned_elements(plan: ParamPlan) -> int:
+    """fp32 elements from one tensor of a parameter's state to the next."""
+    return carved_bytes([(plan.shape, torch.float32)]) // FP32_BYTES
+
+
+def _last(*write_backs: WriteBack | None) -> Ticket | None:
+    """The ticket of the last write-back that has not ended: the copies of a lane end in the order of submission."""
+    pending = [each for each in write_backs if each is not None and not each.ticket.done()]
+    return max(pending, key=lambda each: each.number).ticket if pending else None

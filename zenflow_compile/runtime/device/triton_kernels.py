@@ -1,17 +1,17 @@
-"""Triton kernels of the device operations; ``device_ops`` says what each does and holds the references.
+"""Triton kernels of the device operations; ``column_ops`` documents them and has the references.
 
-One tile shape serves all: a tile is ``[rows, columns]`` of the matrix, read or written along its rows; on the side of
-the blocks ``[slice, length]`` it is transposed where slices are columns, so that both sides touch whole memory sectors.
-Which block a slice belongs to, and where, comes from a position per slice: a gradient is read once, in its own order,
-however scattered its selected slices are.
+All kernels use one tile shape: a tile is ``[rows, columns]`` of the matrix, read or written along its rows. In the
+blocks ``[slice, length]`` it is transposed if slices are columns, so that both sides access whole memory sectors. A
+position per slice says which block the slice belongs to, and where: a gradient is read once, in its own order, however
+scattered its selected slices are.
 
 [Note: bits] Contraction to fused multiply-adds is off: with it, results would depend on Triton's version, whose default
 changes in 3.10, and differ from the references' more than they must.
 
 [Note: offsets] A row index times a stride, and a position times a length, are 64-bit: a gradient may have more
-than 2**31 elements. What is added within a row is 32-bit.
+than 2**31 elements. Offsets within a row are 32-bit.
 
-This module imports Triton and is imported only where that is there.
+This module imports Triton, so it is imported only where Triton is installed.
 """
 
 # ruff: noqa: N803 - compile-time constants of a kernel are written in capitals, as Triton's users expect.
@@ -63,7 +63,7 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """A strip of BLOCK_LINES slices by TILES * BLOCK_LENGTH elements: into the blocks, and its sums into ``partials``.
+    """A strip of BLOCK_SLICES slices by TILES * BLOCK_LENGTH elements: into the blocks, and its sums into ``partials``.
 
     partials: f32[strips along the length, slices]; every program owns its elements, so no atomics are needed.
     """
@@ -73,9 +73,9 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     is_slice = slice_index < slices
     place = tl.load(position + slice_index, mask=is_slice, other=0)
     selected_row = place.to(tl.int64) * length
-    rest_row = (place - k).to(tl.int64) * length
+    deferred_row = (place - k).to(tl.int64) * length
     is_selected = is_slice & (place < k)
-    is_rest = is_slice & (place >= k)
+    is_deferred = is_slice & (place >= k)
     sums = tl.zeros([BLOCK_SLICES], dtype=tl.float32)
     for tile in range(TILES):
         element = (strip * TILES + tile) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
@@ -99,7 +99,9 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
             mask=is_selected[:, None] & is_element[None, :],
         )
         tl.store(
-            deferred_out + rest_row[:, None] + element[None, :], values, mask=is_rest[:, None] & is_element[None, :]
+            deferred_out + deferred_row[:, None] + element[None, :],
+            values,
+            mask=is_deferred[:, None] & is_element[None, :],
         )
         wide = values.to(tl.float32)
         sums += tl.sum(wide * wide, axis=1)
@@ -165,7 +167,7 @@ def _place_slices_kernel(  # type: ignore[no-untyped-def]
         row = matrix + slice_index.to(tl.int64)[:, None] * stride_row
         tl.store(row + element[None, :] * stride_column, values, mask=is_placed[:, None] & is_element[None, :])
     else:
-        # The slices that stay are read and written back with the same bits: a store with holes goes element by element.
+        # Slices that keep their values are read and written back: a masked store would go element by element.
         target = matrix + element.to(tl.int64)[:, None] * stride_row + slice_index[None, :] * stride_column
         inside = is_element[:, None] & (slice_index < slices)[None, :]
         kept = tl.load(target, mask=inside, other=0.0)
@@ -196,7 +198,7 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """AdamW on the state of BLOCK_LINES selected slices, in place, and its cast into the matrix's slices."""
+    """AdamW on the state of BLOCK_SLICES selected slices, in place, and its cast into the matrix's slices."""
     slice_blocks = tl.cdiv(k, BLOCK_SLICES)
     number = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     element = (tl.program_id(0) // slice_blocks) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
@@ -233,7 +235,7 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
 def norms_and_split(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> Tensor:
-    """See ``device_ops.norms_and_split``."""
+    """See ``column_ops.norms_and_split``."""
     matrix, dim = row_major(matrix, dim)
     slices, length = matrix.shape[dim], matrix.shape[1 - dim]
     strips = triton.cdiv(length, _TILES_PER_PARTIAL * _BLOCK_LENGTH)
@@ -266,15 +268,15 @@ def norms_and_split(
 def unsplit_columns(
     matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
 ) -> None:
-    """See ``device_ops.unsplit_columns``."""
+    """See ``column_ops.unsplit_columns``."""
     _place_slices(matrix_out, dim, selection.position, selected_in, deferred_in)
 
 
 def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
-    """See ``device_ops.merge_columns``."""
+    """See ``column_ops.merge_columns``."""
     if not slices.numel():
         return
-    # Tiles run over the matrix, not over ``slices``: those may come in any order, and writes should not.
+    # Tiles run over the matrix, not over ``slices``, which are in any order: writes should be in memory order.
     position = torch.full((matrix.shape[dim],), -1, dtype=torch.int32, device=matrix.device)
     position[slices.long()] = torch.arange(slices.numel(), dtype=torch.int32, device=matrix.device)
     _place_slices(matrix, dim, position, values, None)
@@ -315,7 +317,7 @@ def adam_columns_(
     step: int,
     eps: float,
 ) -> None:
-    """See ``device_ops.adam_columns_``.
+    """See ``column_ops.adam_columns_``.
 
     Raises:
         ValueError: a state tensor or the gradient is not contiguous, not [k, length], or the state is not fp32.
@@ -359,5 +361,5 @@ def adam_columns_(
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device and stream, which need not be the tensor's in autograd's threads."""
+    """Make the tensor's device current: Triton launches on the current one, which may differ in autograd's threads."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -55,6 +55,15 @@ def physical_cores(system: Path = SYSTEM) -> tuple[Core, ...]:
     return tuple(Core(logical, _node(system / f"cpu/cpu{logical}")) for logical in first_of.values())
 
 
+def last_level_cache_bytes(system: Path = SYSTEM) -> int:
+    """Size of the largest cache of the first core that this process may use; 32 MiB where the system does not tell."""
+    sizes = []
+    for path in (system / f"cpu/cpu{physical_cores(system)[0].logical}/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # the kernel writes "2048K"
+    return max(sizes, default=32 << 20)
+
+
 def worker_count(cores: int, *, workers: int | None, reserved_share: float | None) -> int:
     """How many workers to run on ``cores`` physical cores.
 

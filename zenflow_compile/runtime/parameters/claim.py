@@ -1,4 +1,4 @@
-"""An optimizer's claim on its parameters: it lasts from construction to ``close()``, before there is an engine too.
+"""Marks parameters as owned by one optimizer, from its construction to ``close()``.
 
 The engine, with its plan, memory and threads, is built at the optimizer's first use. Until then the model may be moved
 to another device or dtype.
@@ -16,14 +16,14 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.runtime import autograd_hooks, ops
-from zenflow_compile.runtime.parameters.sharding import refuse_sharded
+from zenflow_compile.runtime.sharding import refuse_sharded
 
 
 class Owner:
-    """What compiled graphs tell an owned parameter by: no other object equals it.
+    """Identifies an owned parameter to compiled graphs: equal to no other object.
 
-    Parameters are pickled with their attributes, and a file has no owner: it gets an empty ``torch.Size`` in its place,
-    which ``torch.load(weights_only=True)`` reads.
+    Parameters are pickled with their attributes, and a saved file must not claim an owner: an empty ``torch.Size`` is
+    saved instead, which ``torch.load(weights_only=True)`` can read.
     """
 
     def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
@@ -31,7 +31,7 @@ class Owner:
 
 
 class Claim:
-    """Marks the parameters of one optimizer as owned, and passes on the gradients that reach ``.grad``.
+    """Marks the parameters of one optimizer as owned, and tells its engine of gradients that reach ``.grad``.
 
     Attributes:
         params: the parameters, in the order of the plan.
@@ -49,17 +49,17 @@ class Claim:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that made the claim; None if it was collected."""
+        """The optimizer that made the claim; None if it was garbage-collected."""
         return self._optimizer()
 
     @property
     def engine(self) -> ops.EngineOps:
-        """The optimizer's engine, which is built now if this is its first use."""
+        """The optimizer's engine; the first use builds it."""
         engine: ops.EngineOps = self._optimizer().engine  # type: ignore[union-attr]
         return engine
 
     def add(self, params: Sequence[Parameter]) -> None:
-        """Claim further parameters, all of them or none."""
+        """Claim further parameters: all, or none if it raises."""
         before = len(self.params)
         try:
             for param in params:
@@ -83,7 +83,7 @@ class Claim:
         del self.params[count:], self._owners[count:]
 
     def listen(self) -> None:
-        """Hook parameters that have no hook yet. A frozen parameter takes none before it is unfrozen."""
+        """Hook parameters that have no hook yet. A frozen parameter can only be hooked after it is unfrozen."""
         for p, param in enumerate(self.params):
             if param.requires_grad and p not in self._hooks:
                 self._hooks[p] = autograd_hooks.listen_to_grad(param, p, weakref.ref(self))
@@ -94,7 +94,7 @@ class Claim:
         return position is not None and self.params[position] is param
 
     def accept_grad(self, p: int) -> None:
-        """A gradient of parameter ``p`` has reached ``.grad``. Raises: see ``Engine.accept_grad``."""
+        """Pass on that a gradient of parameter ``p`` has reached ``.grad``. Raises: see ``Engine.accept_grad``."""
         engine = None if self.serving is None else self.serving()
         if engine is not None and engine.used and not engine.closed:
             engine.accept_grad(p)
@@ -102,12 +102,13 @@ class Claim:
             optimizer.engine.accept_grad(p)  # builds the engine, or replaces an outdated one
 
     def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """
+        """Check that the optimizer's ``param_groups`` still have the claimed parameters.
+
         Args:
-            groups: the optimizer's ``param_groups`` now.
+            groups: the current ``param_groups``.
 
         Raises:
-            ValueError: the list was replaced, or does not have the claimed parameters.
+            ValueError: the list was replaced, or has other parameters.
             TypeError: a strategy put shards into it, as Accelerate does for FSDP2.
         """
         ids = [id(param) for group in groups for param in group["params"]]

@@ -175,8 +175,8 @@ class HostState:
         taken: gradients in the moments so far.
         open: gradients of the update window, oldest first; a missing gradient has none.
         flushed: windows that were flushed and not applied yet, oldest first.
-        applied: the copy of the last upload. Its buffer is written again only after it, which the copies of gradients
-            do not guarantee if the upload came late.
+        applied: the copy of the last upload. Its buffer is written again only after that copy, which the copies of
+            gradients do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where the device waits for it instead of the training thread.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
         readers: the job that may still read each gradient buffer.

@@ -1,7 +1,7 @@
-"""Where a compiled model holds the parameters of an engine, to notice that it does not hold them any more.
+"""Detects that a compiled model no longer holds the parameters of its optimizer.
 
-An optimizer goes on to update a parameter that ``load_state_dict(assign=True)``, a resized embedding or an assignment
-took out of the model, and nothing else would tell: the new parameter has no owner and is not trained.
+``load_state_dict(assign=True)``, a resized embedding or an assignment replaces a parameter. Without a check, the
+optimizer would go on to update the old one, and the new one, which has no owner, would silently not be trained.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Root(NamedTuple):
 
 
 class Holders:
-    """Modules and names under which compiled models hold parameters. Refers to modules weakly.
+    """The modules and names under which compiled models hold parameters. Refers to modules weakly.
 
-    A parameter counts as replaced if no module holds it where it was, and one holds a parameter without an owner in its
-    place. Modules that were deleted, attributes that were, parameters that moved to another name, and weights that were
-    tied to another owned parameter are no replacement.
+    A parameter was replaced if no module holds it where it was, and one holds a parameter without an owner there.
+    A deleted module or attribute, a parameter that moved to another name, and a weight that was tied to another owned
+    parameter are no replacement.
 
     Args:
         params: of the engine, by index; the list may grow.
@@ -50,7 +50,7 @@ class Holders:
         self._roots: dict[int, _Root] = {}
 
     def remember(self, roots: Iterable[nn.Module], indices: Mapping[int, int]) -> None:
-        """Note where ``roots`` hold parameters now.
+        """Note where ``roots`` hold parameters.
 
         Args:
             indices: index in the plan by ``id(param)``.
@@ -70,7 +70,7 @@ class Holders:
                         places.append(_Place(weakref.ref(module), name))
 
     def check(self, plans: Sequence[ParamPlan]) -> None:
-        """Check the modules that held parameters directly: cheap enough for every step.
+        """Check the modules that hold parameters directly. Cheap enough for every step.
 
         Raises:
             RuntimeError: a parameter was replaced.
@@ -78,16 +78,16 @@ class Holders:
         for index, places in self._places.items():
             param, first = self._params[index], places[0]
             if (holder := first.module()) is not None and holder._parameters.get(first.name) is param:
-                continue  # the usual case, at every step
+                continue  # the common case
             now = [module._parameters.get(place.name) for place in places if (module := place.module()) is not None]
             if not any(each is param for each in now) and any(each is not None and not is_owned(each) for each in now):
                 refuse_replaced(plans[index].name)
 
     def check_models(self, plans: Sequence[ParamPlan], models: Iterable[nn.Module]) -> None:
-        """Check those of ``models`` that are remembered: modules that were replaced, too.
+        """Check those of ``models`` that ``remember`` noted. Finds replaced modules, too.
 
         Raises:
-            RuntimeError: see ``check``.
+            RuntimeError: a parameter was replaced.
         """
         for model in models:
             root = self._roots.get(id(model))
@@ -96,17 +96,18 @@ class Holders:
 
     def _check_model(self, model: nn.Module, names: Mapping[int, set[str]], plans: Sequence[ParamPlan]) -> None:
         now = dict(model.named_parameters(remove_duplicate=False))
-        held = {id(param) for param in now.values()}
+        present = {id(param) for param in now.values()}
         for index, own_names in names.items():
             replaced = any(name in now and not is_owned(now[name]) for name in own_names)
-            if replaced and id(self._params[index]) not in held:
+            if replaced and id(self._params[index]) not in present:
                 refuse_replaced(plans[index].name)
 
 
 def refuse_replaced(name: str) -> NoReturn:
-    """
+    """Raise because the model holds another parameter in the place of the optimizer's.
+
     Raises:
-        RuntimeError: always: the model has another parameter in the place of the optimizer's.
+        RuntimeError: always.
     """
     raise RuntimeError(
         f"the model holds another parameter in the place of {name}, which this optimizer updates: "

@@ -32,6 +32,7 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.gradient_record import (
     Factors,
@@ -45,7 +46,6 @@ from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, Pending
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_slices
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
-from zenflow_compile.runtime.parameters.version_counter import VersionCounter
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.transfer.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.transfer.staging_ring import StagingBuffer

@@ -1,4 +1,4 @@
-"""Finds parameters whose memory overlaps. Views of one storage that lie side by side do not."""
+"""Refuses offloaded parameters whose memory overlaps. Disjoint views of one storage are allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zenflow_compile.planning.plan import ParamPlan
 
 
 class _Extent(NamedTuple):
-    """Bytes from the first element of a parameter to the end of its last one."""
+    """Addresses from the first byte of a parameter to the end of its last element."""
 
     begin: int
     end: int
@@ -21,7 +21,7 @@ class _Extent(NamedTuple):
 
 
 def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None:
-    """Check that no offloaded parameter shares memory with another parameter.
+    """Refuse an offloaded parameter that shares memory with another parameter.
 
     Args:
         plans: of ``params``, in their order.
@@ -41,7 +41,7 @@ def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None
 
 
 def _intersecting(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of parameters whose extents intersect: one pass over all extents, by their begin."""
+    """Yield pairs of parameters whose extents intersect, in one pass over the extents in the order of ``begin``."""
     open_extents: list[_Extent] = []
     for extent in sorted(_extents(params)):
         open_extents = [each for each in open_extents if each.end > extent.begin]
@@ -62,7 +62,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, whose extents intersect, have a byte in common."""
     if one.is_contiguous() and other.is_contiguous():
         return True
-    # A view with holes: mark its elements on a mask of the memory, and look at the mask through the other view.
+    # For views with holes: mark the elements of one in a mask of the memory, and read the mask through the other.
     begin = min(one.data_ptr(), other.data_ptr())
     sizes = one.element_size(), other.element_size()
     unit = math.gcd(*sizes, one.data_ptr() - begin, other.data_ptr() - begin)
@@ -73,7 +73,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _through(mask: Tensor, tensor: Tensor, begin: int, unit: int) -> Tensor:
-    """The places of ``tensor`` in a mask with one element per ``unit`` bytes from address ``begin``."""
+    """View the elements of ``tensor`` in a mask with one element per ``unit`` bytes from address ``begin``."""
     width = tensor.element_size() // unit
     stride = [each * width for each in tensor.stride()]
     return mask.as_strided((*tensor.shape, width), (*stride, 1), (tensor.data_ptr() - begin) // unit)

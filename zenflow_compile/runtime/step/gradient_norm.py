@@ -17,7 +17,7 @@ def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float) 
     """
     records = [offloaded.record for offloaded in registry.offloaded.values() if offloaded.state is GradientState.PARTS]
     away = [record for record in records if record is not None]
-    resident = [grad for _, grad, _ in registry.residents()]
+    resident = registry.device_updated.gradients()
     norm = float(_total_norm(away, resident, device))
     factor = min(limit / (norm + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
     for record in away:

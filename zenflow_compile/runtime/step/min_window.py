@@ -1,10 +1,10 @@
-"""How short the windows may be that the host keeps up with: decided once, from two measurements.
+"""Decides the shortest update window that the host keeps up with, one time, from two measurements.
 
-The host must finish within the time that hides it. Per step it closes 1/S of all bytes, and each close reads S
-gradients beside the state, so longer windows need less of its time. Against that stands the time from the moment when
-gradients are final to the end of the next forward, where closed windows are needed: the forward, and what the loop does
-before it. Where updates run on the tail of the backward it is a whole step: a late layer's close has the rest of the
-backward, an early layer's use comes first in the forward, and earliest deadline first fits both into one step.
+The host must finish its updates in the time that hides them. With windows of S steps, it flushes 1/S of all windows per
+step, and each flush reads S gradients in addition to the state: longer windows need less of its time. The time that
+hides them goes from the optimizer step to the end of the next forward, which needs the flushed updates. If updates run
+in the backward, it is a whole step: the flush of a late layer has the rest of the backward, an early layer is used
+first in the forward, and the order by earliest deadline fits both into one step.
 """
 
 from __future__ import annotations
@@ -15,53 +15,52 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zenflow_compile.measure.bandwidth import last_level_cache_bytes
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.workers import Job, WorkerPool
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
 
-_CACHES = 2  # times the last-level cache that the measurement of the host's rate goes through
+_CACHES = 2  # the measurement of the host's rate covers this many times the last-level cache
 
 
 class ShortestWindow:
-    """Measures the host's rate and one step, then says how short windows may be.
+    """Measures the host's rate and one step, then decides how short windows may be.
 
-    Measured is the first step that compiles no graph and begins with no update in flight: what it waits for is then its
-    own. Until its numbers are read, in the backward after it, there is no bound.
+    It measures the first step that compiles no graph and begins without an update in flight, so that the step waits for
+    no earlier work. The bound is known in the backward after that step.
+
+    Args:
+        whole_step: updates run in the backward, so that a whole step hides them.
     """
 
     def __init__(self, registry: ParamRegistry, recorder: Recorder, *, whole_step: bool) -> None:
-        """
-        Args:
-            whole_step: updates run on the tail of the backward.
-        """
         self._registry = registry
         self._recorder = recorder
         self._whole_step = whole_step
-        self._rate: float | None = None
+        self._bytes_per_second: float | None = None
         self._graphs = 0
         self._begin: Moment | None = None
         self._forward_end: Moment | None = None
         self._end: Moment | None = None
 
     def begin_backward(self, graphs: int) -> int | None:
-        """A forward is over; returns the shortest window in steps, if the step before was measured.
+        """Note the end of a forward. Returns the shortest window, in steps, if the previous step was measured.
 
         Args:
-            graphs: how many were compiled so far.
+            graphs: number of graphs compiled so far.
         """
         if self._end is not None:
-            return self._decided()
+            return self._decide()
         if self._begin is not None and self._forward_end is None and graphs == self._graphs:
             self._forward_end = self._recorder.now()
         return None
 
     def end_step(self, graphs: int) -> None:
-        """A step is over; the next one is measured, if this one was not and it can be."""
+        """Note the end of a step, and measure the next one if this one was not measured and the next can be."""
         if self._forward_end is not None and graphs == self._graphs:
             self._end = self._recorder.now()
             return
@@ -69,67 +68,68 @@ class ShortestWindow:
         offloaded = self._registry.offloaded.values()
         if not offloaded or any(each.host.flushed for each in offloaded):
             return
-        if self._rate is None:
+        if self._bytes_per_second is None:
             largest = max(offloaded, key=lambda each: each.plan.deferred * each.plan.length)
-            self._rate = host_rate(largest.host.kernel, largest.plan, self._registry.transport.workers)
+            self._bytes_per_second = host_rate(largest.host.kernel, largest.plan, self._registry.transport.workers)
         self._graphs, self._begin = graphs, self._recorder.now()
 
     def forget(self) -> None:
-        """Drop a measurement that is under way."""
+        """Drop an unfinished measurement."""
         self._begin = self._forward_end = self._end = None
 
-    def _decided(self) -> int:
+    def _decide(self) -> int:
         assert self._begin is not None
         assert self._forward_end is not None
         assert self._end is not None
-        assert self._rate is not None
-        forward = seconds_between(self._begin, self._forward_end)
-        step = seconds_between(self._begin, self._end)
+        assert self._bytes_per_second is not None
+        forward_s = seconds_between(self._begin, self._forward_end)
+        step_s = seconds_between(self._begin, self._end)
         plans = [offloaded.plan for offloaded in self._registry.offloaded.values()]
-        hidden = (step if self._whole_step else forward) + plans[0].staleness * step
+        hidden_s = (step_s if self._whole_step else forward_s) + plans[0].staleness * step_s
         self.forget()
-        return shortest_window(plans, rate=self._rate, hidden=hidden)
+        return shortest_window(plans, bytes_per_second=self._bytes_per_second, hidden_s=hidden_s)
 
 
-def shortest_window(plans: Sequence[ParamPlan], *, rate: float, hidden: float) -> int:
-    """The smallest S at which the closes of one step fit into the time that hides them; the longest one if none does.
+def shortest_window(plans: Sequence[ParamPlan], *, bytes_per_second: float, hidden_s: float) -> int:
+    """Return the smallest S at which the flushes of a step fit into the time that hides them; the longest if none does.
 
     Args:
         plans: of the offloaded parameters, at least one.
-        rate: bytes of host memory that an update reads and writes per second, by all workers.
-        hidden: seconds per step.
+        bytes_per_second: of host memory that updates read and write, with all workers.
+        hidden_s: seconds per step that hide the host's work.
     """
     longest = max(plan.interval for plan in plans)
     for steps in range(1, longest):
-        touched = sum(plan.deferred * plan.length * touched_bytes(plan, steps) for plan in plans)
-        if touched / steps <= rate * hidden:
+        bytes_per_flush = sum(plan.deferred * plan.length * touched_bytes(plan, steps) for plan in plans)
+        if bytes_per_flush / steps <= bytes_per_second * hidden_s:
             return steps
     return longest
 
 
 def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
-    """Bytes per second at which all workers together close windows of the longest length, on memory of its own.
+    """Measure the bytes per second at which all workers together update windows of the longest length.
 
-    It takes some ten milliseconds: tasks of usual size, as many for each worker, together larger than the last-level
-    cache, as a model's state is; once to touch the memory and once for the clock.
+    It takes some ten milliseconds, in memory made for it: tasks of the usual size, the same number for each worker,
+    together larger than the last-level cache, as a model's state is. The first round touches the memory, the second one
+    is timed.
     """
     slots = [StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
-    touched = round(TASK_ELEMENTS * touched_bytes(plan, len(slots)))
+    task_bytes = round(TASK_ELEMENTS * touched_bytes(plan, len(slots)))
     gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # what the kernel is handed
 
     def task() -> Callable[[], int]:
-        # Ones, since the system backs fresh zeros with a single page, which would be read from the cache.
+        # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
         master, exp_avg, exp_avg_sq = (torch.ones(TASK_ELEMENTS, device="cpu") for _ in range(3))
         out = torch.ones(TASK_ELEMENTS, dtype=plan.dtype, device="cpu")
         gradients = [torch.ones(TASK_ELEMENTS, dtype=gradient_dtype, device="cpu") for _ in slots]
 
         def run() -> int:
             kernel(master, exp_avg, exp_avg_sq, gradients, slots, step=len(slots), eps=1.0, out=out)
-            return touched
+            return task_bytes
 
         return run
 
-    rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (touched * workers.workers)))
+    rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (task_bytes * workers.workers)))
     tasks = [task() for _ in range(rounds * workers.workers)]
     seconds = 0.0
     for _ in range(2):
@@ -138,4 +138,4 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
         workers.submit(job)
         job.wait()
         seconds = time.perf_counter() - begin
-    return touched * len(tasks) / seconds
+    return task_bytes * len(tasks) / seconds

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device.version_counter import bump_versions
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.parameters.version_counter import bump_versions
 from zenflow_compile.runtime.step.schedule import Schedule
 
 

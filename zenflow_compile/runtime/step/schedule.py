@@ -25,9 +25,9 @@ from zenflow_compile.timeline.events import AdaptiveWindows
 RESELECT_BELOW = 0.8
 """A selection has drifted when a smaller share of its slices than this would be selected again."""
 ENTRY_MARGIN = 0.25
-"""A slice enters only if its score exceeds that of the slice it replaces by this share of it. docs/convergence.md, "When
-to re-select", has the study behind both numbers: a third of the moved state and of the re-selections, for less than a
-point of the gradient's norm."""
+"""A slice enters only if its score exceeds that of the slice it replaces by this share of it. Both numbers come from
+docs/convergence.md, "When to re-select": a third of the moved state and of the re-selections, for less than a point of
+the gradient's norm."""
 
 STATE_BUDGET = 0.01
 """Bytes of state that re-selections may move per step, in both directions, as a share of the parameter's own bytes."""

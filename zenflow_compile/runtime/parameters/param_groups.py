@@ -1,4 +1,4 @@
-"""What a param group may say, whether a user or a saved state says it."""
+"""Checks the values of param groups, whether they come from users, schedulers or saved states."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zenflow_compile.options.options import OPTION_NAMES
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 
 LARGEST_NUMBER = 1e30
-"""Largest lr, eps, weight_decay, and product of lr and weight_decay: what a step computes from them stays in fp32's
-range, summed over an update window and divided by a bias correction."""
+"""Largest lr, eps, weight_decay, and product of lr and weight_decay: sums over an update window, divided by a bias
+correction, stay in fp32's range."""
 
 _REFUSED = {
     "amsgrad": "the maximum of past second moments is not kept; use amsgrad=False",
@@ -26,10 +26,10 @@ _NEEDED = ("lr", "betas", "eps", "weight_decay")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Check the values of a param group before anything uses them.
+    """Check a new param group before anything uses it.
 
     Args:
-        group: with every default filled in.
+        group: with all defaults filled in.
 
     Raises:
         ValueError: a value out of range or missing, an option of the whole optimizer, or a switch of
@@ -47,10 +47,10 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check param groups as they are now: users and schedulers write into them at any time.
+    """Check the current values of param groups: users and schedulers write into them at any time.
 
     Raises:
-        ValueError, TypeError: see :func:`check_group`; the message has the group's number.
+        ValueError, TypeError: see :func:`check_values`; the message has the group's number.
     """
     for number, group in enumerate(groups):
         try:
@@ -60,7 +60,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_values(group: Mapping[str, Any]) -> None:
-    """:func:`check_group` without the names of options."""
+    """Check the values of a param group. Raises: see :func:`check_group`."""
     for name in _NEEDED:
         if name not in group:
             raise ValueError(f"{name} is missing; set it again, as in optimizer.param_groups[0][{name!r}] = ...")
@@ -82,7 +82,7 @@ def check_values(group: Mapping[str, Any]) -> None:
 
 
 def check_eps(eps: Any) -> float:
-    """``eps`` as a number.
+    """Return ``eps`` as a number.
 
     Raises:
         ValueError, TypeError: no step can use it.
@@ -91,10 +91,10 @@ def check_eps(eps: Any) -> float:
 
 
 def coefficients_of(group: Mapping[str, Any], grad_scale: float) -> StepCoefficients:
-    """What an optimizer step takes from a checked group.
+    """Return the coefficients of an optimizer step from a checked group.
 
     Args:
-        grad_scale: factor on the gradients of its parameters; ``maximize`` negates it, and with it every gradient.
+        grad_scale: factor on the gradients of the group's parameters; ``maximize`` negates it.
     """
     beta1, beta2 = group["betas"]
     return StepCoefficients(
@@ -107,10 +107,10 @@ def coefficients_of(group: Mapping[str, Any], grad_scale: float) -> StepCoeffici
 
 
 def _number(name: str, value: Any) -> Any:
-    """A tensor's one element; any other value as it is.
+    """Return the element of a tensor of one element, and any other value as it is.
 
     Raises:
-        ValueError: a tensor of more elements, or of none.
+        ValueError: a tensor has another number of elements.
     """
     if not isinstance(value, Tensor):
         return value

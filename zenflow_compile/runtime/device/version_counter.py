@@ -1,7 +1,7 @@
-"""Autograd's version counters, and how often the engine itself moved them.
+"""Detects external writes to parameters: compares autograd's version counters with the engine's own writes.
 
-Parameters that are views of one tensor, such as the chunks of a fused weight, have one version counter: a write to one
-of them moves the version of all. Own writes are therefore counted per counter, and not remembered per parameter.
+Parameters that are views of one tensor, such as the chunks of a fused weight, share one version counter: a write to one
+of them moves the version of all. So the engine's writes are counted per counter, not per parameter.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zenflow_compile.torch_internals import torch_private
 
 
 class WriteMark(NamedTuple):
-    """A parameter after the last write that the engine knows of.
+    """The version and memory of a parameter after the last known write.
 
     Attributes:
-        bumps: ``VersionCounter.external_bumps`` of it.
-        memory: its memory: ``param.data = ...`` replaces it and does not move the version.
+        bumps: its ``VersionCounter.external_bumps``.
+        memory: its memory, because ``param.data = ...`` replaces it without moving the version.
     """
 
     bumps: int
@@ -31,10 +31,10 @@ class VersionCounter:
     """The version counter of one parameter, or of all parameters of the engine that share it.
 
     Attributes:
-        own_bumps: how often the engine moved the version.
+        own_bumps: number of times that the engine moved the version.
         sharers: indices in the plan of the parameters that have this counter.
-        exposed: tensors that are not parameters of the engine may have this counter, too: a frozen chunk, or one that
-            another optimizer updates.
+        exposed: tensors that are not parameters of the engine may share this counter, such as a frozen chunk, or one
+            that another optimizer updates.
     """
 
     __slots__ = ("exposed", "own_bumps", "sharers")
@@ -45,7 +45,7 @@ class VersionCounter:
         self.exposed = False
 
     def add(self, index: int, param: Tensor) -> None:
-        """Parameter ``index`` of the plan has this counter."""
+        """Note that parameter ``index`` of the plan has this counter."""
         self.sharers.append(index)
         self.exposed |= param.untyped_storage().nbytes() > param.nbytes
 
@@ -55,44 +55,45 @@ class VersionCounter:
         return len(self.sharers) > 1
 
     def external_bumps(self, param: Tensor) -> int:
-        """The version of ``param``, which has this counter, without the engine's own bumps.
+        """The version of ``param``, which has this counter, minus the engine's own bumps.
 
-        The value changes only when someone else writes ``param``, or another parameter that shares the counter.
+        It changes only with an external write to ``param``, or to another tensor that shares the counter.
         """
         return param._version - self.own_bumps
 
     def mark(self, param: Tensor) -> WriteMark:
-        """Remember ``param``, which has this counter, as it is now."""
+        """Mark the current version and memory of ``param``, which has this counter."""
         return WriteMark(self.external_bumps(param), torch_private.MemoryMark(param))
 
     def written_since(self, param: Tensor, mark: WriteMark | None) -> bool:
-        """Whether someone else may have written ``param``, or replaced its memory, since ``mark``; None: unknown."""
+        """Whether there may have been an external write to ``param`` since ``mark``; True if that is None."""
         return mark is None or mark.bumps != self.external_bumps(param) or not mark.memory.matches(param)
 
 
 def bump_versions(params: Sequence[Tensor], counters: Sequence[VersionCounter]) -> None:
-    """Move the version of each of ``params`` by one, as an own write.
+    """Move the version of each of ``params`` by one, and count it as a write of the engine.
 
-    The kernels write below autograd. Without this a graph that saved the old weights would use the new ones silently.
+    The kernels write below autograd. Without the bump, a graph that saved the old weights would silently use the new
+    ones.
 
     Args:
         counters: of ``params``, in their order.
     """
     torch.autograd.graph.increment_version(params)
-    # Counted last: if an interrupt comes before, the bumps look like an external write, and weights are compared. In
-    # the other order the next external write would stay unnoticed.
+    # Counted last: after an interrupt in between, the bumps look like an external write, and the weights are compared.
+    # In the other order the next external write would go unnoticed.
     for counter in counters:
         counter.own_bumps += 1
 
 
 def counters_of(params: Sequence[Tensor], known: Sequence[VersionCounter] = ()) -> list[VersionCounter]:
-    """The counters of ``params``, in their order; parameters that share a version counter get the same object.
+    """Return the counters of ``params``, in their order; parameters that share a version counter get the same object.
 
-    Common storage does not tell: ``module.to(dtype)`` gives every parameter a storage of its own, and parameters that
-    shared a version counter before still do.
+    Shared storage is no sign of a shared counter: ``module.to(dtype)`` gives every parameter new storage, but
+    parameters that shared a version counter before still do.
 
     Args:
-        known: counters of the first of ``params``, which keep them.
+        known: the counters of the first of ``params``.
     """
     labels = torch_private.version_counter_labels(params)
     counters = dict(zip(labels, known, strict=False))

@@ -1,4 +1,4 @@
-"""Parameters that a distributed strategy shards or replaces are refused, with the reason and the alternative."""
+"""Refuses parameters that a distributed strategy shards or replaces, with the reason and the alternative."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ALTERNATIVE = (
 
 
 def refuse_sharded(params: Iterable[Tensor]) -> None:
-    """
+    """Refuse sharded parameters.
+
     Raises:
         TypeError: a parameter is a shard, or a wrapper around other tensors.
     """
@@ -35,9 +36,10 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
 
 
 def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
-    """Raise if a strategy took parameters out of the model after the optimizer was created: they would never train.
+    """Refuse parameters that a strategy took out of the model after the optimizer was created: they would never train.
 
-    Looks at every module of the process, since an optimizer does not know its model, and only in a process group.
+    Searches all modules of the process, because an optimizer does not know its model. Does nothing without a process
+    group.
 
     Args:
         params: parameters without a gradient at the first step.
@@ -51,7 +53,7 @@ def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):  # isinstance() would run the code of lazy proxies
             continue
-        # A copy: another thread may be building this module.
+        # A copy, because another thread may be building this module.
         for name, param in dict(module.__dict__.get("_parameters") or {}).items():
             missing.discard(id(param))
             if param is not None and torch_private.is_sharded(param):

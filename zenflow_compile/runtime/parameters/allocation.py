@@ -1,0 +1,201 @@
+"""Memory and threads of an engine: arenas, state files, staging rings, copy lanes, workers and their kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from zenflow_compile.options.options import Options
+from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan
+from zenflow_compile.runtime.device.streamed_adam import StreamedAdam, Subgroup, arena_bytes
+from zenflow_compile.runtime.errors import less_host_memory
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.cores import nodes_of, run_pinned
+from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.nvme.cache import NvmeCache
+from zenflow_compile.runtime.nvme.cached_state import CachedState
+from zenflow_compile.runtime.parameters.capacity import (
+    largest_staged_gradient_bytes,
+    largest_upload_bytes,
+    nvme_cache_bytes,
+    upload_buffers,
+    worker_cores,
+)
+from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transfer.make_lane import make_lane
+from zenflow_compile.runtime.transfer.staging_ring import StagingRing
+from zenflow_compile.runtime.transfer.stream_flags import make_flags
+
+
+class Allocated(NamedTuple):
+    """Memory of further parameters.
+
+    Attributes:
+        arena: their host memory.
+        hosts: host state of the offloaded ones, by index.
+        subgroups: of the streamed ones.
+    """
+
+    arena: HostArena
+    hosts: dict[int, HostState]
+    subgroups: list[Subgroup]
+
+
+class EngineMemory:
+    """Allocates what the parameters of one engine use, and frees it.
+
+    Attributes:
+        transport: copy lanes, staging rings and workers.
+        streamed: state that is streamed through the device.
+        kernels: host optimizers, by dtype and update interval.
+        files: cache of the state in files; None without such state.
+    """
+
+    def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
+        cores = worker_cores(options)
+        self.transport = Transport(
+            to_host=make_lane("D2H", device, recorder),
+            to_device=make_lane("H2D", device, recorder),
+            down_ring=StagingRing(GRADIENT_RING, 0, device),
+            up_ring=StagingRing(UPLOAD_RING, 0, device),
+            workers=WorkerPool(len(cores), recorder, cores),
+            recorder=recorder,
+        )
+        self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
+        self.kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
+        self.files: NvmeCache | None = None
+        self._options = options
+        self._device = device
+        self._arenas: list[HostArena] = []
+
+    def allocate(self, plan: Plan, new: Sequence[ParamPlan], params: Sequence[Parameter], undo: ExitStack) -> Allocated:
+        """Allocate memory for the last parameters of ``plan``. ``keep`` the result, or close ``undo``.
+
+        Args:
+            new: the last plans of ``plan``.
+            params: of ``new``, in their order.
+            undo: frees what is not memory.
+
+        Raises:
+            ValueError: ``nvme_path`` cannot hold the state.
+            torch.OutOfMemoryError: the device cannot hold rings or buffers.
+        """
+        upload_count = upload_buffers(plan, self._options)
+        stores = self._file_stores(plan, [param for param in new if param.in_file], undo)
+        on_host = [param for param in new if param.offloaded]
+        arena = HostArena(sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new))
+        workers = self.transport.workers.workers
+        hosts = {
+            param.index: HostState.allocate(param, arena, self._kernel(param), workers, stores.get(param.index))
+            for param in on_host
+        }
+        if (flags := make_flags(len(hosts), self._device)) is not None:
+            for number, host in enumerate(hosts.values()):
+                host.flags = flags, number
+        streamed = [(each, param) for each, param in zip(new, params, strict=True) if each.streamed]
+        subgroups = self.streamed.make(streamed, arena)
+        self._touch_first(list(hosts.values()))
+        if arena.total_bytes and self._device.type == "cuda":
+            warned = any(each.total_bytes and not each.pinned for each in self._arenas)
+            arena.pin(None if warned else less_host_memory(self._options))
+        self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
+        self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
+        self.streamed.fit(subgroups)
+        return Allocated(arena, hosts, subgroups)
+
+    def keep(self, allocated: Allocated) -> None:
+        """Serve the parameters of ``allocated``, and own their memory. Cannot fail."""
+        self._arenas.append(allocated.arena)
+        self.streamed.add(allocated.subgroups)
+
+    def _file_stores(self, plan: Plan, new: Sequence[ParamPlan], undo: ExitStack) -> dict[int, CachedState]:
+        """Make files for the state of ``new``; returns their stores, by index."""
+        if not new:
+            return {}
+        assert self._options.nvme_path is not None
+        if self.files is None:
+            self.files = NvmeCache(self._options.nvme_path, self.transport.recorder)
+            undo.callback(self._close_files)
+        fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
+        stores = self.files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))
+        undo.callback(self.files.remove, stores.values())
+        return stores
+
+    def _kernel(self, plan: ParamPlan) -> HostAdam:
+        gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # expanded before the kernel reads it
+        key = (plan.dtype, plan.interval)
+        if key not in self.kernels:
+            self.kernels[key] = make_host_adam(
+                self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
+            )
+        return self.kernels[key]
+
+    def _touch_first(self, hosts: Sequence[HostState]) -> None:
+        """Let each worker's core touch the pages that it will serve, before any other core does.
+
+        Linux places a page on the NUMA node of the core that touches it first. This is needed on machines with several
+        nodes, and before pinning, which would touch every page on one core. Elsewhere pages cost nothing until used.
+        """
+        cores = self.transport.workers.cores
+        if self._device.type != "cuda" and len(nodes_of(cores)) < 2:
+            return
+
+        def touch(worker: int) -> None:
+            for host in hosts:
+                host.touch(worker)
+
+        with suppress(RuntimeError):  # no thread could be started: pages lie where they are first written
+            run_pinned(cores, touch)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device bytes of the staging rings."""
+        return self.transport.down_ring.nbytes + self.transport.up_ring.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """See :meth:`ParamRegistry.host_bytes`."""
+        return sum(arena.total_bytes for arena in self._arenas) + (self.files.nbytes if self.files else 0)
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is one of this engine's: a worker, a lane's, or one that reads and writes files."""
+        lanes = (self.transport.to_host, self.transport.to_device)
+        in_files = self.files is not None and self.files.runs(thread)
+        return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
+
+    def abandon(self) -> None:
+        """Wait for streamed state in flight and forget it; take back all buffers of the rings."""
+        self.streamed.abandon()
+        for ring in (self.transport.down_ring, self.transport.up_ring):
+            ring.settle()
+
+    def enter_child(self) -> None:
+        """Close the parent's files in a forked child."""
+        if self.files is not None:
+            self.files.close_in_child()
+
+    def stop_threads(self) -> None:
+        """Stop workers and lanes. Idempotent."""
+        self.transport.workers.close()
+        self.transport.to_host.close()
+        self.transport.to_device.close()
+
+    def free(self) -> None:
+        """Remove files and free host memory. Idempotent."""
+        self._close_files()
+        for arena in self._arenas:
+            arena.close()
+
+    def _close_files(self) -> None:
+        if self.files is not None:
+            self.files.close()
+            self.files = None

@@ -1,0 +1,118 @@
+"""What a plan needs of the machine, checked before anything is allocated: host memory, staging buffers, cores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.options.options import Options
+from zenflow_compile.planning.plan import UPLOAD_RING, ParamPlan, Plan
+from zenflow_compile.planning.planners import ParamSpec, extend_plan
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
+from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
+from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
+from zenflow_compile.runtime.nvme.cache import window_bytes
+from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
+
+
+def checked_plan(
+    plan: Plan,
+    params: Sequence[Tensor],
+    new: Sequence[tuple[str, Parameter]],
+    options: Options,
+    *,
+    allocated: int = 0,
+    cache_bytes: int = 0,
+) -> Plan:
+    """Extend ``plan`` by further parameters, and check that the machine can hold them. Allocates nothing.
+
+    Args:
+        params: all parameters, the new ones last.
+        new: (name, parameter) pairs of the new ones.
+        allocated: number of parameters whose memory is allocated already.
+        cache_bytes: host memory that the cache of state in files has already.
+
+    Raises:
+        ValueError: more host memory is needed than the machine has, an upload is larger than ``staging_bytes``, the
+            state of a parameter is larger than ``host_window_bytes``, or the memory of an offloaded parameter overlaps
+            that of another one.
+    """
+    plan = extend_plan(plan, specs_of(new), options)
+    refuse_overlap(plan.params, params)
+    needed = sum(param.host_bytes for param in plan.params[allocated:])
+    if (needed_by_cache := nvme_cache_bytes(plan, options)) > cache_bytes:
+        needed += needed_by_cache
+    require_host_memory(needed, less_host_memory(options))
+    upload_buffers(plan, options)
+    return plan
+
+
+def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
+    """Describe parameters to the planner."""
+    return [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
+
+
+def upload_buffers(plan: Plan, options: Options) -> int:
+    """Number of buffers of the ring of uploads: at most one for each upload that can be in flight.
+
+    Raises:
+        ValueError: ``staging_bytes`` is less than the largest upload.
+    """
+    staging_bytes, largest = options.staging_bytes, largest_upload_bytes(plan)
+    if staging_bytes is None or not largest:
+        return UPLOAD_RING
+    if staging_bytes < largest:
+        name = max((p for p in plan.params if p.offloaded), key=_upload_bytes).name
+        raise ValueError(
+            f"staging_bytes={staging_bytes} must be at least {largest}, the size of one upload of {name}; raise it, "
+            f"{smaller_uploads(options)}or leave it at None for three times that"
+        )
+    uploads = sum(param.uploads for param in plan.params if param.offloaded)
+    return min(staging_bytes // largest, uploads)
+
+
+def largest_upload_bytes(plan: Plan) -> int:
+    """Bytes of the largest upload."""
+    return max((_upload_bytes(each) for each in plan.params if each.offloaded), default=0)
+
+
+def largest_staged_gradient_bytes(plan: Plan) -> int:
+    """Bytes of the largest deferred gradient that is copied through the ring: a pending gradient is not."""
+    return max((_upload_bytes(each) for each in plan.params if each.offloaded and not each.keeps_gradient), default=0)
+
+
+def _upload_bytes(plan: ParamPlan) -> int:
+    """Bytes of the deferred slices in the model's dtype: of one upload, and of one deferred gradient."""
+    return plan.deferred * plan.length * plan.dtype.itemsize
+
+
+def nvme_cache_bytes(plan: Plan, options: Options) -> int:
+    """Host memory of the cache of state in files; 0 without such state."""
+    in_file = [param for param in plan.params if param.in_file]
+    return window_bytes(in_file, options.host_window_bytes) if in_file else 0
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device; free host memory for the CPU, which acts as the device in tests."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_memory()[0]
+
+
+def worker_cores(options: Options) -> tuple[int, ...]:
+    """The logical core of each worker: the option's, or those with the fewest workers of other engines.
+
+    Raises:
+        ValueError: more workers are wanted than there are cores.
+    """
+    if options.worker_cores is not None:
+        return options.worker_cores
+    cores = physical_cores()
+    count = worker_count(len(cores), workers=options.workers, reserved_share=options.pt_reserved_cores_perc)
+    in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
+    return choose_cores(cores, count, in_use)

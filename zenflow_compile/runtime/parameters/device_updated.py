@@ -1,0 +1,102 @@
+"""The parameters that the device updates as a whole: resident ones, and those whose state is streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime import errors
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.device.streamed_adam import StreamedAdam
+from zenflow_compile.runtime.device.version_counter import VersionCounter
+from zenflow_compile.runtime.parameters.param_groups import coefficients_of
+
+
+class DeviceUpdated:
+    """Parameters without host updates, and their optimizer state.
+
+    Args:
+        streamed: serves those whose state is in host memory between updates.
+        group_of: returns a parameter's param group, by its index in the plan.
+    """
+
+    def __init__(self, streamed: StreamedAdam, group_of: Callable[[int], dict[str, Any]]) -> None:
+        self.resident = ResidentAdam()
+        self._streamed = streamed
+        self._group_of = group_of
+        self._params: dict[int, Parameter] = {}
+
+    def add(self, index: int, param: Parameter, counter: VersionCounter) -> None:
+        """Serve parameter ``index`` of the plan."""
+        self._params[index] = param
+        if (streamed := self._streamed.params.get(index)) is not None:
+            streamed.state.counter = counter
+        else:
+            self.resident.counters[param] = counter
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of state, and of the buffers that state is streamed through."""
+        return self.resident.nbytes + self._streamed.device_bytes
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any of the parameters has a gradient."""
+        return any(param.grad is not None for param in self._params.values())
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of those parameters that have one."""
+        return [param.grad for param in self._params.values() if param.grad is not None]
+
+    def check_gradients(self, plans: Sequence[ParamPlan]) -> None:
+        """Refuse sparse gradients.
+
+        Args:
+            plans: of all parameters of the engine.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        for index, param in self._params.items():
+            if (grad := param.grad) is not None and grad.is_sparse:
+                errors.refuse_sparse_grad(param, plans[index].name)
+
+    def update(self) -> None:
+        """Do one AdamW step on the parameters that have a gradient.
+
+        The resident ones come last: their update overlaps the copies of streamed state (Deep Optimizer States, section
+        4.1).
+        """
+        self._streamed.update(self._coefficients)
+        by_group: dict[int, list[tuple[int, Parameter, Tensor]]] = {}
+        for index, param in self._params.items():
+            if (grad := param.grad) is not None and index not in self._streamed.params:
+                by_group.setdefault(id(self._group_of(index)), []).append((index, param, grad))
+        for members in by_group.values():
+            indices, params, grads = zip(*members, strict=True)
+            slot, eps = self._coefficients(indices[0])
+            self.resident.update(params, grads, slot, eps=eps)
+
+    def _coefficients(self, index: int) -> tuple[StepCoefficients, float]:
+        group = self._group_of(index)
+        return coefficients_of(group, 1.0), float(group["eps"])
+
+    def state(self, index: int) -> ResidentState | None:
+        """The state of parameter ``index``, wherever it is; None before its first gradient."""
+        if (streamed := self._streamed.params.get(index)) is not None:
+            return streamed.state if streamed.ever_updated else None
+        return self.resident.states.get(self._params[index])
+
+    def load(self, index: int, state: ResidentState | None) -> None:
+        """Put back a checkpoint's state of parameter ``index``. Raises: see :meth:`ResidentState.load`."""
+        if index in self._streamed.params:
+            self._streamed.load(index, state)
+        elif state is None:
+            self.resident.states.pop(self._params[index], None)
+        else:
+            self.resident.load(self._params[index], state)
