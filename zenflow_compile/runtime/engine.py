@@ -54,6 +54,8 @@ class Engine:
     Attributes:
         id: by which graph nodes name the engine.
         groups: the optimizer's ``param_groups``, read at every optimizer step.
+        params: all parameters, in the plan's order.
+        offloaded: runtime state of the parameters that the host updates, by index.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
@@ -74,6 +76,7 @@ class Engine:
         self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )
+        self.params = self.registry.params
         self.offloaded = self.registry.offloaded
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.stale = StaleGradients(self.registry)
@@ -137,11 +140,6 @@ class Engine:
     def plan(self) -> Plan:
         """The plan of all parameters."""
         return self.registry.plan
-
-    @property
-    def params(self) -> list[Parameter]:
-        """All parameters, in the plan's order."""
-        return self.registry.params
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not this engine's."""
@@ -209,7 +207,7 @@ class Engine:
         if task == backward.task:
             return
         self.used = True
-        self.check_unchanged()
+        self.registry.check_unchanged()
         backward.enter_thread()
         if self.in_backward:
             self._begin_in_backward(arrived)
@@ -422,7 +420,8 @@ class Engine:
         self.used = True
         self.registry.check_groups()
         self.registry.check_gradients()
-        self.registry.streamed.raise_failures()
+        if self.registry.streamed.params:
+            self.registry.streamed.raise_failures()
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
@@ -435,7 +434,8 @@ class Engine:
         self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit)
-        record_norms(self.registry, self.timeline, self.step)
+        if (timeline := self.recorder.timeline) is not None:
+            record_norms(self.registry, timeline, self.step)
         self._updating = True  # last, so that an error above leaves it unset
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor] | None = None) -> None:
@@ -470,7 +470,8 @@ class Engine:
         try:
             for offloaded in params:
                 # At the optimizer step a missing gradient takes part, too: windows flush by the step's number.
-                if not (self._may_update(offloaded) or (self._updating and offloaded.record is None)):
+                record = offloaded.record
+                if not (self._may_update(offloaded) if record is not None else self._updating):
                     continue
                 if (window := commit_gradient(offloaded, context)) is not None:
                     flushed.append(window)
@@ -603,7 +604,7 @@ class Engine:
         """``check_unchanged``, and ``check_models`` of the modules that hold the parameters directly: cheap enough for
         every step.
         """
-        self.check_unchanged()
+        self.registry.check_unchanged()
         self.holders.check(self.plan.params)
 
     def before_load(self) -> None:
@@ -706,6 +707,7 @@ class Engine:
         self.registry.abandon()
 
     def _check(self) -> None:
+        """Raise if the engine must not be used: forked, closed, or failed."""
         if self.in_child:
             errors.refuse_in_child()
         if self.closed or self._closing:

@@ -104,7 +104,7 @@ class OffloadedParam:
         self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
         self.transport = transport
         self._gradients = gradients
-        self._block = (plan.deferred, plan.length), plan.dtype
+        self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
         self._me: weakref.ref[GradientSource] = weakref.ref(self)
         self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
         self._accumulate_grad = torch_private.accumulate_grad_node(param)
@@ -256,7 +256,7 @@ class OffloadedParam:
         if self.pending is not None:
             with self.transport.recorder.stall(self.pending.busy, param=self.plan.name):
                 deferred_out = self.pending.new_gradient()
-        elif self.plan.deferred:
+        elif self._block[0][0]:
             buffer = self.transport.down_ring.next_free()
             if (reader := buffer.read_by) is not None and not reader.done():
                 self._wait_on_device(reader)  # the copy out of the buffer must end before the split overwrites it
@@ -411,8 +411,12 @@ class OffloadedParam:
 
     def due(self, now: int) -> bool:
         """Whether a forward after ``now`` steps must see a flushed window that is not applied yet."""
-        flushed = self.host.flushed
-        return bool(flushed) and any(window.visible_at <= now for window in flushed)
+        return any(window.visible_at <= now for window in self.host.flushed)
+
+    @property
+    def uploading(self) -> bool:
+        """Whether an upload is on its way."""
+        return self._upload is not None
 
     def start_upload(self, now: int) -> bool:
         """Queue the upload of the next due window behind its job. Returns whether an upload is on its way.
@@ -422,10 +426,9 @@ class OffloadedParam:
         """
         if self._upload is not None:
             return True
-        transport = self.transport
         if not self.due(now):
             return False
-        window = self.host.flushed[0]
+        transport, window = self.transport, self.host.flushed[0]
         job = window.job
         if job.error is not None or not (job.done() or transport.to_device.can_wait_for(job)):
             return False
@@ -446,8 +449,8 @@ class OffloadedParam:
 
     def apply(self, now: int) -> list[FlushedWindow]:
         """Make every due window visible in the weight, waiting for it. Returns those windows."""
-        applied = []
-        while self.due(now):
+        applied: list[FlushedWindow] = []
+        while self.host.flushed and self.due(now):
             applied.append(self._apply_next(now))
         return applied
 
@@ -456,7 +459,7 @@ class OffloadedParam:
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
-        if not self.start_upload(now):
+        if self._upload is None and not self.start_upload(now):
             with recorder.compute("wait", param=self.plan.name, on_host=True):
                 window.job.wait()
             self.start_upload(now)
