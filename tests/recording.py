@@ -26,6 +26,7 @@ class RecordingEngine:
         received: the gradient of each parameter, summed up; in readable nodes as rebuilt from what ``split_columns``
             was handed.
         fetches: the parameters of each ``fetch_parameters_``.
+        offloads: the parameters of each ``offload_gradients``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RecordingEngine:
         self.trace: list[tuple[str, int | None]] = []
         self.received: dict[int, Tensor] = {}
         self.fetches: list[list[int]] = []
+        self.offloads: list[list[int]] = []
         self._staged: dict[int, Tensor] = {}
         self.params = [param for _, param in named]
         self._index = {id(param): p for p, param in enumerate(self.params)}
@@ -109,9 +111,12 @@ class RecordingEngine:
     def begin_backward(self) -> None:
         self._note("begin_backward")
 
-    def offload_gradient(self, p: int, grad: Tensor) -> None:
-        self._note("offload_gradient", p)
-        self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        self.offloads.append(list(ps))
+        for p, grad in zip(ps, grads, strict=True):
+            assert grad.shape == self.params[p].shape, "the gradient of one parameter was offloaded as another's"
+            self._note("offload_gradients", p)
+            self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
 
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
         return {}

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.nn import Parameter
 
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
-from zenflow_compile.passes.pipeline import fused_step_graph
 from zenflow_compile.planning.planners import empty_plan, stride_weight_bytes
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
@@ -45,10 +43,7 @@ class LazyEngine:
     Attributes:
         claim: on the optimizer's parameters.
         built: the engine, even if it is closed or outdated; None before the first use.
-        step_graph: runs the optimizer step of ``built``.
     """
-
-    step_graph: GraphModule
 
     def __init__(self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None]) -> None:
         self.built: Engine | None = None
@@ -115,7 +110,6 @@ class LazyEngine:
                 self._check_plan(self.claim.params)
             else:
                 engine.add_params(_named(self._groups)[-1:], len(self._groups) - 1)
-                self.step_graph = fused_step_graph(engine.plan, engine.id)
         except BaseException:
             self._calls.pop()
             self.claim.keep(claimed)
@@ -165,12 +159,10 @@ class LazyEngine:
         try:
             for first, stop in pairwise((0, *self._calls)):
                 engine.add_params(named[first:stop], first)
-            step_graph = fused_step_graph(engine.plan, engine.id)
         except BaseException:
             engine.close(flush=False)
             raise
         self._options = options
-        self.step_graph = step_graph
         self.claim.listen()
         engine.attach(self.claim, self._backward_ended)
         self.built = engine

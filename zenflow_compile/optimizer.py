@@ -253,13 +253,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             if not engine.used:
                 self._warn_of_no_gradient()
             return loss
-        engine.begin_update()
-        try:
-            self._lazy_engine.step_graph(*(engine.params[p] for p in engine.offloaded))
-            engine.end_update()
-        except BaseException as error:
-            engine.failure = error
-            raise
+        engine.run_step()
         return loss
 
     def _warn_of_no_gradient(self) -> None:

@@ -160,10 +160,10 @@ def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pyt
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    update = offloaded_param.OffloadedParam.update_on_host
+    update = offloaded_param.OffloadedParam.commit
     with monkeypatch.context() as patch:
         error = torch.OutOfMemoryError("on purpose")
-        patch.setattr(offloaded_param.OffloadedParam, "update_on_host", failing_after(calls, update, error))
+        patch.setattr(offloaded_param.OffloadedParam, "commit", failing_after(calls, update, error))
         with pytest.raises(torch.OutOfMemoryError):
             training.step(3)
     with pytest.raises(RuntimeError, match="half-way") as caught:

@@ -77,7 +77,7 @@ def every_point(do: Callable[[], object], functions: set[str], then: Callable[[]
         point += 1
 
 
-CLOSING = {"_update_on_host", "end_on_host", "flush_window", "submit", "lease", "moment"}
+CLOSING = {"_update_on_host", "commit_gradient", "flush", "flush_window", "submit", "lease", "moment"}
 
 
 def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:
@@ -117,7 +117,10 @@ def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
         made[-1].backward(0)
 
     made[-1].backward(0)
-    assert every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush_window", "submit"}, close) > 10
+    assert (
+        every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush", "flush_window", "submit"}, close)
+        > 10
+    )
     assert raised
     assert all("host update" in str(error) or "half-way" in str(error) for error in raised)
 
@@ -131,7 +134,7 @@ def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
     for _ in range(3):
         call(inputs).square().mean().backward()
     loss = call(inputs).square().mean()
-    with interrupted_at(0, {"flush_window"}), pytest.raises(KeyboardInterrupt):
+    with interrupted_at(0, {"flush"}), pytest.raises(KeyboardInterrupt):
         loss.backward()
     optimizer = zenflow_compile.optimizer_of(call)
     with pytest.raises(RuntimeError, match="half-way"):
@@ -184,7 +187,7 @@ def test_an_interrupt_at_the_end_of_a_backward_never_sums_two_batches() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("functions", [{"_land_one", "_show", "_reselect"}, {"exchange_slices"}])
+@pytest.mark.parametrize("functions", [{"_apply_next", "_merge", "_reselect"}, {"exchange_slices"}])
 def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[str]) -> None:
     options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
     training = Training(EAGER_BACKEND, options).run(0, 3)
@@ -202,8 +205,7 @@ def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[st
             outcomes.add("repaired")
             assert_same(actual, expected)
         training.load(saved).step(3)
-        ring = training.optimizer.engine.registry.transport.up_ring
-        assert len({number for number, _ in ring.unused}) == ring.free
+        each_buffer_is_somewhere_once(training)
 
     training.load(saved).step(3)
     assert every_point(training.optimizer.synchronize, functions, go_on) > 5
@@ -214,12 +216,12 @@ def each_buffer_is_somewhere_once(training: Training) -> None:
     registry = training.optimizer.engine.registry
     taken = {
         "down_ring": [each._staged for each in registry.offloaded.values() if each._staged],
-        "up_ring": [each._upload.block for each in registry.offloaded.values() if each._upload],
+        "up_ring": [each._upload.buffer for each in registry.offloaded.values() if each._upload],
     }
-    for name, blocks in taken.items():
+    for name, buffers in taken.items():
         ring = getattr(registry.transport, name)
-        numbers = [number for number, _ in ring.unused] + [block.number for block in blocks]
-        assert sorted(numbers) == list(range(len(ring._buffers)))
+        in_use = [buffer for buffer in ring.buffers if buffer.in_use]
+        assert sorted(map(id, in_use)) == sorted(map(id, buffers))
 
 
 def test_no_buffer_is_lost_where_an_interrupt_comes_before_an_upload() -> None:
@@ -234,7 +236,7 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_before_an_upload() -> None:
 
     training.optimizer.synchronize()
     go_on()
-    functions = {"start_upload", "first_free", "without"}
+    functions = {"start_upload", "next_free", "view"}
     assert every_point(training.optimizer.synchronize, functions, go_on) > 5
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, steps[0]).weights()
     assert_same(training.weights(), expected)
@@ -254,7 +256,7 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_while_gradients_are_taken() 
         training.backward(3)
         training.optimizer.zero_grad()
 
-    functions = {"_take", "copy_to_host", "discard", "_give_back_staged", "first_free", "without", "with_back"}
+    functions = {"_split", "copy_to_host", "discard", "_release_parts", "next_free", "view", "_wait_on_device"}
     assert every_point(backward, functions, discard) > 10
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
     assert_same(training.run(3, 4).weights(), expected)
@@ -263,8 +265,8 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_while_gradients_are_taken() 
 
 # Where the explicit form takes gradients: in a backward, at the beginning of a step, and when ``.grad`` is cleared.
 TAKING = {
-    "begin_backward", "offload_gradient", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
-    "end_backward", "offload", "receive", "_begin", "_add", "_split", "_take", "norms_and_split", "_rebuild",
+    "begin_backward", "offload_gradients", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
+    "end_backward", "receive", "_begin", "_add", "_split", "norms_and_split", "_rebuild",
     "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up", "dropped",
     "make_dense", "take_from_grad", "read_factors", "read",
 }  # fmt: skip
@@ -374,7 +376,7 @@ def test_interrupted_backward_with_hooks_repeats(entry: dict[str, Any] | None) -
 def test_interrupted_step_repeats_or_stops(entry: dict[str, Any] | None, backwards: int, interval: int) -> None:
     """Where weights or state were about to change, training stops, and a loaded state continues."""
     made = pair(entry, backwards, interval=interval)
-    functions = TAKING | {"begin_update", "update_parameters", "end_update"}
+    functions = TAKING | {"begin_update", "update_parameters", "end_update", "run_step"}
     points = every_point(made.whole_step, functions, made.next_step)
     assert points > 60
     assert 0 < made.stopped < points / 3
@@ -435,8 +437,8 @@ def test_interrupted_edit_is_made_or_not(edit: Callable[[torch.Tensor], object],
 
 
 BEGINNING = {
-    "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split", "_take",
-    "norms_and_split", "copy_to_host", "_send", "read_factors", "read",
+    "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
+    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures", "written_by_others", "matches",
 }  # fmt: skip
 
 
@@ -495,9 +497,9 @@ def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: st
 
 
 CLOSE = {
-    "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush_window", "submit",
+    "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
-    "_close_files", "_stop", "remove", "release", "unregister_engine", "_evict",
+    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "_evict",
 }  # fmt: skip
 
 

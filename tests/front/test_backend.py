@@ -153,7 +153,7 @@ def test_zoo(name: str, options: dict[str, Any], recording: Callable[..., Record
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
     ran = {p for p, param in enumerate(engine.params) if engine.plan.params[p].offloaded and p in engine.received}
     assert ran, "nothing was offloaded"
-    assert set(engine.runs("offload_gradient")) == ran
+    assert set(engine.runs("offload_gradients")) == ran
     assert all(count >= 3 for count in engine.runs("fetch_parameters_").values())
     assert not engine.runs("update_parameters"), "updates belong to step()"
 
@@ -169,7 +169,7 @@ def test_order_of_ops(options: dict[str, Any], recording: Callable[..., Recordin
     assert [p for op, p in engine.trace if op == "fetch_parameters_"] == [0, 2, 4, 6]
     backward = engine.trace[4:]
     assert backward[0] == ("begin_backward", None)
-    assert [p for op, p in backward if op == "offload_gradient"] == [6, 4, 2, 0]
+    assert [p for op, p in backward if op == "offload_gradients"] == [6, 4, 2, 0]
     # Small ones are updated together, behind the last one's last read; the first weight is no input of the backward.
     assert backward[4:7] == [("update_parameters", p) for p in (6, 4, 2)]
     assert len(backward) == 8
@@ -198,7 +198,7 @@ def test_two_models_of_one_class(dynamic: bool, interleaved: bool, recording: Ca
         train(compiled[i], references[i], [vectors(rows if dynamic else 4)])
     for model, engine, reference in zip(models, engines, references, strict=True):
         check(model, engine, reference)
-        assert engine.runs("offload_gradient") == {0: 3, 2: 3}
+        assert engine.runs("offload_gradients") == {0: 3, 2: 3}
 
 
 def test_twelve_layers_behind_breaks(recording: Callable[..., RecordingEngine]) -> None:
@@ -213,7 +213,7 @@ def test_twelve_layers_behind_breaks(recording: Callable[..., RecordingEngine]) 
     engine = recording(model)
     train(torch.compile(model, backend=zenflow, options=EAGER), reference, [vectors() for _ in range(3)])
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
-    assert engine.runs("offload_gradient") == dict.fromkeys(engine.offloaded(), 3), "some layers fell back to eager"
+    assert engine.runs("offload_gradients") == dict.fromkeys(engine.offloaded(), 3), "some layers fell back to eager"
 
 
 def test_twelve_layers_in_a_loop_with_breaks(recording: Callable[..., RecordingEngine]) -> None:
@@ -250,7 +250,7 @@ def test_each_layer_compiled_on_its_own(recording: Callable[..., RecordingEngine
 
     train(run, reference, [vectors() for _ in range(3)])
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
-    assert engine.runs("offload_gradient") == dict.fromkeys(engine.offloaded(), 3)
+    assert engine.runs("offload_gradients") == dict.fromkeys(engine.offloaded(), 3)
 
 
 def test_module_compiled_in_place(recording: Callable[..., RecordingEngine]) -> None:
@@ -267,7 +267,7 @@ def test_found_by_name(recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model)
     torch.compile(model, backend="zenflow", options=EAGER)(vectors()).sum().backward()
-    assert engine.runs("offload_gradient") == {0: 1, 2: 1}
+    assert engine.runs("offload_gradients") == {0: 1, 2: 1}
 
 
 def test_a_dead_model_leaves_no_code_behind() -> None:
@@ -277,7 +277,7 @@ def test_a_dead_model_leaves_no_code_behind() -> None:
         model = MLP()
         engine = RecordingEngine(model.named_parameters())
         torch.compile(model, backend=zenflow, options=EAGER)(vectors()).sum().backward()
-        assert engine.runs("offload_gradient") == {0: 1, 2: 1}
+        assert engine.runs("offload_gradients") == {0: 1, 2: 1}
         del model, engine
         gc.collect()
     graph, *more = [each for each in served_graphs() if all(each is not other for other in elsewhere)]
@@ -342,7 +342,7 @@ def test_owners_that_come_and_go_recompile(recording: Callable[..., RecordingEng
         engine = RecordingEngine(model.named_parameters())
         compiled(x).sum().backward()
         assert model.up.weight.grad is None
-        assert engine.runs("offload_gradient") == {0: 1, 2: 1}
+        assert engine.runs("offload_gradients") == {0: 1, 2: 1}
         engine.close()
     compiled(x).sum().backward()
     assert model.up.weight.grad is not None

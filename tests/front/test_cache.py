@@ -50,7 +50,7 @@ optimizer.close()
 print(sum(param.double().sum().item() for param in model.parameters()))
 """
 
-OPS = ["begin_backward", "fetch_parameters_", "offload_gradient"]
+OPS = ["begin_backward", "fetch_parameters_", "offload_gradients"]
 
 
 def run(backend: str, cache: Path) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> Non
     printed = out.getvalue()
     assert [record.phase for record in found.graphs] == [Phase.FORWARD, Phase.BACKWARD]
     assert [record.inserted for record in found.graphs] == [2, 9]
-    assert [record.fused for record in (*found.graphs, found.step)] == [1, 3, 1]
-    assert "they run fused: 9 nodes as 3" in printed
+    assert [record.fused for record in (*found.graphs, found.step)] == [1, 2, 1]
+    assert "they run fused: 9 nodes as 2" in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
     assert "\x1b" not in printed
     for expected in ("2.weight", "8/16 columns", "zenflow.copy_to_host", "update_on_host", "more nodes"):

@@ -38,16 +38,19 @@ def test_one_op_per_gradient_and_one_for_all_updates(
     capture.run(model, x)
 
     assert not any(capture.count(phase, op) for phase in capture.after for op in READABLE_OPS)
-    assert engine.runs("offload_gradient") == dict.fromkeys(OFFLOADED, 1)
+    assert engine.runs("offload_gradients") == dict.fromkeys(OFFLOADED, 1)
     assert engine.runs("fetch_parameters_") == dict.fromkeys(OFFLOADED, 1)
     assert {op for op, _ in engine.executed} <= {
-        "begin_backward", "offload_gradient", "fetch_parameters_", "update_parameters",
+        "begin_backward", "offload_gradients", "fetch_parameters_", "update_parameters",
     }  # fmt: skip
     graph = capture.after[Phase.BACKWARD].graph
-    for node in graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENT):
-        token, grad, _, p = node.args
+    offloads = graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENTS)
+    assert [node.args[-1] for node in offloads] == engine.offloads == [[0, 3, 1]]
+    for node in offloads:
+        token, grads, *_ = node.args
         assert token.target is ops.BEGIN_BACKWARD
-        assert node.prev is grad, "a gradient leaves as soon as it exists"
+        assert node.prev is grads[-1], "the last gradient is offloaded as soon as it exists"
+    for p in OFFLOADED:
         torch.testing.assert_close(engine.received[p], expected[list(expected)[p]])
     updates = graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)
     assert len(updates) == in_backward
@@ -85,7 +88,8 @@ def test_leaves_a_chain_that_somebody_else_reads(recording: Callable[..., Record
     capture = Capture(engine, {Phase.BACKWARD: (*readable, ReadNorms(), fuse)})
     capture.run(model, inputs())
     assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == capture.count(Phase.BACKWARD, ops.COPY_TO_HOST) == 1
-    assert capture.count(Phase.BACKWARD, ops.OFFLOAD_GRADIENT) == 2
+    (fused,) = capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENTS)
+    assert len(fused.args[-1]) == 2
 
 
 @pytest.mark.parametrize("placement", [Placement.SPLIT_COLUMNS, Placement.HOST])
@@ -113,13 +117,19 @@ def test_a_parameter_whose_update_is_in_two_places_stays_unfused(
 
 
 class Written:
-    """A graph by hand: ``f`` fetches, ``u`` updates, ``v`` makes a view, ``c`` computes, ``g`` is of a gradient."""
+    """A graph by hand: ``f`` fetches, ``u`` updates, ``v`` makes a view, ``c`` computes, ``g`` is of a gradient.
+
+    ``o`` offloads the next gradient, ``w`` writes to the memory of the first one.
+    """
 
     def __init__(self, engine: RecordingEngine, phase: Phase, steps: str) -> None:
         graph = Graph()
         params = [graph.placeholder(f"param_{p}") for p in range(len(engine.params))]
         token = graph.placeholder("token")
-        numbers = count()
+        numbers, offloaded = count(), count()
+        grads = [graph.placeholder(f"grad_{p}") for p in range(len(engine.params))]
+        for grad in grads:
+            grad.meta["val"] = torch.empty(4, 4)
         for step in steps:
             if step == "f":
                 p = next(numbers)
@@ -128,6 +138,14 @@ class Written:
                 p = next(numbers)
                 graph.call_function(ops.ADAM_COLUMNS_, (params[p], token, engine.id, p))
                 graph.call_function(ops.UPDATE_ON_HOST, (token, engine.id, p))
+            elif step == "o":
+                p = next(offloaded)
+                norms = graph.call_function(ops.COLUMN_NORMS, (grads[p], engine.id, p))
+                selected = graph.call_function(ops.SELECT_COLUMNS, (norms, engine.id, p))
+                graph.call_function(ops.SPLIT_COLUMNS, (token, grads[p], selected, engine.id, p))
+                graph.call_function(ops.COPY_TO_HOST, (token, engine.id, p))
+            elif step == "w":
+                graph.call_function(torch.ops.aten.zero_.default, (grads[0],))
             elif step == "g":
                 graph.call_function(ops.COPY_TO_HOST, (token, engine.id, 0))
             else:
@@ -139,11 +157,17 @@ class Written:
 
     def fused(self) -> str:
         """The steps afterwards, with the parameters of each fused op."""
-        letters = {torch.ops.aten.permute.default: "v", torch.ops.aten.relu.default: "c", ops.COPY_TO_HOST: "g"}
+        letters = {
+            torch.ops.aten.permute.default: "v",
+            torch.ops.aten.relu.default: "c",
+            torch.ops.aten.zero_.default: "w",
+            ops.COPY_TO_HOST: "g",
+        }
         found = ""
         for node in self.gm.graph.nodes:
             if node.op == "call_function":
-                found += letters.get(node.target) or "".join(str(p) for p in node.args[-1]).join("()")
+                brackets = "[]" if node.target is ops.OFFLOAD_GRADIENTS else "()"
+                found += letters.get(node.target) or "".join(str(p) for p in node.args[-1]).join(brackets)
         return found
 
 
@@ -185,6 +209,35 @@ def test_what_is_done_together(
     assert FuseNodes()(written.gm, written.ctx) == 0
 
 
+@pytest.mark.parametrize(
+    ("steps", "offload_bytes", "fused"),
+    [
+        ("cococo", 1000, "ccc[012]"),
+        ("cococo", 128, "cc[01]c[2]"),  # two matrices are as much as may wait
+        ("cococo", 127, "c[0]c[1]c[2]"),
+        ("oco", 0, "[0]c[1]"),  # larger than the bound: an op of its own
+        ("ocouco", 1000, "c[01](0)c[2]"),  # the update of a gradient comes after its offload
+        ("ocucoo", 1000, "[0]c(0)c[12]"),
+        ("owo", 1000, "[0]w[1]"),  # nothing writes to a gradient before its offload
+        ("oowo", 1000, "[01]w[2]"),
+    ],
+)
+def test_offload_groups(
+    steps: str,
+    offload_bytes: int,
+    fused: str,
+    recording: Callable[..., RecordingEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Matrices of 64 bytes, and of no more than ``offload_bytes`` one gradient lives longer than the next one."""
+    monkeypatch.setattr(fuse_nodes, "OFFLOAD_BYTES", offload_bytes)
+    engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
+    written = Written(engine, Phase.BACKWARD, steps)
+    assert FuseNodes()(written.gm, written.ctx) == fused.count("(") + fused.count("[")
+    assert written.fused() == fused
+    assert FuseNodes()(written.gm, written.ctx) == 0
+
+
 def test_small_parameters_are_fetched_together_at_the_first_use(recording: Callable[..., RecordingEngine]) -> None:
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), torch.randn(2, 4)
     engine = recording(model)
@@ -215,7 +268,7 @@ def trained(
         entry = {**EAGER_BACKEND, "options": {"inner": inner}}
         training = Training(entry, {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 5, **keywords})
         engine = training.optimizer.engine
-        for name in ("split_columns", "offload_gradient", "update_on_host", "update_parameters"):
+        for name in ("split_columns", "offload_gradients", "update_on_host", "update_parameters"):
             patch.setattr(engine, name, noting(ran, name, getattr(engine, name)))
         training.run(0, 14)
         assert engine.selections
@@ -239,7 +292,7 @@ def test_bits_are_those_of_the_readable_nodes(
 ) -> None:
     fused, fused_ops = trained(monkeypatch, False, inner, **options)
     readable, readable_ops = trained(monkeypatch, True, inner, **options)
-    assert {"offload_gradient", "update_parameters"} <= fused_ops
+    assert {"offload_gradients", "update_parameters"} <= fused_ops
     assert "split_columns" not in fused_ops
     assert readable_ops == {"split_columns", "update_on_host"}
     assert_same(fused, readable)

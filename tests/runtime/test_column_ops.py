@@ -74,7 +74,7 @@ def test_split_norms_and_unsplit(
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_writes_its_slices_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float) -> None:
+def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: float) -> None:
     surrounding = torch.randn(41, 3, 60).to(dtype)
     matrix = surrounding[:, 1]  # a view whose rows lie apart
     matrix[:, 5] = float("nan")
@@ -94,9 +94,7 @@ def test_merge_writes_its_slices_and_nothing_else(dtype: torch.dtype, dim: int, 
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adam_updates_state_and_casts_it_into_the_selected_slices(
-    dtype: torch.dtype, dim: int, fraction: float
-) -> None:
+def test_adam_updates_state_and_selected_slices(dtype: torch.dtype, dim: int, fraction: float) -> None:
     matrix = torch.randn(31, 45).to(dtype)
     before = matrix.clone()
     selection = selection_of(matrix.shape[dim], fraction)
@@ -115,7 +113,7 @@ def test_adam_updates_state_and_casts_it_into_the_selected_slices(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_parameters_at_once_are_updated_as_one_by_one(dtype: torch.dtype) -> None:
+def test_batched_update_equals_single_updates(dtype: torch.dtype) -> None:
     """Whatever their shapes and numbers of steps, and wherever a batch ends: bit for bit."""
 
     def made() -> list[SliceState]:
@@ -143,20 +141,20 @@ def test_many_parameters_at_once_are_updated_as_one_by_one(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_norms_are_the_same_bits_every_time(dim: int) -> None:
+def test_norms_are_reproducible(dim: int) -> None:
     matrix = torch.randn(700, 900).bfloat16()
     first = norms_of(matrix, dim)
     assert all(torch.equal(first, norms_of(matrix.clone(), dim)) for _ in range(5))
 
 
-def test_low_precision_gradients_are_summed_in_fp32() -> None:
+def test_16_bit_gradients_are_summed_in_fp32() -> None:
     matrix = torch.full((4096, 8), 1e-3, dtype=torch.float16)
     exact = matrix.double().square().sum(0).float()
     torch.testing.assert_close(norms_of(matrix, 1), exact)
     torch.testing.assert_close(norms_of(torch.full((4, 8), 3e4, dtype=torch.float16), 1)[0].item(), 3.6e9)
 
 
-def test_a_selection_knows_where_every_slice_is() -> None:
+def test_selection_positions() -> None:
     selection = Selection.of(torch.tensor([4, 1], dtype=torch.int32), 6, CPU)
     assert selection.deferred.tolist() == [0, 2, 3, 5]
     assert selection.position.tolist() == [2, 1, 3, 4, 0, 5]
@@ -171,12 +169,12 @@ def test_a_selection_knows_where_every_slice_is() -> None:
 @pytest.mark.parametrize(
     ("selected", "deferred"), [([0, 0], None), ([6], None), ([-1], None), ([0], [1, 2, 3]), ([0], [0, 1, 2, 3, 4])]
 )
-def test_a_selection_holds_each_slice_once(selected: list[int], deferred: list[int] | None) -> None:
+def test_selection_lists_each_slice_once(selected: list[int], deferred: list[int] | None) -> None:
     with pytest.raises(ValueError, match="slice"):
         Selection.of(torch.tensor(selected), 6, CPU, deferred=None if deferred is None else torch.tensor(deferred))
 
 
-def test_blocks_that_do_not_fit_are_refused() -> None:
+def test_misfitting_blocks_are_refused() -> None:
     matrix = torch.randn(6, 4)
     selection = selection_of(4, 0.5)
     good = torch.zeros(2, 6)
@@ -191,7 +189,7 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         column_ops.norms_and_split(matrix, 0, selection, good, good)
 
 
-def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernels_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     column_ops._kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it now raises ImportError
     assert column_ops._kernels() is None

@@ -47,7 +47,7 @@ def gradient_of(dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-16])
-def test_a_slice_loses_at_most_half_of_its_own_quantum(dtype: torch.dtype, scale: float) -> None:
+def test_rounding_error_is_at_most_half_a_quantum(dtype: torch.dtype, scale: float) -> None:
     plan = plan_of(dtype)
     residual, block, gradient = Residual.allocate(plan, torch.device("cpu")), block_of(plan), gradient_of(dtype)
     kept = gradient.clone()
@@ -63,7 +63,7 @@ def test_a_slice_loses_at_most_half_of_its_own_quantum(dtype: torch.dtype, scale
 
 
 @DTYPES
-def test_what_is_lost_is_sent_later(dtype: torch.dtype) -> None:
+def test_residual_is_sent_later(dtype: torch.dtype) -> None:
     """Over any number of steps, whatever their scales, the host has received all but the last rounding."""
     plan = plan_of(dtype)
     residual, block = Residual.allocate(plan, torch.device("cpu")), block_of(plan)
@@ -87,7 +87,7 @@ def test_what_is_lost_is_sent_later(dtype: torch.dtype) -> None:
     assert ((without_feedback - exact).abs() > 2 * quantum).any(), "the control: without feedback errors add up"
 
 
-def test_zeros_infinities_and_nans_stay_in_their_slices() -> None:
+def test_zero_inf_and_nan_stay_in_their_slices() -> None:
     plan = plan_of(torch.float32)
     residual, block, gradient = Residual.allocate(plan, torch.device("cpu")), block_of(plan), gradient_of(torch.float32)
     gradient[3], gradient[4, 1], gradient[5, 2], gradient[6] = 0.0, math.inf, math.nan, 1e-44
@@ -101,7 +101,7 @@ def test_zeros_infinities_and_nans_stay_in_their_slices() -> None:
     torch.testing.assert_close(result[6] + residual.lost[6], gradient[6], atol=0, rtol=0)
 
 
-def test_slices_that_changed_have_lost_nothing() -> None:
+def test_changed_slices_have_no_residual() -> None:
     plan = plan_of(torch.float32)
     residual = Residual.allocate(plan, torch.device("cpu"))
     residual.compress(gradient_of(torch.float32), slot(), block_of(plan))
@@ -114,7 +114,7 @@ def test_slices_that_changed_have_lost_nothing() -> None:
 
 
 @DTYPES
-def test_pieces_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_no_result(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the device nor on the host."""
     plan = plan_of(dtype)
     whole, cut = (Residual.allocate(plan, torch.device("cpu")) for _ in range(2))
@@ -129,7 +129,7 @@ def test_pieces_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         assert torch.equal(torch.cat([part[number] for part in parts]).view(REST, LENGTH), received(block))
 
 
-def test_a_block_is_one_piece_of_memory() -> None:
+def test_block_is_contiguous() -> None:
     plan = plan_of(torch.bfloat16)
     block = block_of(plan)
     scales, values = scales_and_values(block)

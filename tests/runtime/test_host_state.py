@@ -37,11 +37,11 @@ STALE = replace(PLAN, interval=1, staleness=1)
 COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
 
 
-def host_of(plan: ParamPlan = PLAN) -> HostState:
+def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
     kernel = make_host_adam(
         "aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers
     )
-    return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel)
+    return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, workers)
 
 
 def copied(error: BaseException | None = None) -> ThreadTicket:
@@ -51,8 +51,8 @@ def copied(error: BaseException | None = None) -> ThreadTicket:
 
 
 def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
-    """One step's gradient, as ``copy_to_host`` and ``update_on_host`` put it."""
-    index, slot = host.free_slot()
+    """One step's gradient, as ``copy_to_host`` and ``commit`` put it."""
+    index, slot = host.free_buffer()
     slot.copy_(torch.as_tensor(value))
     host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
     return index
@@ -96,8 +96,8 @@ def test_a_window_closes_as_rule_p() -> None:
 def test_a_slot_that_was_not_committed_is_used_again() -> None:
     """A void step, or a gradient that was discarded."""
     host = host_of()
-    first, _ = host.free_slot()
-    again, _ = host.free_slot()
+    first, _ = host.free_buffer()
+    again, _ = host.free_buffer()
     assert first == again == 0
     assert [put(host, 0.0) for _ in range(3)] == [0, 1, 2]
 
@@ -134,8 +134,9 @@ def test_a_close_is_visible_in_the_next_forward() -> None:
 
 
 def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, cut = host_of(), host_of()
+    whole = host_of()
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
+    cut = host_of()
     for host in (whole, cut):
         host.state().master.fill_(1.0)
         for step in range(3):
@@ -205,8 +206,7 @@ def test_small_blocks_stay_whole_and_others_use_every_worker() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_touch_what_they_will_serve_and_nothing_twice(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
-    host = host_of()
-    host.workers = workers
+    host = host_of(workers=workers)
     touched: list[tuple[int, int]] = []
 
     def touch(tensor: Tensor) -> None:
@@ -280,6 +280,6 @@ def test_clearing_waits_for_those_who_use_the_memory() -> None:
     assert close.job.done()
     assert late.done()
     assert (host.open, host.flushed) == ([], [])
-    assert host.free_slot()[0] == 0
+    assert host.free_buffer()[0] == 0
     host.wait()
     host.raise_failures()

@@ -19,7 +19,7 @@ from zenflow_compile.runtime.step import min_window
 from zenflow_compile.runtime.step.min_window import ShortestWindow, host_rate, shortest_window
 
 CPU = torch.device("cpu")
-# 80 deferred slices of 100: 8000 elements, at S = 1, 2, 3, 4 closes of 28, 30, 32, 34 bytes each in bf16.
+# 80 deferred slices of 100: 8000 elements; in bf16 a flush of S = 1, 2, 3, 4 steps touches 28, 30, 32, 34 bytes each.
 PLAN = ParamPlan(
     index=0,
     name="w",
@@ -36,13 +36,13 @@ PER_STEP = {steps: 8000 * (26 + 2 * steps) / steps for steps in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_the_closes_of_a_step_fit_into_what_hides_them(steps: int) -> None:
+def test_flushes_of_a_step_fit_into_the_hidden_time(steps: int) -> None:
     assert shortest_window([PLAN], bytes_per_second=PER_STEP[steps] * 1.001, hidden_s=1.0) == steps
     assert shortest_window([PLAN], bytes_per_second=1.0, hidden_s=PER_STEP[steps] * 1.001) == steps
     assert shortest_window([PLAN] * 3, bytes_per_second=3.003 * PER_STEP[steps], hidden_s=1.0) == steps
 
 
-def test_the_longest_window_where_none_is_long_enough() -> None:
+def test_longest_window_if_none_is_long_enough() -> None:
     assert shortest_window([PLAN], bytes_per_second=1.0, hidden_s=1.0) == 4
     assert shortest_window([replace(PLAN, interval=1)], bytes_per_second=1.0, hidden_s=1.0) == 1
 
@@ -59,7 +59,7 @@ class Clock(Recorder):
 
 
 class Measuring:
-    """A time bound over one parameter, on a machine that closes windows of one step in exactly a second."""
+    """The bound for one parameter, on a machine that flushes windows of one step in exactly a second."""
 
     def __init__(self, *, whole_step: bool = False, plan: ParamPlan = PLAN) -> None:
         self.clock = Clock()
@@ -91,11 +91,11 @@ def rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def fits(steps: int) -> float:
-    """Seconds into which the closes of a step fit at windows of so many steps, and not at shorter ones."""
+    """Seconds into which the flushes of a step fit with windows of so many steps, and not with shorter ones."""
     return PER_STEP[steps] / PER_STEP[1] * 1.001
 
 
-def test_the_second_step_decides_and_the_third_obeys(rate: list[float]) -> None:
+def test_second_step_decides_for_the_third(rate: list[float]) -> None:
     run = Measuring()
     assert run.step(100.0, 100.0) is None  # compiles
     assert rate == [PER_STEP[1]]
@@ -104,7 +104,7 @@ def test_the_second_step_decides_and_the_third_obeys(rate: list[float]) -> None:
     assert len(rate) == 1
 
 
-def test_the_whole_step_hides_updates_on_the_tail_of_the_backward() -> None:
+def test_whole_step_hides_updates_in_the_backward() -> None:
     run = Measuring(whole_step=True)
     run.step(100.0, 100.0)
     run.step(fits(3) - 0.3, 0.3)
@@ -119,7 +119,7 @@ def test_staleness_adds_a_step() -> None:
 
 
 @pytest.mark.parametrize("graphs", [(3, 3), (2, 3)], ids=["forward", "backward"])
-def test_a_step_that_compiles_is_not_measured(graphs: tuple[int, int], rate: list[float]) -> None:
+def test_compiling_step_is_not_measured(graphs: tuple[int, int], rate: list[float]) -> None:
     run = Measuring()
     run.step(100.0, 100.0, graphs=(1, 2))
     assert run.step(100.0, 100.0, graphs=graphs) is None
@@ -128,7 +128,7 @@ def test_a_step_that_compiles_is_not_measured(graphs: tuple[int, int], rate: lis
     assert len(rate) == 1
 
 
-def test_a_step_that_begins_with_an_update_in_flight_is_not_measured(rate: list[float]) -> None:
+def test_step_with_update_in_flight_is_not_measured(rate: list[float]) -> None:
     run = Measuring()
     run.flushed.append(object())
     run.step(100.0, 100.0)
@@ -140,8 +140,8 @@ def test_a_step_that_begins_with_an_update_in_flight_is_not_measured(rate: list[
     assert run.step(100.0, 100.0) == 2
 
 
-def test_a_step_without_a_backward_is_not_measured() -> None:
-    """Gradients that somebody wrote by hand, or a loaded state in between."""
+def test_step_without_backward_is_not_measured() -> None:
+    """Gradients were written by hand, or a state was loaded in between."""
     run = Measuring()
     run.step(100.0, 100.0)
     run.bound.end_step(0)
@@ -154,7 +154,7 @@ def test_a_step_without_a_backward_is_not_measured() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(("cache_bytes", "rounds"), [(0, 1), (5000 * 34 * 3, 6)])
-def test_the_host_is_measured_with_its_kernel_on_all_workers(
+def test_host_rate_uses_the_kernel_on_all_workers(
     workers: int, cache_bytes: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(min_window, "TASK_ELEMENTS", 5000)

@@ -1,4 +1,4 @@
-"""What an engine gets of the machine: cores for its workers, pages near them, a warning where memory is not pinned."""
+"""Memory and cores of an engine: cores of its workers, pages near them, and the warning for unpinned memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_workers_of_several_engines_share_cores_last(monkeypatch: pytest.MonkeyP
         optimizer.close()
 
 
-def test_a_list_of_cores_is_taken_as_it_is() -> None:
+def test_worker_cores_option_is_used_unchanged() -> None:
     core = min(os.sched_getaffinity(0))
     training = Training(None, {"worker_cores": [core]}).run(0, 2)
     assert training.optimizer.engine.worker_cores == (core,)
@@ -61,7 +61,7 @@ def test_a_list_of_cores_is_taken_as_it_is() -> None:
     training.optimizer.close()
 
 
-def test_pages_are_touched_first_on_the_workers_cores_where_there_are_several_nodes(
+def test_workers_touch_their_pages_first_on_numa(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = max(os.sched_getaffinity(0))
@@ -92,7 +92,7 @@ class Listener:
         raise AssertionError("no backward runs here")
 
 
-def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of parameters, so two arenas, on a device that takes both for CUDA's and refuses."""
     cpu = torch.device("cpu")
     calls: list[int] = []
@@ -131,7 +131,7 @@ def test_an_engine_warns_once_that_memory_is_not_pinned(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_every_arena_is_touched_by_the_workers_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_arenas_are_touched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     touch = HostState.touch
     seen: list[set[int]] = []
 

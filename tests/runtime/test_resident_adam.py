@@ -27,20 +27,20 @@ def parameters(dtype: torch.dtype, device: str = "cpu") -> list[Parameter]:
     return [Parameter(torch.randn(shape, device=device).to(dtype)) for shape in SHAPES]
 
 
-def peer(params: list[Parameter]) -> torch.optim.AdamW:
+def baseline(params: list[Parameter]) -> torch.optim.AdamW:
     copies = [Parameter(param.detach().float()) for param in params]
     return torch.optim.AdamW(copies, lr=1e-2, betas=(0.8, 0.95), eps=EPS, weight_decay=0.1, fused=True)
 
 
-def peer_params(optimizer: torch.optim.AdamW) -> list[Parameter]:
+def baseline_params(optimizer: torch.optim.AdamW) -> list[Parameter]:
     params: list[Parameter] = optimizer.param_groups[0]["params"]
     return params
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_fp32_is_adamw_bit_for_bit_and_skipped_parameters_keep_their_count(device: str) -> None:
+def test_fp32_equals_adamw_bit_for_bit(device: str) -> None:
     params = parameters(torch.float32, device)
-    theirs = peer(params)
+    theirs = baseline(params)
     ours = ResidentAdam()
     for step in range(10):
         # The second parameter gets a gradient in every third step only.
@@ -49,11 +49,11 @@ def test_fp32_is_adamw_bit_for_bit_and_skipped_parameters_keep_their_count(devic
         theirs.param_groups[0]["lr"] = lr = 1e-2 / (step + 1)
         theirs.zero_grad()
         for i, grad in zip(present, grads, strict=True):
-            peer_params(theirs)[i].grad = grad.clone()
+            baseline_params(theirs)[i].grad = grad.clone()
         theirs.step()
         ours.update([params[i] for i in present], grads, SLOT._replace(lr=lr), eps=EPS)
     assert [int(ours.states[param].step) for param in params] == [10, 3, 10, 10]
-    for mine, other in zip(params, peer_params(theirs), strict=True):
+    for mine, other in zip(params, baseline_params(theirs), strict=True):
         assert torch.equal(mine, other)
         assert torch.equal(ours.states[mine].exp_avg, theirs.state[other]["exp_avg"])
         assert torch.equal(ours.states[mine].exp_avg_sq, theirs.state[other]["exp_avg_sq"])
@@ -62,24 +62,24 @@ def test_fp32_is_adamw_bit_for_bit_and_skipped_parameters_keep_their_count(devic
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_weights_are_the_cast_of_fp32_adamw(dtype: torch.dtype, device: str) -> None:
+def test_16_bit_weights_are_the_cast_of_fp32_adamw(dtype: torch.dtype, device: str) -> None:
     params = parameters(dtype, device)
-    theirs = peer(params)
+    theirs = baseline(params)
     ours = ResidentAdam()
     for _ in range(10):
         grads = [torch.randn_like(param) for param in params]
-        for other, grad in zip(peer_params(theirs), grads, strict=True):
+        for other, grad in zip(baseline_params(theirs), grads, strict=True):
             other.grad = grad.float()
         theirs.step()
         ours.update(params, grads, SLOT, eps=EPS)
-    for mine, other in zip(params, peer_params(theirs), strict=True):
+    for mine, other in zip(params, baseline_params(theirs), strict=True):
         master = ours.states[mine].master
         assert master is not None
         assert torch.equal(master, other)
         assert torch.equal(mine, other.to(dtype))
 
 
-def test_scaled_gradients_are_not_written_and_count_as_if_scaled_before() -> None:
+def test_scaled_gradients_are_not_written() -> None:
     params = parameters(torch.float32)
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
@@ -90,7 +90,7 @@ def test_scaled_gradients_are_not_written_and_count_as_if_scaled_before() -> Non
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
 
-def test_dtypes_mix_and_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_dtypes_and_batches_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters(torch.float32) + parameters(torch.bfloat16) + parameters(torch.float64)
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
@@ -125,7 +125,7 @@ def test_memory_layout_does_not_matter(layout: str, dtype: torch.dtype) -> None:
     assert torch.equal(pair[..., 1], weight)
 
 
-def test_a_write_by_somebody_else_reseeds_the_master_where_it_differs() -> None:
+def test_external_write_updates_the_master() -> None:
     param = Parameter(torch.randn(64).bfloat16())
     optimizer = ResidentAdam()
     optimizer.update([param], [torch.randn(64).bfloat16()], SLOT, eps=EPS)
@@ -140,7 +140,7 @@ def test_a_write_by_somebody_else_reseeds_the_master_where_it_differs() -> None:
     assert not torch.equal(master[10:], param[10:].float())
 
 
-def test_every_update_shows_in_the_version_counter() -> None:
+def test_update_moves_the_version_counter() -> None:
     param = Parameter(torch.ones(3))
     loss = (param * param).sum()
     ResidentAdam().update([param], [torch.ones(3)], SLOT, eps=EPS)
@@ -149,7 +149,7 @@ def test_every_update_shows_in_the_version_counter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     def gradients() -> list[list[Tensor]]:
         generator = torch.Generator().manual_seed(1)
         return [[torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES] for _ in range(6)]
@@ -173,7 +173,7 @@ def test_a_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(param, copy) for param, copy in zip(params, copies, strict=True))
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_state_of_another_model_is_refused() -> None:
     param = Parameter(torch.zeros(3))
     optimizer = ResidentAdam()
     with pytest.raises(ValueError, match="shape"):

@@ -1,4 +1,4 @@
-"""Closes and re-selections against oracles in plain Python: what decides, how late, and what does not."""
+"""Flushes and re-selections against oracles in plain Python: what decides them, and at which lag."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLAN = ParamPlan(
 
 
 class Run:
-    """One parameter under a schedule; ``close(step)`` is what an engine does with it, selections landing at once."""
+    """One parameter under a schedule. ``step`` does what an engine does, and applies selections immediately."""
 
     def __init__(self, plan: ParamPlan = PLAN, **options: Any) -> None:
         self.plan = plan
@@ -49,16 +49,16 @@ class Run:
         self.device.selected_at = at
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:
-        """Whether the window closed, and what it selected."""
-        closed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=unscale)
-        wanted = self.schedule.selection(self.plan, self.device, step) if closed else None
+        """Return whether the window was flushed, and the new selection."""
+        flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=unscale)
+        wanted = self.schedule.selection(self.plan, self.device, step) if flushed else None
         if wanted is not None:
             self.select(wanted, step)
         self.schedule.end_step()
-        return closed, wanted
+        return flushed, wanted
 
     def reselections(self, first: int, last: int, score_at: Callable[[int], Tensor]) -> list[int]:
-        """Steps at which the selection was chosen anew."""
+        """Return the steps at which there was a re-selection."""
         found = []
         for step in range(first, last):
             self.device.score.copy_(score_at(step))
@@ -86,20 +86,20 @@ def settled(**options: Any) -> Run:
 # Re-selections.
 
 
-def test_drift_reselects_one_window_after_it_was_seen() -> None:
+def test_drift_reselects_one_window_later() -> None:
     run = settled()
     assert run.reselections(1, 60, lambda step: scores(5, 4.0)) == [AUTO_SELECT_INTERVAL]
     assert set(range(20, 24)) < set(run.device.selection.selected.tolist())  # one of each group; 24 is in that of 20
     late = settled()
-    drifted = AUTO_SELECT_INTERVAL + 3  # seen at the close that follows, 20, and acted upon at 22
+    drifted = AUTO_SELECT_INTERVAL + 3  # counted at the next flush, 20, and used at 22
     assert late.reselections(1, 60, lambda step: scores(5, 4.0 if step >= drifted else 0.0)) == [drifted + 3]
 
 
-def test_a_steady_selection_is_never_chosen_anew() -> None:
+def test_steady_selection_is_kept() -> None:
     assert settled().reselections(1, 400, lambda step: scores(0, 0.0)) == []
 
 
-def test_a_drift_that_has_passed_counts_only_at_its_lag() -> None:
+def test_past_drift_counts_at_its_lag() -> None:
     """Decided by what was seen, then selected by what is: nothing changes sides if nothing has drifted by then."""
     run = settled()
     assert run.reselections(1, 17, lambda step: scores(5, 4.0 if step <= 15 else 0.0)) == [16]
@@ -107,7 +107,7 @@ def test_a_drift_that_has_passed_counts_only_at_its_lag() -> None:
 
 
 @pytest.mark.parametrize(("entering", "expected"), [(4, []), (5, [16])])
-def test_few_slices_are_not_worth_it(entering: int, expected: list[int]) -> None:
+def test_small_drift_does_not_reselect(entering: int, expected: list[int]) -> None:
     assert math.isclose(RESELECT_BELOW, 0.8)
     assert settled().reselections(1, 40, lambda step: scores(entering, 4.0)) == expected
 
@@ -122,7 +122,7 @@ def test_slices_enter_only_by_a_margin() -> None:
     assert turns == [16, 32, 48, 64, 80, 96]
 
 
-def test_only_those_slices_enter_that_are_ahead_of_the_ones_they_replace() -> None:
+def test_slices_below_the_margin_do_not_enter() -> None:
     run = settled()
     score = scores(5, 4.0)
     score[25:30] = 1.1  # ahead of what stays, but by less than the margin
@@ -130,7 +130,7 @@ def test_only_those_slices_enter_that_are_ahead_of_the_ones_they_replace() -> No
     assert set(run.device.selection.selected.tolist()) & set(range(25, 30)) == set()
 
 
-def test_an_interval_that_was_asked_for_is_kept() -> None:
+def test_given_select_interval_is_kept() -> None:
     run = settled(select_strategy="step", select_interval=6)
     assert run.reselections(1, 30, lambda step: scores(0, 0.0)) == [6, 12, 18, 24]
 
@@ -138,7 +138,7 @@ def test_an_interval_that_was_asked_for_is_kept() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 20, 100])
 @pytest.mark.parametrize("slices", [20, 200])
-def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int, slices: int) -> None:
+def test_moved_state_stays_within_its_budget(dtype: torch.dtype, k: int, slices: int) -> None:
     """Where everything drifts all the time: with a share of the parameter's bytes, whatever its shape and dtype."""
     plan = replace(PLAN, dtype=dtype, shape=(2, slices), slices=slices, k=min(k, slices // 2))
     run = Run(plan)
@@ -157,19 +157,19 @@ def test_no_more_state_moves_than_steps_have_paid_for(dtype: torch.dtype, k: int
 
 
 @pytest.mark.parametrize("changes", [{"k": 0}, {"k": 200}, {"fixed": True}])
-def test_nothing_is_selected_where_there_is_no_choice(changes: dict[str, Any]) -> None:
+def test_nothing_is_selected_without_a_choice(changes: dict[str, Any]) -> None:
     assert Run(replace(PLAN, **changes)).reselections(0, 40, lambda step: torch.rand(200)) == []
 
 
 # Windows that adapt.
 
 
-def closes_of(run: Run, steps: int, *, void: frozenset[int] = frozenset(), first: int = 0) -> list[int]:
-    """Steps at which windows close, with norms that depend on the step alone."""
+def flushes_of(run: Run, steps: int, *, missing: frozenset[int] = frozenset(), first: int = 0) -> list[int]:
+    """Return the steps at which windows are flushed, with norms that depend on the step alone."""
     found = []
     for step in range(first, first + steps):
         run.device.norms.copy_(norms_at(step))
-        if run.step(step, present=step not in void, unscale=0.5)[0]:
+        if run.step(step, present=step not in missing, unscale=0.5)[0]:
             found.append(step)
     return found
 
@@ -180,13 +180,13 @@ def norms_at(step: int) -> Tensor:
     return norms
 
 
-def expected_closes(steps: int, ratio: float, shortest: int, longest: int, void: frozenset[int]) -> list[int]:
+def expected_flushes(steps: int, ratio: float, shortest: int, longest: int, missing: frozenset[int]) -> list[int]:
     """The rule, with the selection 0 to 19 that never changes here."""
     found: list[int] = []
     window: list[int] = []
     for step in range(steps):
         window.append(step)
-        known = [each for each in window[:-1] if each not in void]  # one step late
+        known = [each for each in window[:-1] if each not in missing]  # one step late
         norms = [norms_at(each).double() for each in known]
         waiting = sum(float((each[20:].sum() / 180).sqrt()) for each in norms)
         selected = sum(float((each[:20].sum() / 20).sqrt()) for each in norms)
@@ -203,27 +203,27 @@ LONGEST = replace(PLAN, interval=6)
 
 @pytest.mark.parametrize("shortest", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("ratio", [0.0, 0.7, 0.99, 1.0])
-@pytest.mark.parametrize("void", [frozenset[int](), frozenset({3, 4, 11, 20, 21, 22, 23, 24, 25, 26})])
-def test_windows_close_when_what_waits_has_grown(ratio: float, shortest: int, void: frozenset[int]) -> None:
+@pytest.mark.parametrize("missing", [frozenset[int](), frozenset({3, 4, 11, 20, 21, 22, 23, 24, 25, 26})])
+def test_windows_flush_when_deferred_norm_has_grown(ratio: float, shortest: int, missing: frozenset[int]) -> None:
     run = Run(LONGEST, **ADAPTIVE, auto_ratio=ratio, min_update_interval=shortest)
     run.device.score[: PLAN.k] = 1.0
-    found = closes_of(run, 60, void=void)
-    assert found == expected_closes(60, ratio, shortest, 6, void)
+    found = flushes_of(run, 60, missing=missing)
+    assert found == expected_flushes(60, ratio, shortest, 6, missing)
     assert min(b - a for a, b in pairwise([-1, *found])) >= shortest
 
 
-def test_before_time_has_been_measured_gradients_alone_decide() -> None:
+def test_gradients_alone_decide_before_measurement() -> None:
     run = Run(LONGEST, **ADAPTIVE, auto_ratio=0.7)
     assert run.schedule.shortest_window is None
     run.device.score[: PLAN.k] = 1.0
-    assert closes_of(run, 30) == expected_closes(30, 0.7, 1, 6, frozenset())
+    assert flushes_of(run, 30) == expected_flushes(30, 0.7, 1, 6, frozenset())
     run.schedule.shortest_window = 6
-    later = closes_of(run, 40, first=30)
+    later = flushes_of(run, 40, first=30)
     assert {b - a for a, b in pairwise(later)} == {6}
 
 
 @pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": "auto", "max_update_interval": 1}])
-def test_nothing_is_measured_where_it_decides_nothing(options: dict[str, Any]) -> None:
+def test_no_measurement_where_it_decides_nothing(options: dict[str, Any]) -> None:
     assert Run(**options).schedule.shortest_window == 1
 
 
@@ -231,7 +231,7 @@ def test_nothing_is_measured_where_it_decides_nothing(options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("position", range(12, 24))
-def test_a_restored_schedule_decides_alike(position: int) -> None:
+def test_restored_schedule_decides_alike(position: int) -> None:
     """At every position: with norms and a drift that were computed and not used yet."""
 
     def score_at(step: int) -> Tensor:
@@ -242,8 +242,8 @@ def test_a_restored_schedule_decides_alike(position: int) -> None:
         for step in range(first, 60):
             run.device.norms.copy_(norms_at(step))
             run.device.score.copy_(score_at(step))
-            closed, wanted = run.step(step)
-            done.append((closed, None if wanted is None else wanted.tolist()))
+            flushed, wanted = run.step(step)
+            done.append((flushed, None if wanted is None else wanted.tolist()))
         return done
 
     options = {**ADAPTIVE, "auto_ratio": 0.9, "min_update_interval": 1}

@@ -1,4 +1,4 @@
-"""Selection inside groups, held against plain Python, and against ranks that each choose in groups of their own."""
+"""Selection inside groups, compared with plain Python, and with ranks that each select in some of the groups."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_best_slices_of_each_group(slices: int, k: int, groups: int, kind: str) 
 
 
 @pytest.mark.parametrize(("slices", "k", "groups"), SIZES)
-def test_the_first_selection_is_one_by_groups(slices: int, k: int, groups: int) -> None:
+def test_first_selection_is_balanced_over_groups(slices: int, k: int, groups: int) -> None:
     """Before there are scores the first k slices are selected: as many of each group as later."""
     plan = ParamPlan(
         index=0, name="w", shape=(slices, 1), dtype=torch.float32, placement=Placement.SPLIT_COLUMNS,
@@ -121,7 +121,7 @@ def test_best_swaps_of_each_group(slices: int, k: int, groups: int, kind: str) -
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["distinct", "ties", "zeros"])
 @pytest.mark.parametrize(("slices", "k"), [(640, 64), (667, 66), (1000, 100), (175, 80), (641, 577)])
-def test_ranks_choose_what_one_device_does(slices: int, k: int, kind: str, ranks: int) -> None:
+def test_ranks_select_as_one_device(slices: int, k: int, kind: str, ranks: int) -> None:
     """Rank r owns the groups g with g % ranks == r: the slices i with i % ranks == r, in ascending order."""
     groups = group_count(slices, k)
     assert groups >= ranks
@@ -145,7 +145,7 @@ def test_ranks_choose_what_one_device_does(slices: int, k: int, kind: str, ranks
 
 @pytest.mark.parametrize("kind", ["some", "all"])
 @pytest.mark.parametrize(("slices", "k", "groups"), SIZES)
-def test_nan_scores_leave_a_valid_selection(slices: int, k: int, groups: int, kind: str) -> None:
+def test_nan_scores_give_a_valid_selection(slices: int, k: int, groups: int, kind: str) -> None:
     for seed in range(5):
         score = scores("distinct", slices, seed)
         score[score < (0.2 if kind == "some" else 2.0)] = torch.nan
@@ -158,7 +158,7 @@ def test_nan_scores_leave_a_valid_selection(slices: int, k: int, groups: int, ki
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
-def test_swap_budget_is_divided_evenly_over_time(groups: int) -> None:
+def test_swap_budget_is_divided_evenly(groups: int) -> None:
     """At re-selections any number of steps apart: a group that never got the remainder would never move."""
     for swaps in (1, 3, groups, 2 * groups + 1):
         for apart in (16, 17, 18, 20, 24, 32, 48, 64, 128, 256):
@@ -172,7 +172,7 @@ def test_swap_budget_is_divided_evenly_over_time(groups: int) -> None:
             assert 0.4 * mean <= total.min() <= total.max() <= 1.7 * mean, (swaps, apart, total)
 
 
-def test_mask_does_not_depend_on_the_order_of_rows() -> None:
+def test_mask_is_independent_of_row_order() -> None:
     one = Selection.of(torch.tensor([4, 1]), 6, CPU)
     other = Selection.of(torch.tensor([1, 4]), 6, CPU, deferred=torch.tensor([5, 0, 3, 2]))
     assert one.mask.tolist() == other.mask.tolist() == [False, True, False, False, True, False]
@@ -181,7 +181,7 @@ def test_mask_does_not_depend_on_the_order_of_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize(("slices", "k", "groups"), SIZES)
-def test_selection_on_cuda_waits_for_nothing(slices: int, k: int, groups: int, kind: str) -> None:
+def test_cuda_selection_does_not_synchronize(slices: int, k: int, groups: int, kind: str) -> None:
     score, selected = scores(kind, slices, 0), some_selection(slices, k, groups, 0)
     mask = mask_of(selected, slices)
     on_device = score.cuda(), mask.cuda()

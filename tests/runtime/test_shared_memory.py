@@ -47,7 +47,7 @@ def test_overlap_is_refused(views: Views, swapped: bool) -> None:
 
 @pytest.mark.parametrize("views", APART.values(), ids=APART.keys())
 @pytest.mark.parametrize("swapped", [False, True])
-def test_views_apart_are_accepted(views: Views, swapped: bool) -> None:
+def test_disjoint_views_are_accepted(views: Views, swapped: bool) -> None:
     pair = views(torch.zeros(96))
     check(pair[::-1] if swapped else pair)
 

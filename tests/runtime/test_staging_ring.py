@@ -1,95 +1,102 @@
-"""Rings hand a buffer out only when the copy that read it is done."""
+"""The user of a ring's buffer takes it in one assignment, and waits for the copy that read it."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 import pytest
 import torch
 
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError, Ticket
+from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
-from zenflow_compile.runtime.transfer.staging_ring import StagedBlock, StagingRing
+from zenflow_compile.runtime.transfer.staging_ring import StagingBuffer, StagingRing
 
 CPU = torch.device("cpu")
+SMALL = (1, 4), torch.float32
 pytestmark = pytest.mark.timeout(60)
 
 
-def take(ring: StagingRing, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
-    block = ring.first_free(shape, dtype)
-    ring.unused = ring.without(block)
-    return block
+def take(ring: StagingRing) -> StagingBuffer:
+    buffer = ring.next_free()
+    buffer.in_use = True
+    return buffer
 
 
-def give_back(ring: StagingRing, block: StagedBlock, after: Ticket | None = None) -> None:
-    ring.unused = ring.with_back(block, after)
+def give_back(buffer: StagingBuffer, reader: Ticket | None = None) -> None:
+    buffer.in_use, buffer.read_by = False, reader
 
 
-def test_a_ring_waits_for_the_copy_that_read_its_buffer() -> None:
+def test_next_user_sees_the_last_reader() -> None:
     ring = StagingRing(1, 64, CPU)
-    block = take(ring, (2, 4), torch.float32)
+    buffer = take(ring)
+    first = buffer.view(((2, 4), torch.float32))
     ticket = ThreadTicket()
-    give_back(ring, block, ticket)
-    threading.Timer(0.05, ticket.finish).start()
-    begin = time.perf_counter()
-    again = take(ring, (4, 8), torch.bfloat16)
-    assert time.perf_counter() - begin > 0.04
-    assert again.tensor.shape == (4, 8)
-    assert again.tensor.dtype == torch.bfloat16
-    assert again.tensor.data_ptr() == block.tensor.data_ptr()
+    give_back(buffer, ticket)
+    again = take(ring)
+    assert again.read_by is ticket
+    view = again.view(((4, 8), torch.bfloat16))
+    assert again.tensor is view
+    assert view.shape == (4, 8)
+    assert view.dtype == torch.bfloat16
+    assert view.data_ptr() == first.data_ptr()
 
 
 def test_buffers_go_round() -> None:
     ring = StagingRing(3, 16, CPU)
     seen = []
     for _ in range(6):
-        block = take(ring, (1, 4), torch.float32)
-        seen.append(block.tensor.data_ptr())
-        give_back(ring, block)
+        buffer = take(ring)
+        seen.append(buffer)
+        give_back(buffer)
     assert seen[:3] == seen[3:]
     assert len(set(seen)) == 3
     assert ring.nbytes == 48
 
 
-def test_a_failed_copy_does_not_lose_its_buffer() -> None:
-    ring = StagingRing(1, 16, CPU)
-    ticket = ThreadTicket()
-    ticket.finish(ValueError("on purpose"))
-    give_back(ring, take(ring, (1, 4), torch.float32), ticket)
-    for _ in range(2):
-        with pytest.raises(CopyError):
-            take(ring, (1, 4), torch.float32)
-        assert ring.free == 1
-    ring.settle()
-    take(ring, (1, 4), torch.float32)
-    assert ring.free == 0
-
-
-def test_a_buffer_is_unused_until_that_is_assigned() -> None:
-    ring = StagingRing(2, 16, CPU)
-    first = ring.first_free((1, 4), torch.float32)
-    assert (ring.free, ring.first_free((1, 4), torch.float32).number) == (2, first.number)
-    assert [number for number, _ in ring.without(first)] == [1]
-    assert ring.free == 2
-    ring.unused = ring.without(first)
-    assert [number for number, _ in ring.with_back(first)] == [1, first.number]
-    assert ring.free == 1
-
-
-def test_settling_has_every_buffer_free_once() -> None:
-    """Also one that was taken and not given back, or given back twice."""
+def test_buffers_in_use_are_skipped() -> None:
     ring = StagingRing(3, 16, CPU)
-    take(ring, (1, 4), torch.float32)
-    twice = take(ring, (1, 4), torch.float32)
-    give_back(ring, twice)
-    give_back(ring, twice)
+    kept = take(ring)
+    seen = set()
+    for _ in range(6):
+        buffer = take(ring)
+        seen.add(buffer)
+        give_back(buffer)
+    assert len(seen) == 2
+    assert kept not in seen
+
+
+def test_failed_copy_keeps_its_buffer() -> None:
+    ring = StagingRing(1, 16, CPU)
+    give_back(take(ring), ThreadTicket.ended(ValueError("on purpose")))
+    assert ring.free == 1
+    assert ring.next_free().read_by is not None
     ring.settle()
-    assert len({take(ring, (1, 4), torch.float32).number for _ in range(3)}) == 3
+    assert take(ring).read_by is None
     assert ring.free == 0
 
 
-def test_a_ring_grows_when_nothing_is_in_use() -> None:
+def test_buffer_is_free_until_it_is_marked() -> None:
+    ring = StagingRing(2, 16, CPU)
+    first = ring.next_free()
+    assert ring.free == 2
+    first.in_use = True
+    assert ring.free == 1
+    assert ring.next_free() is not first
+    give_back(first)
+    assert ring.free == 2
+
+
+def test_settling_frees_every_buffer_once() -> None:
+    """Also a buffer that was taken and not given back, or given back twice."""
+    ring = StagingRing(3, 16, CPU)
+    take(ring)
+    twice = take(ring)
+    give_back(twice)
+    give_back(twice)
+    ring.settle()
+    assert len({take(ring) for _ in range(3)}) == 3
+    assert ring.free == 0
+
+
+def test_ring_grows_when_nothing_is_in_use() -> None:
     ring = StagingRing(2, 0, CPU)
     ring.fit(2, 64)
     assert ring.nbytes == 128
@@ -97,15 +104,14 @@ def test_a_ring_grows_when_nothing_is_in_use() -> None:
     assert ring.nbytes == 128
     ring.fit(4, 32)
     assert (ring.nbytes, ring.free) == (256, 4)
-    assert take(ring, (4, 4), torch.float32).tensor.shape == (4, 4)
+    assert take(ring).view(((4, 4), torch.float32)).shape == (4, 4)
 
 
-def test_a_ring_that_grows_forgets_the_views_of_its_old_buffers() -> None:
+def test_grown_ring_forgets_old_views() -> None:
     ring = StagingRing(1, 64, CPU)
-    first = take(ring, (2, 4), torch.float32)
-    give_back(ring, first)
-    again = take(ring, (2, 4), torch.float32)
-    assert again.tensor is first.tensor
-    give_back(ring, again)
+    buffer = take(ring)
+    first = buffer.view(SMALL)
+    assert buffer.view(SMALL) is first
+    give_back(buffer)
     ring.fit(1, 128)
-    assert take(ring, (2, 4), torch.float32).tensor.data_ptr() == ring._buffers[0].data_ptr()
+    assert take(ring).view(SMALL).data_ptr() == ring.buffers[0].memory.data_ptr()

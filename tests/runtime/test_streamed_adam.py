@@ -1,4 +1,4 @@
-"""State streamed through the device: equal to residents bit for bit, in full duplex, in bounded memory."""
+"""State streamed through the device: bit for bit as resident state, in both directions at once, in bounded memory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def chain(dtype: torch.dtype, layers: int = 8) -> nn.Module:
 
 
 def recorded(training: Training, begin: int, end: int) -> list[Event]:
-    """What crossed as state in these steps, flushes of the last one included."""
-    training.optimizer.synchronize()  # or the last flush of the step before is recorded, too
+    """Return the copies of state in these steps, the write-backs of the last one included."""
+    training.optimizer.synchronize()  # or the last write-back of the step before is recorded, too
     training.optimizer.engine.timeline = timeline = Timeline()
     training.run(begin, end)
     training.optimizer.synchronize()
@@ -56,7 +56,7 @@ def on(lane: str, events: Sequence[Event]) -> list[Event]:
 @DTYPES
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("sub_group_size", [1, 1500, 10**8])
-def test_streamed_state_is_resident_state_bit_for_bit(
+def test_streamed_equals_resident_bit_for_bit(
     dtype: torch.dtype, entry: dict[str, Any] | None, sub_group_size: int
 ) -> None:
     expected = Training(entry, RESIDENT, dtype).run(0, 8)
@@ -71,7 +71,7 @@ def test_streamed_state_is_resident_state_bit_for_bit(
             assert torch.equal(value, states[1][index][name]) or name in ("plan", "chosen")
 
 
-def test_a_parameter_without_a_gradient_keeps_its_count_and_its_moments() -> None:
+def test_missing_gradient_keeps_the_state() -> None:
     runs = []
     for options in (RESIDENT, {**ALL, "sub_group_size": 1500}):  # two parameters in the first subgroup
         training = Training(None, options)
@@ -86,7 +86,7 @@ def test_a_parameter_without_a_gradient_keeps_its_count_and_its_moments() -> Non
     assert [runs[1].optimizer.state_dict()["state"][index]["step"] for index in (0, 2)] == [3.0, 9.0]
 
 
-def test_subgroups_that_come_back_take_the_place_of_what_was_prefetched() -> None:
+def test_returning_subgroups_displace_prefetched_ones() -> None:
     runs = []
     for options in (RESIDENT, ALL):  # more subgroups than buffers
         training = Training(None, options, build=chain)
@@ -100,7 +100,7 @@ def test_subgroups_that_come_back_take_the_place_of_what_was_prefetched() -> Non
     assert_same(runs[1].weights(), runs[0].weights())
 
 
-def test_groups_with_their_own_rates_share_a_subgroup() -> None:
+def test_param_groups_share_a_subgroup() -> None:
     weights = []
     for options in (RESIDENT, {**ALL, "sub_group_size": 10**8}):
         params = [nn.Parameter(torch.full((16, 16), value)) for value in (1.0, 2.0, 3.0)]
@@ -119,7 +119,7 @@ def test_groups_with_their_own_rates_share_a_subgroup() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_clipping_and_skipped_steps_equal_residents(entry: dict[str, Any] | None) -> None:
+def test_clipping_and_skipped_steps_equal_resident(entry: dict[str, Any] | None) -> None:
     weights = []
     for options in (RESIDENT, ALL, {**ALL, "max_grad_norm": 0.05}, {**RESIDENT, "max_grad_norm": 0.05}):
         training = Training(entry, options)
@@ -143,7 +143,7 @@ def test_clipping_and_skipped_steps_equal_residents(entry: dict[str, Any] | None
 
 
 @DTYPES
-def test_weights_that_somebody_wrote_count(dtype: torch.dtype) -> None:
+def test_external_writes_count(dtype: torch.dtype) -> None:
     weights = []
     for options in (RESIDENT, ALL):
         training = Training(EAGER_BACKEND, options, dtype).run(0, 3)
@@ -153,7 +153,7 @@ def test_weights_that_somebody_wrote_count(dtype: torch.dtype) -> None:
     assert_same(weights[1], weights[0])
 
 
-def test_parameters_that_come_later_get_subgroups_of_their_own() -> None:
+def test_added_parameters_get_new_subgroups() -> None:
     weights = []
     for options in (RESIDENT, ALL):
         training = Training(None, options).run(0, 3)
@@ -178,9 +178,7 @@ def test_parameters_that_come_later_get_subgroups_of_their_own() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize(("stride", "streamed"), [(1, 9), (2, 4), (3, 3)])
-def test_all_state_of_every_kth_subgroup_crosses_once_each_way(
-    entry: dict[str, Any] | None, stride: int, streamed: int
-) -> None:
+def test_state_is_copied_one_time_each_way(entry: dict[str, Any] | None, stride: int, streamed: int) -> None:
     training = Training(entry, {**ALL, "update_stride": stride}, torch.bfloat16, chain).run(0, 2)
     state = sum(param.whole_state_bytes for param in training.optimizer.engine.plan.params if param.streamed)
     ahead = len(training.optimizer.engine.registry.streamed._loaded)
@@ -196,7 +194,7 @@ def test_all_state_of_every_kth_subgroup_crosses_once_each_way(
     training.optimizer.close()
 
 
-def test_device_memory_is_three_buffers_whatever_the_number_of_subgroups() -> None:
+def test_device_memory_is_three_buffers() -> None:
     sizes = set()
     for layers in (4, 12):
         training = Training(None, ALL, build=lambda dtype, layers=layers: chain(dtype, layers)).run(0, 2)
@@ -210,8 +208,8 @@ def test_device_memory_is_three_buffers_whatever_the_number_of_subgroups() -> No
     assert len(one.optimizer.engine.registry.streamed._buffers) == 1
 
 
-def test_a_buffer_takes_part_in_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And state is not read from the host before its flush is over."""
+def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And state is not read from the host before its write-back has ended."""
     busy: list[tuple[int, int]] = []
     lock = threading.Lock()
     copy = cpu_lane.copy_without_gil
@@ -236,7 +234,7 @@ def test_a_buffer_takes_part_in_one_copy_at_a_time(monkeypatch: pytest.MonkeyPat
     assert together == 2
 
 
-def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ends before the other has begun, so a runtime that serialised them would wait for ever."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
@@ -249,7 +247,7 @@ def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytes
         with changed:
             began[lane] += 1
             changed.notify_all()
-            # The second flush meets the copy behind the first one: into the first buffer that came free.
+            # The second write-back overlaps the copy behind the first one: into the first buffer that came free.
             if lane == "zenflow-D2H" and began[lane] == 2:
                 assert changed.wait_for(lambda: began["zenflow-H2D"] >= 1, timeout=30), "not in full duplex"
             if lane == "zenflow-H2D" and began[lane] == 1:
@@ -265,21 +263,21 @@ def test_a_flush_and_the_next_subgroup_cross_at_the_same_time(monkeypatch: pytes
     training.optimizer.close()
 
 
-def test_a_step_does_not_wait_for_its_last_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the next forward: they are held until its loss is there."""
+def test_step_does_not_wait_for_last_write_backs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next forward: the write-backs are stopped until its loss is computed."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy, flushed, passed = cpu_lane.copy_without_gil, [0], threading.Event()
+    copy, copies, passed = cpu_lane.copy_without_gil, [0], threading.Event()
 
-    def held(target: Tensor, source: Tensor) -> None:
+    def stopped(target: Tensor, source: Tensor) -> None:
         if threading.current_thread().name == "zenflow-D2H":
-            flushed[0] += 1
-            if flushed[0] > 9 - STREAM_BUFFERS:
-                assert passed.wait(30), "somebody waits for a flush"
+            copies[0] += 1
+            if copies[0] > 9 - STREAM_BUFFERS:
+                assert passed.wait(30), "the step waits for a write-back"
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_lane, "copy_without_gil", held)
+        patch.setattr(cpu_lane, "copy_without_gil", stopped)
         training.step(2)
         training.loss(3)
         passed.set()
@@ -288,7 +286,7 @@ def test_a_step_does_not_wait_for_its_last_flushes(monkeypatch: pytest.MonkeyPat
     training.optimizer.close()
 
 
-def test_masters_are_compared_with_weights_only_where_somebody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masters_are_compared_after_external_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     reseed, calls = ResidentState.reseed_master, []
     monkeypatch.setattr(ResidentState, "reseed_master", lambda *args: (calls.append(1), reseed(*args)))
     training = Training(None, ALL, torch.bfloat16).run(0, 4)
@@ -300,9 +298,7 @@ def test_masters_are_compared_with_weights_only_where_somebody_wrote(monkeypatch
 
 
 @pytest.mark.parametrize(("options", "entry"), [(ALL, None), (ALL, EAGER_BACKEND), (SECOND, EAGER_BACKEND)])
-def test_the_first_subgroups_come_in_before_their_gradients(
-    options: dict[str, Any], entry: dict[str, Any] | None
-) -> None:
+def test_first_subgroups_are_prefetched(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
     training = Training(entry, options, build=chain).run(0, 2)
     streamed = training.optimizer.engine.registry.streamed
     seen: list[int] = []
@@ -315,7 +311,7 @@ def test_the_first_subgroups_come_in_before_their_gradients(
     training.optimizer.close()
 
 
-def test_the_host_starts_first_and_residents_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_starts_first_and_resident_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -335,7 +331,7 @@ def test_the_host_starts_first_and_residents_come_last(monkeypatch: pytest.Monke
     training.optimizer.close()
 
 
-def test_a_subgroup_that_never_gets_a_gradient_does_not_cross() -> None:
+def test_subgroup_without_gradients_is_not_copied() -> None:
     training = Training(None, ALL, build=chain)
     unused = nn.Parameter(torch.ones(64, 64))
     training.optimizer.add_param_group({"params": [("unused", unused)]})
@@ -351,7 +347,7 @@ def test_a_subgroup_that_never_gets_a_gradient_does_not_cross() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("calls", range(0, 14, 2))
-def test_a_failed_copy_surfaces_and_the_saved_state_continues(
+def test_saved_state_continues_after_a_failed_copy(
     entry: dict[str, Any] | None, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(entry, ALL, torch.bfloat16, chain).run(0, 3)
@@ -382,7 +378,7 @@ def test_a_failed_copy_surfaces_and_the_saved_state_continues(
     training.optimizer.close()
 
 
-def test_a_failed_flush_is_raised_by_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_back_is_raised_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 2)
     training.optimizer.synchronize()
 
@@ -397,7 +393,7 @@ def test_a_failed_flush_is_raised_by_closing(monkeypatch: pytest.MonkeyPatch) ->
     training.optimizer.close()
 
 
-def test_buffers_that_the_device_has_no_room_for_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_buffer_allocation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(None, ALL).run(0, 2)
     twin = Training(None, ALL).run(0, 2)
 

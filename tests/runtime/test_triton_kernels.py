@@ -103,7 +103,7 @@ def test_any_strides(dim: int, device: str) -> None:
 @fractions
 @dims
 @dtypes
-def test_merge_writes_its_slices_and_nothing_else(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
+def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     surrounding = torch.randn(66, 3, 70, device=device).to(dtype)
@@ -148,7 +148,7 @@ def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, frac
 
 @on_devices
 @dims
-def test_two_runs_give_the_same_bits(dim: int, device: str) -> None:
+def test_results_are_reproducible(dim: int, device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     size = 1500 if device == "cuda" else 200
@@ -169,7 +169,7 @@ def test_two_runs_give_the_same_bits(dim: int, device: str) -> None:
 
 
 @on_devices
-def test_state_that_does_not_fit_is_refused(device: str) -> None:
+def test_misfitting_state_is_refused(device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     matrix = torch.zeros(4, 6, device=device)
@@ -183,7 +183,7 @@ def test_state_that_does_not_fit_is_refused(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @dims
-def test_more_elements_than_int32_counts(dim: int) -> None:
+def test_more_elements_than_int32_holds(dim: int) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     rows, columns = 65_537, 32_768  # 2**31 + 2**15 elements

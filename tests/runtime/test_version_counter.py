@@ -33,7 +33,7 @@ def test_counter_is_shared_after_a_dtype_change() -> None:
     assert first is second
 
 
-def test_common_storage_alone_shares_no_counter() -> None:
+def test_shared_storage_alone_shares_no_counter() -> None:
     flat = torch.zeros(12)
     first, second = counters_of([nn.Parameter(flat.data[:6]), nn.Parameter(flat.data[6:])])
     assert first is not second
@@ -45,7 +45,7 @@ def test_known_counters_stay() -> None:
     assert counters_of([one, other], known) == [known[0], known[0]]
 
 
-def test_looking_for_sharers_leaves_versions() -> None:
+def test_finding_sharers_keeps_versions() -> None:
     one, other = halves()
     with torch.no_grad():
         one.add_(1.0)
@@ -67,7 +67,7 @@ def test_own_bumps_move_the_version_and_are_counted() -> None:
     assert [counter.external_bumps(param) for counter, param in zip(counters, params, strict=True)] == [before] * 2
 
 
-def test_external_write_shows_for_every_sharer() -> None:
+def test_external_write_is_seen_by_every_sharer() -> None:
     one, other = halves()
     counter, _ = counters_of([one, other])
     before = counter.external_bumps(other)

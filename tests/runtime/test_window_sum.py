@@ -30,7 +30,7 @@ def sum_of(gradients: list[Tensor], scales: list[float]) -> WindowSum:
 
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-16 * 0.77])
-def test_one_gradient_stays_as_it_is(dtype: torch.dtype, scale: float) -> None:
+def test_one_gradient_is_unchanged(dtype: torch.dtype, scale: float) -> None:
     gradient = torch.randn(SHAPE).to(dtype)
     mean = torch.empty_like(gradient)
     window = sum_of([gradient], [scale])
@@ -40,7 +40,7 @@ def test_one_gradient_stays_as_it_is(dtype: torch.dtype, scale: float) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("scales", [[1.0] * 4, [1.0, 0.2, 1.0, 0.7], [2.0**-16, 2.0**-15, 0.3 * 2.0**-15], [0.5] * 3])
-def test_the_mean_is_rounded_once(dtype: torch.dtype, scales: list[float]) -> None:
+def test_mean_is_rounded_one_time(dtype: torch.dtype, scales: list[float]) -> None:
     """Whatever the clip factors and loss scales of its steps."""
     gradients = [torch.randn(SHAPE).to(dtype) for _ in scales]
     expected = torch.stack([g.double() * scale for g, scale in zip(gradients, scales, strict=True)]).mean(0)
@@ -53,7 +53,7 @@ def test_the_mean_is_rounded_once(dtype: torch.dtype, scales: list[float]) -> No
     assert (error <= torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6 * largest).all()
 
 
-def test_a_mean_in_half_precision_neither_overflows_nor_underflows() -> None:
+def test_fp16_mean_stays_in_range() -> None:
     """The sum of these is beyond fp16's range, and unscaled they are below it."""
     gradients = [torch.full(SHAPE, 60000.0, dtype=torch.float16) for _ in range(4)]
     mean = torch.empty(SHAPE, dtype=torch.float16)
@@ -62,7 +62,7 @@ def test_a_mean_in_half_precision_neither_overflows_nor_underflows() -> None:
     assert slots[0].grad_scale == 2.0**-40
 
 
-def test_a_clip_factor_of_zero_and_of_nan() -> None:
+def test_zero_and_nan_clip_factors() -> None:
     """As ``gradient * factor`` would be: nothing, and NaN."""
     ones = torch.ones(SHAPE)
     mean = torch.empty(SHAPE)
@@ -76,7 +76,7 @@ def test_a_clip_factor_of_zero_and_of_nan() -> None:
         assert mean.isnan().all()
 
 
-def test_a_window_ends_with_its_mean() -> None:
+def test_take_mean_empties_the_window() -> None:
     mean = torch.empty(SHAPE)
     window = sum_of([torch.ones(SHAPE)] * 3, [1.0] * 3)
     window.take_mean(mean)
@@ -86,7 +86,7 @@ def test_a_window_ends_with_its_mean() -> None:
     assert torch.equal(mean, torch.full(SHAPE, 5.0))
 
 
-def test_the_mean_step_is_one_step_with_the_weight_of_all() -> None:
+def test_mean_step_weighs_all_gradients() -> None:
     """Moments decayed by the product of betas, rates summed, decay multiplied; bias corrections count gradients."""
     state = [torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)]
     state.append(torch.rand(SHAPE, dtype=torch.float64))

@@ -132,6 +132,20 @@ def written_inputs(graph: Graph) -> set[Node]:
     return {each for group in written for each in group if isinstance(each, Node)}
 
 
+def written_by(node: Node) -> set[int | None]:
+    """The storages that a node writes to, as ``storage_of`` identifies them."""
+    schema = private.schema_of(node)
+    if schema is None or not schema.is_mutable:
+        return set()
+    written = [
+        value
+        for argument, value in zip(schema.arguments, node.args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    flat = [each for value in written for each in (value if isinstance(value, (list, tuple)) else (value,))]
+    return {private.storage_of(each) for each in flat if isinstance(each, Node)} - {None}
+
+
 def gradient(graph: Graph, input_index: int) -> tuple[Node, int] | None:
     """A backward graph's gradient of one of Dynamo's inputs and its position among the outputs; None without one."""
     position = private.aot_gradients(graph).get(input_index)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.context import PassContext, Phase, insert
+from zenflow_compile.passes.context import PassContext, Phase, insert, written_by
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -20,6 +20,12 @@ TOGETHER_BYTES = 1 << 18
 """And only so many bytes of them are moved to one place. The computation that they are moved over hides their updates
 no more: one core updates 2^17 bf16 elements, 34 bytes each at 10 GB/s, in less than half a millisecond, and windows
 that close together are one in ``update_interval`` of them."""
+
+OFFLOAD_BYTES = 1 << 20
+"""Gradients are offloaded by one op up to so many bytes of them; a larger gradient has an op of its own. The first
+gradient of a group lives until the last one is computed, so this is also how much more device memory gradients may
+take. A link of 16 GB/s copies so much in 66 us, about as long as four op calls take: the copies lose no time that the
+link could have used for anything larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +46,14 @@ class FuseNodes:
 
     After::
 
-        zenflow.offload_gradient(token, grad, engine, p)
+        zenflow.offload_gradients(token, [grad], engine, [p])
 
         zenflow.update_parameters([a, b], token, engine, [0, 1])
 
-    if nothing but views lies between the two updates, or if the first one is small (``SMALL_BYTES``). Likewise in a
-    forward, if nothing but views lies between the first uses, or if the second parameter is small::
+    Successive gradients are in one node, at the last one's place, up to ``OFFLOAD_BYTES`` of them, unless a node that
+    updates one of them, or writes to its memory, lies between. Updates are in one node if nothing but views lies
+    between the two, or if the first one is small (``SMALL_BYTES``). Likewise in a forward, if nothing but views lies
+    between the first uses, or if the second parameter is small::
 
         zenflow.copy_to_device_(a, engine, 0)             zenflow.fetch_parameters_([a, b], engine, [0, 1])
         transposed = permute(a, [1, 0])              =>   transposed = permute(a, [1, 0])
@@ -62,15 +70,8 @@ class FuseNodes:
     provides: frozenset[str] = frozenset({"fused nodes"})
 
     def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
-        count = fuse_fetches(gm.graph, ctx)
-        for chain in gradient_chains(gm.graph, ctx.engine_id):
-            norms, *_, copy = chain
-            token, engine_id, p = copy.args
-            with gm.graph.inserting_before(norms):
-                insert(gm.graph, ops.OFFLOAD_GRADIENT, (token, norms.args[0], engine_id, p))
-            erase(chain)
-            count += 1
-        return count + fuse_updates(gm.graph, ctx)
+        # Updates first: where they move back, they no longer separate gradients.
+        return fuse_fetches(gm.graph, ctx) + fuse_updates(gm.graph, ctx) + fuse_offloads(gm.graph, ctx)
 
 
 def is_node(node: Node, engine_id: int, *targets: Any) -> bool:
@@ -85,7 +86,57 @@ def index_of(node: Node) -> int:
     return p
 
 
-def gradient_chains(graph: Graph, engine_id: int) -> list[tuple[Node, Node, Node, Node]]:
+def fuse_offloads(graph: Graph, ctx: PassContext) -> int:
+    """One op for a few small gradients, or for one."""
+    groups = offload_groups(graph, ctx)
+    for group in groups:
+        place, *_, copy = group[-1]
+        grads = [norms.args[0] for norms, *_ in group]
+        ps = [index_of(norms) for norms, *_ in group]
+        with graph.inserting_before(place):
+            insert(graph, ops.OFFLOAD_GRADIENTS, (copy.args[0], grads, ctx.engine_id, ps))
+        for chain in group:
+            erase(chain)
+    return len(groups)
+
+
+def offload_groups(graph: Graph, ctx: PassContext) -> list[list[Chain]]:
+    """Gradients to be offloaded at the last one's place: see the class and ``OFFLOAD_BYTES``."""
+    chains = {chain[0]: chain for chain in gradient_chains(graph, ctx.engine_id)}
+    groups: list[list[Chain]] = []
+    size = 0
+    waiting: set[int] = set()  # the group that may grow: its parameters, and its memory
+    memory: set[int | None] = set()
+    for node in graph.nodes:
+        if (chain := chains.get(node)) is None:
+            if not waiting.isdisjoint(updated_by(node, ctx.engine_id)) or not memory.isdisjoint(written_by(node)):
+                waiting, memory = set(), set()
+            continue
+        p, grad = index_of(node), node.args[0]
+        assert isinstance(grad, Node)
+        size += bytes_of(p, ctx)
+        if not waiting or size > OFFLOAD_BYTES:
+            groups.append([])
+            waiting, memory, size = set(), set(), bytes_of(p, ctx)
+        groups[-1].append(chain)
+        waiting.add(p)
+        memory.add(private.storage_of(grad))
+    return groups
+
+
+def updated_by(node: Node, engine_id: int) -> set[int]:
+    """The parameters of the engine that the node updates."""
+    if not is_node(node, engine_id, ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST, ops.UPDATE_PARAMETERS):
+        return set()
+    ps: Any = node.args[-1]
+    return {ps} if isinstance(ps, int) else set(ps)
+
+
+Chain = tuple[Node, Node, Node, Node]
+"""``column_norms`` to ``copy_to_host`` of one parameter."""
+
+
+def gradient_chains(graph: Graph, engine_id: int) -> list[Chain]:
     """``column_norms`` to ``copy_to_host`` of each parameter whose chain nobody else reads."""
     chains = []
     copies = {index_of(node): node for node in graph.nodes if is_node(node, engine_id, ops.COPY_TO_HOST)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.context import PassContext, Phase, gradient
+from zenflow_compile.passes.context import PassContext, Phase, gradient, written_by
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
@@ -96,14 +96,7 @@ def exclusive_cone(root: Node) -> list[Node]:
 
 def written_memory(graph: Graph) -> set[int | None]:
     """Storages that the graph's own operators write to."""
-    written: set[int | None] = set()
-    for node in graph.nodes:
-        schema = private.schema_of(node)
-        if schema is not None and schema.is_mutable:
-            arguments = zip(schema.arguments, node.args, strict=False)
-            targets = [value for each, value in arguments if each.alias_info is not None and each.alias_info.is_write]
-            written |= {private.storage_of(value) for value in targets if isinstance(value, Node)}
-    return written
+    return {storage for node in graph.nodes for storage in written_by(node)}
 
 
 def sources(cone: list[Node]) -> list[Node]:

@@ -1,11 +1,12 @@
-"""How an engine is called without a graph: hooks on ``.grad``, the callback at the end of a backward.
+"""Hooks through which autograd calls an engine: on ``.grad``, and at the end of a backward.
 
-Parameters live longer than engines, so nothing here keeps an engine alive through its parameters.
+Parameters live longer than engines, so hooks refer to engines weakly.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -17,13 +18,13 @@ from zenflow_compile.torch_internals import torch_private
 
 
 class TakesGradients(Protocol):
-    """What is told of gradients that have reached ``.grad``."""
+    """Is called when a gradient has reached ``.grad``."""
 
     def accept_grad(self, p: int) -> None: ...
 
 
 class EndsBackward(Protocol):
-    """What is told of the end of a backward."""
+    """Is called when a backward is over."""
 
     def end_backward(self, *, nested: bool) -> None: ...
 
@@ -40,15 +41,18 @@ def listen_to_grad(param: Parameter, p: int, listener: weakref.ref[TakesGradient
     return handle
 
 
-def listen_to_end(listener: weakref.ref[EndsBackward]) -> None:
-    """Call ``end_backward`` once, when the backward that runs now is over; not if it raises."""
+def end_callback(listener: weakref.ref[EndsBackward]) -> Callable[[], None]:
+    """A callback that calls ``end_backward``, for ``torch_private.queue_backward_callback``.
+
+    Autograd calls it when the backward in which it was queued is over; not if that backward raises.
+    """
 
     @torch_private.skipped_by_dynamo
     def ended() -> None:
         if (me := listener()) is not None:
             me.end_backward(nested=torch_private.inside_backward_node())
 
-    torch_private.queue_backward_callback(ended)
+    return ended
 
 
 def take_grad(param: Parameter, name: str) -> Tensor | None:

@@ -1,18 +1,18 @@
-"""The engine: owns everything alive of one optimizer, and does what the graph's nodes ask for.
+"""The engine: owns the runtime state of one optimizer, and implements the ops of compiled graphs.
 
-Order of a step, whatever the entry (graph nodes, or hooks on ``.grad``):
+Order of a training step, for graph nodes and for hooks on ``.grad``:
 
-1. backward: ``offload_gradient`` for every offloaded gradient that autograd was asked for;
-2. the final moment: ``begin_update`` fixes the coefficients, ``update_parameters`` runs for all offloaded parameters,
-   ``end_update`` updates what lives on the device whole and advances the step;
-3. the next forward: ``fetch_parameters_`` before first uses. What came through hooks lands in ``end_update``.
+1. backward: ``offload_gradients`` for every offloaded gradient that autograd was asked for;
+2. optimizer step: ``begin_update`` takes all gradients, ``update_parameters`` runs for all offloaded parameters,
+   ``end_update`` updates resident parameters and advances the step;
+3. next forward: ``fetch_parameters_`` before first uses. Updates of gradients that came through hooks are applied in
+   ``end_update``.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,10 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import autograd_hooks, errors, ops
-from zenflow_compile.runtime.gradients.gradient_norm import clip_gradients, record_norms
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.gradients.stale_gradients import StaleGradients
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
@@ -37,29 +35,33 @@ from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.step.backward import BackwardPass
+from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
 from zenflow_compile.runtime.step.min_window import ShortestWindow
-from zenflow_compile.runtime.step.optimizer_step import Coefficients, end_on_host, update_columns
+from zenflow_compile.runtime.step.optimizer_step import StepContext, commit_gradient, update_slices
 from zenflow_compile.runtime.step.schedule import Schedule
+from zenflow_compile.runtime.step.stale_gradients import StaleGradients
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
-from zenflow_compile.runtime.unfused_ops import UnfusedOps
 from zenflow_compile.timeline.events import AdaptiveWindows, Timeline
 from zenflow_compile.torch_internals import torch_private
 
 _ids = itertools.count()
 
 
-class Engine(UnfusedOps):
-    """Streams, workers, arenas and windows of one optimizer.
+class Engine:
+    """Streams, workers, host memory and update windows of one optimizer.
 
     Attributes:
-        id: what graph nodes call the engine by.
-        groups: the optimizer's ``param_groups``, read at every final moment.
-        step: optimizer steps so far.
+        id: by which graph nodes name the engine.
+        groups: the optimizer's ``param_groups``, read at every optimizer step.
+        params: all parameters, in the plan's order.
+        offloaded: runtime state of the parameters that the host updates, by index.
+        step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
-        failure: what interrupted a step half-way; nothing goes on until a state is loaded.
-        closed: whether ``close`` is through.
-        used: a graph, a gradient or the state of a step depends on this engine.
-        in_child: whether this is a forked child's copy, which has neither the threads nor the host memory.
+        failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
+        closed: ``close`` has completed.
+        used: a graph, a gradient or an optimizer step depends on this engine.
+        in_child: this is a forked child's copy, which has neither the threads nor the host memory.
     """
 
     def __init__(
@@ -74,43 +76,38 @@ class Engine(UnfusedOps):
         self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )
+        self.params = self.registry.params
         self.offloaded = self.registry.offloaded
-        self.landing = UploadScheduler(self.registry, self.recorder)
-        self.leftovers = StaleGradients(self.registry)
+        self.uploads = UploadScheduler(self.registry, self.recorder)
+        self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)
         self.schedule = Schedule(options, device, self.recorder)
+        self.backward = BackwardPass()
         self.step = 0
-        self.backwards = 0
         self.windows_flushed = 0
         self.graphs: list[Any] = []
         self.closed = False
         self.used = False
-        self._module_hooks: list[RemovableHandle] = []
         self.in_child = False
         self.failure: BaseException | None = None
-        self._closing = False  # close() has begun; if an interrupt ended it, only another close() may follow
+        self._closing = False  # close() has begun; after an interrupt in it only another close() may follow
         self._finished = False  # in close(): all work has ended
-        self._time_bound = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
+        self._module_hooks: list[RemovableHandle] = []
+        self._min_window = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
         self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
-        self._graph_task: int | None = None
-        self._updating = False
-        self._contributed = False  # a gradient was taken in the backward that runs, or ran last
-        # Backwards of graphs may run in several threads. They accumulate one after the other.
-        self._accumulating = threading.RLock()
-        self._thread = threading.get_ident()  # of the last backward
-        self._concurrent = False  # it began while one in another thread ran, or had failed
-        # What compiled backwards that run are to return, by graph task and parameter.
-        self._returned: dict[tuple[int, int], Tensor] = {}
+        self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
+        self._updating = False  # between begin_update and end_update: all gradients are final
         ops.register_engine(self)
 
     def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
         """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
         self._claim = claim
         self._on_backward_end = on_backward_end
+        claim.serving = weakref.ref(self)
 
     def detach(self) -> None:
-        """Serve no optimizer any more: ``close()`` leaves the parameters to the engine that replaces this one."""
+        """Serve no optimizer any longer: ``close()`` leaves the parameters to the engine that replaces this one."""
         self._claim = None
 
     @property
@@ -144,11 +141,6 @@ class Engine(UnfusedOps):
         """The plan of all parameters."""
         return self.registry.plan
 
-    @property
-    def params(self) -> list[Parameter]:
-        """All parameters, in the plan's order."""
-        return self.registry.params
-
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not this engine's."""
         return self.registry.index_of(param)
@@ -160,7 +152,7 @@ class Engine(UnfusedOps):
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
-        """Between which lengths windows adapt; None where they are of fixed length."""
+        """Limits of adaptive window lengths; None where the length is fixed."""
         return self.schedule.adaptive_windows
 
     @property
@@ -170,8 +162,13 @@ class Engine(UnfusedOps):
 
     @property
     def selections(self) -> int:
-        """Re-selections so far."""
-        return self.landing.selections
+        """Number of re-selections so far."""
+        return self.uploads.selections
+
+    @property
+    def backwards(self) -> int:
+        """Number of backwards with gradients since the last optimizer step."""
+        return self.backward.count
 
     @property
     def finalizes_in_backward(self) -> bool:
@@ -180,7 +177,7 @@ class Engine(UnfusedOps):
 
     @property
     def weight_grad_bytes(self) -> int:
-        """Device memory for what weight gradients are computed from when their order changes; 0: it does not."""
+        """Device memory for the inputs of reordered weight gradients; 0: they are not reordered."""
         if self.options.weight_grad_order == "asap":
             return 0
         given = self.options.weight_grad_bytes
@@ -188,188 +185,210 @@ class Engine(UnfusedOps):
 
     @property
     def timeline(self) -> Timeline | None:
-        """What is being recorded into; None unless somebody profiles."""
+        """Where events are recorded; None without a profiler."""
         return self.recorder.timeline
 
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         self.recorder.attach(timeline)
 
-    # Graph nodes: backward.
+    # Ops of backward graphs, and hooks on ``.grad``.
 
     def begin_backward(self, arrived: int | None = None) -> None:
-        """A backward of ours runs, perhaps known by a gradient that has ``arrived``: learn when it ends."""
-        self._check()
+        """Begin a backward, unless it is known already, and have ``end_backward`` called when it is over.
+
+        Args:
+            arrived: the parameter whose gradient made the backward known.
+        """
+        if self.failure is not None or self._closing or self.in_child:
+            self._check()
         task = torch_private.current_graph_task()
-        if task != self._graph_task:
-            self.used = True
-            self.check_unchanged()
-            thread = threading.get_ident()
-            self._concurrent = self._graph_task is not None and thread != self._thread
-            self._thread = thread
-            if self.in_backward:
-                self._begin_in_backward(arrived)
-            self._graph_task = task
-            self._contributed = False
-            autograd_hooks.listen_to_end(weakref.ref(self))
-            if self.schedule.shortest_window is None:
-                self.schedule.shortest_window = self._time_bound.begin_backward(len(self.graphs))
-            self.recorder.begin_phase("backward")
-            self.registry.streamed.prefetch()  # behind the forward, whose weights come the same way
+        backward = self.backward
+        if task == backward.task:
+            return
+        self.used = True
+        self.registry.check_unchanged()
+        backward.enter_thread()
+        if self.in_backward:
+            self._begin_in_backward(arrived)
+        backward.task = task
+        backward.contributed = False
+        torch_private.queue_backward_callback(self._end_callback)
+        if self.schedule.shortest_window is None:
+            self.schedule.shortest_window = self._min_window.begin_backward(len(self.graphs))
+        self.recorder.begin_phase("backward")
+        if self.registry.streamed.params:
+            self.registry.streamed.prefetch()  # only now: the forward's weights come through the same lane
 
     def _begin_in_backward(self, arrived: int | None) -> None:
-        """A backward begins that steps at its end: nothing may be left of the one before."""
+        """Begin a backward that steps at its end: no gradient of the backward before it may be left."""
         if torch_private.inside_compiled_autograd():
             errors.refuse_compiled_autograd()
-        if self._concurrent:
+        if self.backward.concurrent:
             errors.refuse_concurrent_backward()
-        self.registry.check_groups()  # updates may run before ``begin_update`` looks at them
-        if self._graph_task is not None:
+        self.registry.check_groups()  # updates may run before ``begin_update`` checks them
+        if self.backward.task is not None:
             self._drop_failed_backward(arrived)
 
     def _drop_failed_backward(self, arrived: int | None) -> None:
-        """Drop what the backward before this one left, beside what ``arrived`` of this one.
+        """Drop the gradients of the backward before this one, which failed, but not the gradient that ``arrived``.
 
-        Where parameters were updated on its tail the step counts, without a gradient for all the others. Raises: see
+        If parameters were updated on its tail, the step counts, without a gradient for all the others. Raises: see
         ``StaleGradients``.
         """
-        with self.leftovers.dropped(arrived) as updated:
+        with self.stale.dropped(arrived) as updated:
             self.discard()
             if updated:
                 self.begin_update()
-                self._update_on_host(self.offloaded.values(), self._in_force())
+                self._update_on_host(list(self.offloaded.values()), self._context())
                 self.end_update()
-            self._graph_task = None  # nothing is left of it
+            self.backward.task = None  # nothing is left of it
 
     def end_backward(self, *, nested: bool) -> None:
-        """Autograd's last callback: the backward is over, and so is the step of the optimizer-in-backward form.
+        """End the backward, and with it the step of the optimizer-in-backward form.
 
-        A backward that was asked for no gradient of ours (``torch.autograd.grad(loss, x)``) does not count.
+        A backward that was asked for no gradient of the engine's (``torch.autograd.grad(loss, x)``) does not count.
 
         Raises:
             RuntimeError: the backward ran inside another one, which goes on: the step would come too early.
         """
         if nested:
-            self._graph_task = None
+            self.backward.task = None
             if self.in_backward:
                 errors.refuse_nested_backward()
             return
         self.recorder.end_phase()
-        if self._contributed:
-            self.backwards += 1
+        if self.backward.contributed:
+            self.backward.count += 1
             if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
                 self._on_backward_end(optimizer)
-        self._graph_task = None  # last: an interrupt until here leaves what a backward that raised leaves
+        self.backward.task = None  # last: until here an interrupt leaves the same state as a backward that raised
 
-    def offload_gradient(self, p: int, grad: Tensor) -> None:
-        """Take a gradient and start its copy: what ``column_norms`` to ``copy_to_host`` do one by one."""
-        with self._accumulating:
-            if self._takes(p, grad):
-                self.offloaded[p].offload(grad, split_now=self._split_now)
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Take gradients of a graph and start their copies.
 
-    def _takes(self, p: int, grad: Tensor) -> bool:
-        """Whether the engine takes a gradient of a graph, now.
-
-        It does not where autograd was not asked for it, and where hooks, a tensor of the user's in ``.grad``, or the
-        caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
+        Args:
+            grads: of the parameters ``ps``.
         """
-        offloaded = self.offloaded[p]
+        split_now = self._split_now
+        with self.backward.lock:
+            for p, grad in zip(ps, grads, strict=True):
+                offloaded = self.offloaded[p]
+                if self._takes(offloaded, grad):
+                    offloaded.receive(grad, split_now=split_now)
+                    offloaded.copy_to_host()
+
+    def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
+        """Whether the engine takes a gradient of a graph.
+
+        It does not where autograd was not asked for the gradient, and where hooks, a tensor of the user's in ``.grad``,
+        or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
+        """
         asked = offloaded.asked_for()
+        backward = self.backward
         if asked is torch_private.Asked.NO:
             return False
         accumulates = asked is torch_private.Asked.ACCUMULATE
         if accumulates:
-            self._contributed = True
+            backward.contributed = True
             if self.in_backward:
                 errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
-        if accumulates and not offloaded.leaves_to_autograd:
-            return True
-        offloaded.returned = self._graph_task if accumulates else None
-        # A copy, since the graph uses its own memory again.
-        self._returned[torch_private.current_graph_task(), p] = grad.detach().clone()
+            param = offloaded.param
+            if (param.grad is None and not param._backward_hooks) or not offloaded.leaves_to_autograd:
+                return True
+        offloaded.returned = backward.task if accumulates else None
+        # A copy, since the graph reuses the gradient's memory.
+        backward.returned[torch_private.current_graph_task(), offloaded.plan.index] = grad.detach().clone()
         return False
 
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
-        """Gradients of ``ps`` that the compiled backward that ends now is to return to autograd, by parameter."""
-        if not self._returned:
+        """Gradients of ``ps`` that the ending compiled backward returns to autograd, by parameter."""
+        returned = self.backward.returned
+        if not returned:
             return {}
         task = torch_private.current_graph_task()
-        return {p: self._returned.pop((task, p)) for p in ps if (task, p) in self._returned}
+        return {p: returned.pop((task, p)) for p in ps if (task, p) in returned}
 
     @property
     def _split_now(self) -> bool:
         declared = self.options.gradient_accumulation_steps
-        return declared is None or self.backwards == declared - 1
+        return declared is None or self.backward.count == declared - 1
 
     def accept_grad(self, p: int) -> None:
-        """A gradient has reached ``.grad``: the entry without a graph.
+        """Take a gradient that has reached ``.grad``: the entry without a graph.
 
         Raises:
             TypeError: it is sparse.
-            RuntimeError: it is of weights that an update was on its way to; or see ``refuse_gradient_hooks``.
+            RuntimeError: it belongs to weights before an update that was in flight; or see ``refuse_gradient_hooks``.
         """
-        with self._accumulating:
-            self.begin_backward(p)
-            self.registry.streamed.prefetch()
-            name, param = self.plan.params[p].name, self.params[p]
-            if p not in self.offloaded:
-                self._contributed = True
-                errors.refuse_sparse_grad(param, name)
-                self.leftovers.note(p)
+        backward = self.backward
+        with backward.lock:
+            if torch_private.current_graph_task() != backward.task or self.failure is not None or self._closing:
+                self.begin_backward(p)
+            registry = self.registry
+            if registry.streamed.params:
+                registry.streamed.prefetch()
+            param, offloaded = registry.params[p], self.offloaded.get(p)
+            if offloaded is None:
+                backward.contributed = True
+                if param.grad is not None and param.grad.is_sparse:
+                    errors.refuse_sparse_grad(param, self.plan.params[p].name)
+                if self.in_backward:
+                    self.stale.note(p)
                 return
-            offloaded = self.offloaded[p]
             if isinstance(param.grad, OffloadedGradient):
-                return  # a graph's node has taken it, or ``accumulate_grad``
-            self._contributed = True
-            errors.refuse_sparse_grad(param, name)
+                return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
+            backward.contributed = True
+            errors.refuse_sparse_grad(param, offloaded.plan.name)
             if self.in_backward:
-                errors.refuse_gradient_hooks(param, name)
-            if self._concurrent:
-                errors.refuse_concurrent_backward()  # it may add to what is in ``.grad`` while we take that out
+                errors.refuse_gradient_hooks(param, offloaded.plan.name)
+            if backward.concurrent:
+                errors.refuse_concurrent_backward()  # it may add to ``.grad`` while this thread takes the gradient out
             self._arrived_through_autograd(offloaded)
-            # A tensor that others can see stays where it is, and the optimizer step takes it from there.
+            # A tensor that users can see stays where it is, and the optimizer step takes it from there.
             if self.in_backward or torch_private.only_parameter_holds_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
-                offloaded.offload(grad, split_now=self._split_now)
+                offloaded.receive(grad, split_now=self._split_now)
+                offloaded.copy_to_host()
 
     def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None:
-        """Autograd adds ``grad`` to a gradient of parameter ``p`` that is in ``.grad``."""
-        with self._accumulating:
-            self._check()
+        """Add ``grad``, which autograd accumulates into the gradient of parameter ``p`` in ``.grad``."""
+        with self.backward.lock:
             self.begin_backward(p)
-            self._contributed = True
+            self.backward.contributed = True
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
             if offloaded.takes_more(record):
-                offloaded.offload(grad, split_now=self._split_now)
+                offloaded.receive(grad, split_now=self._split_now)
+                offloaded.copy_to_host()
             elif record.state is GradientState.CONSUMED:
                 record.state = GradientState.SPOILED
             elif record.state is not GradientState.SPOILED:
                 record.make_dense().add_(grad)
 
     def _arrived_through_autograd(self, offloaded: OffloadedParam) -> None:
-        """Autograd delivers a gradient: first uses of its weight may be unknown, so updates land in ``step()``.
+        """Note that first uses of the weight may be unknown, so that its updates are applied in ``step()``.
 
         Autograd may have added the gradient of an uncompiled use to one that a graph has returned.
 
         Raises:
-            RuntimeError: an update of the weight was on its way, so that the gradient is of old weights.
+            RuntimeError: an update of the weight was in flight, so that the gradient belongs to old weights.
         """
         offloaded.eager = True
-        if offloaded.returned != self._graph_task and offloaded.due(self.step):
+        if offloaded.returned != self.backward.task and offloaded.due(self.step):
             errors.refuse_stale_grad(offloaded.plan.name)
 
-    # The final moment.
+    # The optimizer step.
 
     @property
     def windows_hold_gradients(self) -> bool:
-        """Whether any update window is open, so that a flush would apply gradients."""
+        """Whether any update window holds gradients, so that a flush would apply them."""
         return any(offloaded.window_holds_gradients for offloaded in self.offloaded.values())
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient that waits for its update.
+        """Whether any parameter has a gradient for the optimizer step.
 
         Raises:
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
@@ -379,8 +398,21 @@ class Engine(UnfusedOps):
             offloaded.has_gradient for offloaded in self.offloaded.values()
         )
 
+    def run_step(self) -> None:
+        """Run one optimizer step on all gradients.
+
+        Raises: see ``begin_update``; after any other error no step runs until a state is loaded.
+        """
+        self.begin_update()
+        try:
+            self.update_parameters(list(self.offloaded))
+            self.end_update()
+        except BaseException as error:
+            self.failure = error
+            raise
+
     def begin_update(self) -> None:
-        """All gradients are final.
+        """Take all gradients: they are final.
 
         Raises: see ``ParamRegistry.check_groups`` and ``ParamRegistry.check_gradients``; nothing has been changed then.
         """
@@ -388,95 +420,98 @@ class Engine(UnfusedOps):
         self.used = True
         self.registry.check_groups()
         self.registry.check_gradients()
-        self.registry.streamed.raise_failures()
+        if self.registry.streamed.params:
+            self.registry.streamed.raise_failures()
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
-            if offloaded.state is not GradientState.CONSUMED or not self.in_backward:  # else its step has begun
-                offloaded.notice_external_write(self.step)
-                if offloaded.host.flushed:
-                    self.landing.land(offloaded, self.step)  # what no forward has fetched: its buffers are needed now
+            if not self.in_backward or offloaded.state is not GradientState.CONSUMED:  # else its step has begun
+                if offloaded.weights.written_by_others:
+                    offloaded.notice_external_write(self.step)
+                if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
+                    self.uploads.apply(offloaded, self.step)
                 offloaded.take_from_grad()
         self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit)
-        record_norms(self.registry, self.timeline, self.step)
-        self._updating = True  # last, so that an error above leaves nothing set
+        if (timeline := self.recorder.timeline) is not None:
+            record_norms(self.registry, timeline, self.step)
+        self._updating = True  # last, so that an error above leaves it unset
 
-    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Update those of ``ps`` whose gradients are final now: ``adam_columns_`` and ``update_on_host`` of each.
+    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor] | None = None) -> None:
+        """Update those of ``ps`` whose gradients are final: selected slices now, deferred ones in their windows.
 
         Args:
-            params: those of them that have columns on the device, in the order of ``ps``.
+            params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
+                the engine's own.
         """
-        final = [self.offloaded[p] for p in ps]
-        now = self._in_force()
-        self._update_columns([each for each in final if each.plan.k], params, now)
-        self._update_on_host(final, now)
+        chosen = [self.offloaded[p] for p in ps]
+        context = self._context()
+        self._update_slices([each for each in chosen if each.plan.k], params, context)
+        self._update_on_host(chosen, context)
 
-    def _in_force(self) -> Coefficients:
-        return Coefficients(self.registry)
+    def _context(self) -> StepContext:
+        return StepContext(self.registry, self.schedule, self.step)
 
-    def _update_columns(self, columns: Sequence[OffloadedParam], params: Sequence[Tensor], now: Coefficients) -> None:
-        for offloaded, param in zip(columns, params, strict=True):
-            self.registry.check_storage(offloaded.plan.index, param)
+    def _update_slices(
+        self, chosen: Sequence[OffloadedParam], params: Sequence[Tensor] | None, context: StepContext
+    ) -> None:
+        if params is not None:
+            for offloaded, param in zip(chosen, params, strict=True):
+                self.registry.check_storage(offloaded.plan.index, param)
         try:
-            update_columns([each for each in columns if self._may_update(each)], now)
+            update_slices([each for each in chosen if self._may_update(each)], context)
         except BaseException as error:
             self.failure = error
             raise
 
-    def _update_on_host(self, params: Iterable[OffloadedParam], now: Coefficients) -> None:
+    def _update_on_host(self, params: Sequence[OffloadedParam], context: StepContext) -> None:
         flushed: list[FlushedWindow] = []
         try:
             for offloaded in params:
-                if not (self._may_update(offloaded) or (self._updating and offloaded.record is None)):
+                # At the optimizer step a missing gradient takes part, too: windows flush by the step's number.
+                record = offloaded.record
+                if not (self._may_update(offloaded) if record is not None else self._updating):
                     continue
-                if (close := end_on_host(offloaded, now, self.schedule, self.step)) is not None:
-                    flushed.append(close)
+                if (window := commit_gradient(offloaded, context)) is not None:
+                    flushed.append(window)
                     self.recorder.mark("close", param=offloaded.plan.name)
-            self.registry.transport.workers.submit(*(close.job for close in flushed))
-        except BaseException as error:  # ``UploadScheduler`` withdraws what was not queued, before any wait
+            if flushed:
+                self.registry.transport.workers.submit(*[window.job for window in flushed])
+        except BaseException as error:  # ``UploadScheduler`` withdraws jobs that were not queued, before any wait
             self.failure = error
             raise
         self.windows_flushed += len(flushed)
 
     def _may_update(self, offloaded: OffloadedParam) -> bool:
-        """Whether the parameter has a gradient that is final now."""
-        if offloaded.state is not GradientState.PARTS:
+        """Whether the parameter has a final gradient."""
+        record = offloaded.record
+        if record is None or record.state is not GradientState.PARTS:
             return False
+        if self._updating:
+            return True
         # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final. If it shares its
         # version counter, its update would make the backward of an earlier graph, which saved a sharer, raise.
         single = offloaded.single and offloaded.uses == 1 and not offloaded.weights.counter.shared
-        return self._updating or (self.finalizes_in_backward and single and self._split_now)
+        return self.finalizes_in_backward and single and self._split_now
 
     def end_update(self) -> None:
-        """Update what lives on the device whole, land what must not wait, advance to the next step."""
+        """Update resident parameters, apply updates that must not wait, and advance to the next step."""
         self.registry.device_updated.update()
         self.step += 1
-        self._begin_anew()
+        self._updating = False
+        self.backward.reset()
         for offloaded in self.offloaded.values():
-            offloaded.finish_step()
-        self.landing.end_step(self.step)
-        if not self.offloaded:  # nothing comes up in the next forward, and no node will tell of its end
+            offloaded.uses = 0
+            if self.in_backward:
+                offloaded.record = None
+        self.uploads.end_step(self.step)
+        if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.registry.streamed.prefetch()
         self.schedule.end_step()
         if self.schedule.shortest_window is None:
-            self._time_bound.end_step(len(self.graphs))
+            self._min_window.end_step(len(self.graphs))
         self.recorder.end_step(self.step)
-
-    def abandon(self) -> None:
-        """Drop everything in flight, gradients and failed work too: a state is about to be loaded."""
-        self.failure = None
-        self._check()
-        self._begin_anew()
-        self._graph_task = None
-        self.landing.abandon()
-        self.schedule.forget()
-        self._time_bound.forget()
-        self.registry.drop_grads()
-        self.leftovers.forget()
-        self.registry.abandon()
 
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
@@ -485,38 +520,71 @@ class Engine(UnfusedOps):
 
     def discard(self) -> None:
         """Forget gradients that are not in ``.grad``."""
-        self._begin_anew()
+        self._updating = False
+        self.backward.reset()
         if not self.in_backward:
-            self._graph_task = None  # of a backward that failed
-        self.leftovers.forget()
+            self.backward.task = None  # of a backward that failed
+        self.stale.forget()
         for offloaded in self.offloaded.values():
             offloaded.discard()
 
-    def _begin_anew(self) -> None:
-        """No backward has been, and no update is under way."""
-        self._updating = self._contributed = False
-        self._returned.clear()  # of backwards that failed
-        self.backwards = 0
+    # The unfused ops: see [Note: two forms] in ``runtime.ops``.
+
+    def column_norms(self, p: int, grad: Tensor) -> Tensor:
+        """Squared norms f32[slices] of the gradient that was split last: of ``grad``, unless it accumulates."""
+        offloaded = self.offloaded[p]
+        if self._takes(offloaded, grad):
+            offloaded.receive(grad, split_now=self._split_now)
+        return offloaded.device.norms.clone()  # a graph's values must not be engine memory
+
+    def select_columns(self, p: int, norms: Tensor) -> Tensor:
+        """The current selection, i32[k]."""
+        return self.offloaded[p].device.selection.selected.clone()
+
+    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
+        """Do nothing: the parts were taken with the norms. The node orders the gradient's last use."""
+
+    def copy_to_host(self, p: int) -> None:
+        """Start the copy of the gradient that was split last."""
+        self.offloaded[p].copy_to_host()
+
+    def adam_columns_(self, p: int, param: Tensor) -> None:
+        """Update the selected columns, if the gradient is final."""
+        self._update_slices([self.offloaded[p]], [param], self._context())
+
+    def update_on_host(self, p: int) -> None:
+        """Add the gradient to its update window, if it is final; flush the window if it is due."""
+        self._update_on_host([self.offloaded[p]], self._context())
+
+    def copy_to_device_(self, p: int, param: Tensor) -> None:
+        """``fetch_parameters_`` of one parameter."""
+        self.fetch_parameters_([p], [param])
 
     # The next forward.
 
     def declare_forward_order(self, order: Sequence[int]) -> None:
-        """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
-        self.landing.declare_order(order)
+        """Set the order of parameters by first use in a forward graph; jobs and uploads run in this order."""
+        self.uploads.declare_order(order)
 
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
-        """These parameters are about to be read: make visible what is due, and start the uploads that follow."""
+        """Make due updates of parameters that are about to be read visible, and start the uploads that follow."""
         if self.in_child:
             self._check_weights_in_child()
             return
         self._check()
         self.recorder.begin_phase("forward")
+        step, own, uploads = self.step, self.params, self.uploads
         for p, param in zip(ps, params, strict=True):
-            self.registry.check_storage(p, param)
-            self.landing.before_use(self.offloaded[p], self.step)
+            if param.data_ptr() != own[p].data_ptr():
+                self.registry.check_storage(p, param)
+            offloaded = self.offloaded[p]
+            offloaded.uses += 1
+            weights = offloaded.weights
+            if offloaded.host.flushed or weights.written_by_others or len(weights.counter.sharers) > 1:
+                uploads.before_use(offloaded, step)
 
     def remember_models(self, models: Sequence[nn.Module]) -> None:
-        """These models are compiled: note where they hold parameters."""
+        """Note where these compiled models hold parameters."""
         self.used = True
         self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
 
@@ -533,20 +601,20 @@ class Engine(UnfusedOps):
         self.holders.check_models(self.plan.params, models)
 
     def check_parameters(self) -> None:
-        """As ``check_models``, of the modules alone that hold the parameters, and ``check_unchanged``: cheap enough for
+        """``check_unchanged``, and ``check_models`` of the modules that hold the parameters directly: cheap enough for
         every step.
         """
-        self.check_unchanged()
+        self.registry.check_unchanged()
         self.holders.check(self.plan.params)
 
     def before_load(self) -> None:
-        """Weights are about to be loaded into the model: what is due lands first, so that they win."""
+        """Apply due updates before weights are loaded into the model, so that the loaded weights win."""
         if self.in_child:
             return
-        self.landing.before_load(self.step)
+        self.uploads.before_load(self.step)
 
     def synchronize(self) -> None:
-        """Wait for work in flight and make visible what is due. The trajectory stays what it would have been.
+        """Wait for work in flight and make due updates visible. The trajectory stays what it would have been.
 
         Raises:
             RuntimeError: work in flight failed.
@@ -556,8 +624,8 @@ class Engine(UnfusedOps):
             return
         self._check()
         self.check_unchanged()
-        self.landing.apply_due(self.step)
-        for offloaded in self.landing.by_deadline():
+        self.uploads.apply_due(self.step)
+        for offloaded in self.uploads.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
         self.registry.streamed.wait()
@@ -570,7 +638,7 @@ class Engine(UnfusedOps):
         self.registry.check_unchanged()
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make visible what is due before code that fetches nothing reads weights. Cheap when nothing is due.
+        """Make due updates visible to code that reads weights without a fetch. Cheap when nothing is due.
 
         It runs as outside of inference mode, tracing, functorch transforms and dispatch modes, which belong to the
         reader and not to the updates.
@@ -586,26 +654,28 @@ class Engine(UnfusedOps):
             self._check_weights_in_child()
             return
         self._check()
-        if not self.landing.is_current(self.step):
+        if not self.uploads.is_current(self.step):
             only = None
             if params is not None:
                 only = {index for param in params if (index := self.index_of(param)) is not None}
             with torch_private.outside_of_transforms():
-                self.landing.apply_due(self.step, only)
+                self.uploads.apply_due(self.step, only)
 
     def apply_in_step(self) -> None:
-        """From now on make due updates visible in ``step()``: code that fetches nothing, and calls no hook of ours,
-        reads the weights.
+        """Apply due updates in ``step()`` from now on: code without a fetch, and without a hook of ours, reads the
+        weights.
         """
-        self.landing.read_elsewhere = True
+        self.uploads.read_elsewhere = True
         self.apply_due()
 
+    # Lifetime.
+
     def flush(self) -> None:
-        """Apply the gradients in open update windows and make every update visible. Training may go on.
+        """Apply the gradients in update windows and make every update visible. Training may continue.
 
         Raises:
             RuntimeError: work in flight failed; no step runs then until a state is loaded. Or a weight was written
-                while an update of it was in flight; training may go on then.
+                while an update of it was in flight; training may continue then.
             ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         self._check()
@@ -614,7 +684,7 @@ class Engine(UnfusedOps):
             self.registry.eps(index)
         try:
             self.schedule.restart_windows()
-            self.landing.finish(self.step, flush=True)
+            self.uploads.finish(self.step, flush=True)
             self.registry.streamed.wait()
         except errors.LostUpdateError:
             raise
@@ -622,9 +692,22 @@ class Engine(UnfusedOps):
             self.failure = error
             raise
 
-    # Life and death.
+    def abandon(self) -> None:
+        """Drop everything in flight, gradients and failed work too, before a state is loaded."""
+        self.failure = None
+        self._check()
+        self._updating = False
+        self.backward.reset()
+        self.backward.task = None
+        self.uploads.abandon()
+        self.schedule.forget()
+        self._min_window.forget()
+        self.registry.drop_grads()
+        self.stale.forget()
+        self.registry.abandon()
 
     def _check(self) -> None:
+        """Raise if the engine must not be used: forked, closed, or failed."""
         if self.in_child:
             errors.refuse_in_child()
         if self.closed or self._closing:
@@ -633,7 +716,7 @@ class Engine(UnfusedOps):
             errors.refuse_failed(self.failure)
 
     def enter_child(self) -> None:
-        """This process was forked from the engine's: from here on only weights can be read."""
+        """Refuse everything but reading weights: this process was forked from the engine's."""
         self.in_child = True
         self.registry.enter_child()
 
@@ -642,12 +725,12 @@ class Engine(UnfusedOps):
             errors.refuse_in_child("an update of the weights was on its way when the process was forked")
 
     def close(self, *, flush: bool) -> None:
-        """Land everything, stop the threads, free host memory. Safe to call twice.
+        """Apply all updates, stop the threads, free host memory. Safe to call twice.
 
-        After an interrupt (``KeyboardInterrupt``) the engine is of no other use, and the next call completes the job.
+        After an interrupt (``KeyboardInterrupt``) only another call of ``close`` may follow, which completes it.
 
         Args:
-            flush: apply the gradients that wait in open windows, too.
+            flush: apply the gradients in update windows, too.
 
         Raises:
             RuntimeError: work in flight failed. The engine is closed all the same.
@@ -677,7 +760,7 @@ class Engine(UnfusedOps):
     def _finish(self, *, flush: bool) -> None:
         if not self._finished:
             try:
-                self.landing.finish(self.step, flush=flush and self.failure is None)
+                self.uploads.finish(self.step, flush=flush and self.failure is None)
                 self.registry.streamed.wait()
             except Exception:
                 self._finished = True
@@ -694,6 +777,6 @@ def _enter_child() -> None:
             engine.enter_child()
 
 
-# Without this a child would run into memory that it does not have, or wait for threads that it does not have, and its
-# share in the lock on ``nvme_path`` would outlive a parent that is killed.
+# Without this a child would use memory and wait for threads that it does not have, and its share in the lock on
+# ``nvme_path`` would outlive a killed parent.
 os.register_at_fork(after_in_child=_enter_child)

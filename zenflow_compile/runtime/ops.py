@@ -47,7 +47,7 @@ class EngineOps(Protocol):
     def adam_columns_(self, p: int, param: Tensor) -> None: ...
     def update_on_host(self, p: int) -> None: ...
     def copy_to_device_(self, p: int, param: Tensor) -> None: ...
-    def offload_gradient(self, p: int, grad: Tensor) -> None: ...
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
@@ -201,8 +201,8 @@ def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
         found.copy_to_device_(p, param)
 
 
-def _offload_gradient(token: Tensor, grad: Tensor, engine_id: int, p: int) -> None:
-    engine(engine_id).offload_gradient(p, grad)
+def _offload_gradients(token: Tensor, grads: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
+    engine(engine_id).offload_gradients(ps, grads)
 
 
 def _update_parameters(params: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ _NODES = (
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
     # The fused form. Those of ``ps`` without columns on the device (k = 0) are not among update_parameters' ``params``.
-    ("offload_gradient(Tensor(a!) token, Tensor grad, int engine, int p) -> ()", _offload_gradient, None),
+    ("offload_gradients(Tensor(a!) token, Tensor[] grads, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
     ("fetch_parameters_(Tensor(a!)[] params, int engine, int[] ps) -> ()", _fetch_parameters_, None),
 )
@@ -263,13 +263,13 @@ COPY_TO_HOST = torch.ops.zenflow.copy_to_host.default
 ADAM_COLUMNS_ = torch.ops.zenflow.adam_columns_.default
 UPDATE_ON_HOST = torch.ops.zenflow.update_on_host.default
 COPY_TO_DEVICE_ = torch.ops.zenflow.copy_to_device_.default
-OFFLOAD_GRADIENT = torch.ops.zenflow.offload_gradient.default
+OFFLOAD_GRADIENTS = torch.ops.zenflow.offload_gradients.default
 UPDATE_PARAMETERS = torch.ops.zenflow.update_parameters.default
 FETCH_PARAMETERS_ = torch.ops.zenflow.fetch_parameters_.default
 
 _WRITING = (
     BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_,
-    OFFLOAD_GRADIENT, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
+    OFFLOAD_GRADIENTS, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
 )  # fmt: skip
 for _op in _WRITING:
     torch.fx.node.has_side_effect(_op)

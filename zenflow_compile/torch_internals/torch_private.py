@@ -263,17 +263,13 @@ def fused_adamw_multi_(
     )  # fmt: skip
 
 
-def current_graph_task() -> int:
-    """Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
-    return int(torch._C._current_graph_task_id())
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
 
 
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Have ``callback`` run when the current backward is over. Seen in torch 2.11 and 2.13.
-
-    FSDP2 relies on the same hook; it must be called while a backward runs.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Have a callback run when the current backward is over; to be called while a backward runs. FSDP2 relies on the same
+hook. Seen in torch 2.11 and 2.13."""
 
 
 def inside_compiled_autograd() -> bool:
@@ -346,12 +342,9 @@ def is_sharded(tensor: Tensor) -> bool:
     return is_wrapper_subclass(tensor) or is_flattened_by_fsdp(tensor)
 
 
-def refuse_data_pointer(tensor: Tensor) -> None:
-    """Let C++ that asks a tensor without memory for its address raise ``RuntimeError``, not read address 0.
-
-    Fake tensors do the same. Seen in torch 2.11 and 2.13.
-    """
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Let C++ that asks a tensor without memory for its address raise ``RuntimeError``, not read address 0. Fake tensors do
+the same. Seen in torch 2.11 and 2.13."""
 
 
 def _references(param: Tensor) -> tuple[int, int, int]:

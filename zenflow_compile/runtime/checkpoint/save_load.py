@@ -324,7 +324,7 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
             window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[deferred])
         return
     for place, coefficients in enumerate(slots):
-        index, slot = host.free_slot()
+        index, slot = host.free_buffer()
         gradient = in_slices(plan, entry[f"window{place}"].cpu())[deferred]
         if plan.compressed:
             scales, values = scales_and_values(slot)

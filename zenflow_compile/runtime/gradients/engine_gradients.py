@@ -1,4 +1,4 @@
-"""What the gradients of one engine's offloaded parameters share: norms in one batch, factors, the recorder."""
+"""State that the gradients of one engine share: factors, the batch of norms, the recorder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,31 +16,39 @@ import zenflow_compile
 from zenflow_compile.runtime.gradients.gradient_record import Factors, GradientRecord, GradientState
 from zenflow_compile.runtime.recorder import Recorder
 
-if TYPE_CHECKING:
-    from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-
 
 class Accumulator(Protocol):
-    """An engine, which decides what becomes of a gradient that autograd adds to one in ``.grad``."""
+    """An engine, which takes gradients that autograd adds to one in ``.grad``."""
 
     def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None: ...
 
 
+class SplitGradient(Protocol):
+    """An offloaded parameter with its gradient."""
+
+    @property
+    def record(self) -> GradientRecord | None: ...
+    @property
+    def squared_norms(self) -> Tensor:
+        """f32[slices], of the gradient that was split last."""
+        ...
+
+
 class Gradients:
-    """Shared by the offloaded parameters of an engine.
+    """State that the gradients of one engine share.
 
     Attributes:
         visible: gradients are shown in ``.grad``; False for the optimizer-in-backward form, which consumes them inside
             the backward.
-        factors: of all of them.
-        dense: how many took memory of their own so far.
-        engine: decides what becomes of what autograd adds to a gradient.
-        process: the one whose host memory they are in.
+        factors: multiplies the factors of all gradients.
+        dense: number of gradients that became dense so far.
+        engine: takes gradients that autograd adds to one in ``.grad``.
+        process: id of the process that has the host memory of the gradients.
     """
 
     def __init__(
         self,
-        params: Mapping[int, OffloadedParam],
+        params: Mapping[int, SplitGradient],
         engine: weakref.ref[Accumulator],
         recorder: Recorder,
         device: torch.device,
@@ -56,33 +64,33 @@ class Gradients:
         self._recorder = recorder
 
     def measure(self) -> None:
-        """Set the norms of all gradients in parts that have none yet: a few operators for all of them."""
-        records, line_norms = [], []
+        """Set the norms of all split gradients that have none yet, with a few operators for all of them."""
+        records, squared_norms = [], []
         for param in self._params.values():
             record = param.record
             if record is not None and record.norm is None and record.state in _IN_PARTS:
                 records.append(record)
-                line_norms.append(param.device.norms)
+                squared_norms.append(param.squared_norms)
         if records:
-            norms = torch._foreach_norm(line_norms, 1)  # of squares, which are not negative: their sum
+            norms = torch._foreach_norm(squared_norms, 1)  # squares are not negative: this is their sum
             torch._foreach_sqrt_(norms)
             for record, norm, spare in zip(records, torch.stack(norms).unbind(), norms, strict=True):
                 record.norm, record.spare = norm, (norm, spare)
 
     def became_dense(self) -> None:
-        """Count a gradient that took memory of its own, and record the line of user code that asked for it."""
+        """Count a gradient that became dense, and record the line of user code that asked for it."""
         self.dense += 1
         if self._recorder.timeline is not None:
-            self._recorder.dense_gradient(_line_outside())
+            self._recorder.dense_gradient(_user_line())
 
 
 _IN_PARTS = (GradientState.PARTS, GradientState.CONSUMED)
-_NOT_THE_USERS = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, zenflow_compile))
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, zenflow_compile))
 
 
-def _line_outside() -> str:
+def _user_line() -> str:
     """``file:line`` of the innermost frame outside of PyTorch and this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""The gradient of one offloaded parameter: which state it is in, and the factors on it."""
+"""The gradient of one offloaded parameter: its state, and the factors on its values."""
 
 from __future__ import annotations
 
@@ -7,48 +7,44 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 
 
 class GradientState(enum.Enum):
     """Where the values of a gradient are, and whether an optimizer step has used them.
 
-    ``away`` states belong to the engine: they are the gradient that the next optimizer step uses. A gradient in any
-    other state is not the engine's any more.
+    ``away`` states belong to the engine: the next optimizer step uses such a gradient. A gradient in any other state is
+    no longer the engine's.
+
+    Attributes:
+        away: the values are in engine memory, for the next optimizer step.
+        gone: there are no values.
     """
 
-    PARTS = enum.auto()
-    """Away: the selected slices are on the device, the deferred ones on their way to the host."""
-    ON_DEVICE = enum.auto()
-    """Away: whole, in the engine's accumulator. It is split when it is final."""
-    ZERO = enum.auto()
-    """All zero (``zero_()``, ``zero_grad(set_to_none=False)``). It takes no memory."""
-    DENSE = enum.auto()
-    """A tensor of its own, which users may have changed or may hold a view of: it counts until it is dropped."""
-    CONSUMED = enum.auto()
+    PARTS = "parts"
+    """Away: split. The selected slices are on the device, the deferred ones on their way to the host."""
+    ON_DEVICE = "on device"
+    """Away: unsplit, in the engine's accumulator. It is split when it is final."""
+    ZERO = "zero"
+    """All zero (``zero_()``, ``zero_grad(set_to_none=False)``), without memory."""
+    DENSE = "dense"
+    """A dense tensor, which users may have changed or may hold a view of: it counts until it is dropped."""
+    CONSUMED = "consumed"
     """An optimizer step has used it, and its parts may be overwritten at any time."""
-    SPOILED = enum.auto()
-    """A backward has added to it after an optimizer step had used it: the sum cannot be known."""
-    DISCARDED = enum.auto()
+    SPOILED = "spoiled"
+    """A backward has added to it after an optimizer step had used it: the sum is unknown."""
+    DISCARDED = "discarded"
     """It was dropped before any optimizer step, and no tensor of it was alive then."""
-    IN_BACKWARD = enum.auto()
+    IN_BACKWARD = "in backward"
     """The optimizer-in-backward form has consumed the gradient inside the backward; ``.grad`` has no values."""
 
-    @property
-    def away(self) -> bool:
-        """Whether the values are in engine memory, for the next optimizer step."""
-        return self in (GradientState.PARTS, GradientState.ON_DEVICE)
-
-    @property
-    def gone(self) -> bool:
-        """Whether there are no values."""
-        return not (self.away or self in (GradientState.ZERO, GradientState.DENSE))
+    def __init__(self, description: str) -> None:
+        # Attributes, since every gradient asks several times per step: a property costs ten times as much.
+        self.away = description in ("parts", "on device")
+        self.gone = not self.away and description not in ("zero", "dense")
 
 
 Factor = float | Tensor
@@ -56,14 +52,14 @@ Factor = float | Tensor
 
 
 class Factors:
-    """Multiplies factors; those of many gradients that are multiplied with one tensor share the product.
+    """Multiplies factors. Gradients that are multiplied with one tensor share the product.
 
     On an accelerator a factor stays a tensor, so that clipping does not wait for the device; all factors reach the host
     with one stacked copy per optimizer step (``read``).
 
     Args:
         device: where factors stay until they are read.
-        deferred: keep them there; False reads each one at once, which costs nothing on the CPU.
+        deferred: keep them there; False reads each one at once, which is free on the CPU.
     """
 
     def __init__(self, device: torch.device, *, deferred: bool) -> None:
@@ -81,7 +77,7 @@ class Factors:
         last = self._last
         version = -1 if by.is_inference() else by._version  # tensors of inference mode have no version
         # The memo keeps ``by`` alive, so that no other tensor can have its identity. Writes through ``by.data`` between
-        # two calls would stay unnoticed: they do not move the version.
+        # two calls go unnoticed: they do not move the version.
         known = last is not None and last[1] is by and last[2:4] == (version, divide) and version >= 0
         if known and last is not None and _same(last[0], before):
             return last[4]
@@ -93,13 +89,14 @@ class Factors:
     def read(self, records: list[GradientRecord]) -> None:
         """Turn the factors of ``records`` into numbers, with one copy to the host for all of them."""
         self._last = None
+        records = [record for record in records if type(record.clip) is not float or type(record.unscale) is not float]
+        if not records:
+            return
         found: dict[int, Tensor] = {}
         for record in records:
             for factor in (record.clip, record.unscale):
                 if isinstance(factor, Tensor):
                     found[id(factor)] = factor
-        if not found:
-            return
         numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
         for record in records:
             record.clip, record.unscale = (
@@ -113,7 +110,7 @@ def _same(one: Factor, other: Factor) -> bool:
 
 
 class GradientLike(NamedTuple):
-    """What the gradients of one parameter look like."""
+    """Name, shape, dtype and device that all gradients of one parameter have."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,7 +119,7 @@ class GradientLike(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """What an engine does for the gradient of one of its parameters."""
+    """The engine's side of the gradients of one parameter."""
 
     def values_of(self, record: GradientRecord) -> Tensor:
         """A new dense tensor of the gradient, which is away, without its factors."""
@@ -133,15 +130,15 @@ class GradientSource(Protocol):
         ...
 
     def give_up(self, record: GradientRecord) -> None:
-        """The gradient is not the engine's any more: its parts are free."""
+        """Free the parts of a gradient that is no longer the engine's."""
         ...
 
     def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
-        """Autograd adds ``grad`` to the gradient in ``.grad``."""
+        """Add ``grad``, which autograd accumulates into ``.grad``."""
         ...
 
     def became_dense(self) -> None:
-        """Count a gradient that took memory of its own."""
+        """Count a gradient that became dense."""
         ...
 
     @property
@@ -156,21 +153,24 @@ class GradientRecord:
 
     Attributes:
         state: see ``GradientState``.
-        contributions: gradients that were added up in it since it was made or zeroed.
-        clip: factor on its values from scaling in place, clipping above all.
-        unscale: factor from loss scaling. Selection scores take it into account, but not ``clip``.
+        contributions: number of gradients added up in it since it was made or zeroed.
+        clip: factor on its values from scaling in place, such as clipping.
+        unscale: factor from loss scaling. Selection scores use it, but not ``clip``.
         norm: cached f32[] L2 norm without the factors.
-        spare: ``norm``, and a copy of it that no caller has yet.
+        spare: ``norm``, and a copy of it for the next caller of ``l2_norm``.
+        handle: the first ``OffloadedGradient`` of this gradient; each further one keeps it alive.
     """
 
     __slots__ = (
-        "__weakref__", "_handle", "_source", "_values", "clip", "contributions", "like", "norm", "spare", "state",
+        "__weakref__", "_source", "_values", "clip", "contributions", "handle", "like", "norm", "spare", "state",
         "unscale",
     )  # fmt: skip
 
-    def __init__(self, like: GradientLike, source: weakref.ref[GradientSource]) -> None:
+    def __init__(
+        self, like: GradientLike, source: weakref.ref[GradientSource], state: GradientState = GradientState.DISCARDED
+    ) -> None:
         self.like = like
-        self.state = GradientState.DISCARDED
+        self.state = state
         self.contributions = 0
         self.clip: Factor = 1.0
         self.unscale: Factor = 1.0
@@ -178,25 +178,16 @@ class GradientRecord:
         self.spare: tuple[Tensor, Tensor] | None = None
         self._source = source
         self._values: Tensor | None = None
-        self._handle: weakref.ref[OffloadedGradient] | None = None
+        self.handle: weakref.ref[Tensor] | None = None
 
     def belongs_to(self, source: GradientSource) -> bool:
         """Whether this is a gradient of the parameter that ``source`` serves."""
         return self._source() is source
 
-    # Tensors of this gradient.
-
     @property
-    def has_tensor(self) -> bool:
-        """Whether a tensor of this gradient is alive."""
-        return self._handle is not None and self._handle() is not None
-
-    def remember(self, handle: OffloadedGradient) -> None:
-        """``handle`` is a tensor of this gradient. A second one keeps the first alive, so that one reference does."""
-        if self._handle is not None and (first := self._handle()) is not None:
-            handle._first = first
-        else:
-            self._handle = weakref.ref(handle)
+    def first_tensor(self) -> Tensor | None:
+        """The first tensor of this gradient, if any tensor of it is alive."""
+        return None if self.handle is None else self.handle()
 
     # Reading.
 
@@ -213,12 +204,12 @@ class GradientRecord:
     @property
     def grad_scale(self) -> float:
         """The factor on the host; ``Factors.read`` must have run."""
-        factor = self.factor
-        assert isinstance(factor, float)
+        factor = self.clip * self.unscale
+        assert not isinstance(factor, Tensor)
         return factor
 
     def read(self) -> Tensor:
-        """The gradient as a dense tensor, which callers must not write: of a dense gradient it is the tensor itself.
+        """The gradient as a dense tensor, which callers must not write: a dense gradient returns its own tensor.
 
         Raises:
             RuntimeError: the values are gone.
@@ -263,7 +254,7 @@ class GradientRecord:
         elif factor != 1.0:
             norm = norm * abs(factor)
         elif norm is self.norm:
-            # The user's own: an in-place write must not reach what is cached.
+            # The caller may write the result in place, which must not change the cached norm.
             spare, self.spare = self.spare, None
             norm = spare[1] if spare is not None and spare[0] is norm else norm.clone()
         return norm if norm.dtype == dtype else norm.to(dtype)
@@ -271,7 +262,7 @@ class GradientRecord:
     # Writing.
 
     def make_dense(self) -> Tensor:
-        """Give the gradient a tensor of its own, which holds its values from now on, and return it.
+        """Move the gradient's values into a dense tensor, which holds them from now on, and return it.
 
         Raises:
             RuntimeError: the values are gone.
@@ -282,7 +273,7 @@ class GradientRecord:
         return self._values
 
     def replaced(self, values: Tensor) -> GradientRecord:
-        """A dense gradient in the place of this one (``grad.data = values``), of the same shape."""
+        """A dense gradient that replaces this one (``grad.data = values``), of the same shape."""
         if self.state is GradientState.IN_BACKWARD:
             self.refuse("write")
         record = self.moved(values)
@@ -290,7 +281,7 @@ class GradientRecord:
         return record
 
     def overwrite(self, write: Callable[[Tensor], object]) -> None:
-        """Let ``write`` set every element: what was there before does not matter."""
+        """Let ``write`` set every element; the old values are not read."""
         if self.state is GradientState.DENSE:
             write(self.make_dense())
             return
@@ -335,14 +326,14 @@ class GradientRecord:
         if self.state is GradientState.IN_BACKWARD:
             return
         if self.state is GradientState.DENSE:
-            self.make_dense().zero_()  # others may have a view of it
+            self.make_dense().zero_()  # in place: users may have a view of it
             return
         self.state, self.contributions, self.norm = GradientState.ZERO, 0, None
         self.clip = self.unscale = 1.0
         self._leave_engine()
 
     def accumulate(self, grad: Tensor) -> None:
-        """Add what autograd brings to the gradient in ``.grad``."""
+        """Add ``grad``, which autograd accumulates into ``.grad``."""
         source = self._source()
         if source is not None:
             source.accumulate(self, grad)
@@ -350,7 +341,7 @@ class GradientRecord:
             self.make_dense().add_(grad)
 
     def forget_factors(self) -> None:
-        """No factor is on the values."""
+        """Reset both factors to 1."""
         self.clip = self.unscale = 1.0
 
     # The engine's side.
@@ -358,30 +349,30 @@ class GradientRecord:
     def check_usable(self) -> None:
         """
         Raises:
-            RuntimeError: no optimizer step can use it: one has done so, or it was dropped.
+            RuntimeError: no optimizer step can use it: an earlier step has, or it was dropped.
         """
         if self.state.gone:
             self.refuse("use")
 
     def values_at_close(self, *, keep: bool) -> Tensor | None:
-        """What is to stay in ``.grad`` when the engine closes.
+        """The tensor that stays in ``.grad`` when the engine closes.
 
         Args:
-            keep: also the values of a gradient that is in engine memory.
+            keep: keep the values of a gradient that is in engine memory.
         """
         if self.state is GradientState.DENSE:
             return self.make_dense()
         if keep and not self.state.gone:
-            with suppress(RuntimeError):  # a failed copy, which has raised or will
+            with suppress(RuntimeError):  # a failed copy, which raises elsewhere
                 return self.make_dense()
         return None
 
     def dropped(self) -> None:
-        """The gradient left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
+        """Give up a gradient that left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
         if not self.state.away:
             return
-        if self.has_tensor:
-            with suppress(RuntimeError):  # a failed copy, which has raised or will
+        if self.first_tensor is not None:
+            with suppress(RuntimeError):  # a failed copy, which raises elsewhere
                 self.make_dense()
         if self.state.away:
             self.state = GradientState.DISCARDED
@@ -389,7 +380,7 @@ class GradientRecord:
     def refuse(self, verb: str) -> NoReturn:
         """
         Args:
-            verb: what was to be done with the gradient.
+            verb: what the caller was about to do with the gradient.
 
         Raises:
             RuntimeError: always: the values are gone.
@@ -428,7 +419,7 @@ class GradientRecord:
             source.give_up(self)
 
     def _set_dense(self, values: Tensor) -> None:
-        # No call in between: an interrupt finds the values and the state that says where they are, or neither.
+        # No call in between: an interrupt finds both the values and the state that says where they are, or neither.
         self._values, self.state, self.norm = values, GradientState.DENSE, None
         self.clip = self.unscale = 1.0
         self._leave_engine()

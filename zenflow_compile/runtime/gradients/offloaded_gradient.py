@@ -7,6 +7,7 @@ writes, or returns a view, or if its schema does not say.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -31,7 +32,7 @@ class OffloadedGradient(Tensor):
     """
 
     _record: GradientRecord
-    _first: OffloadedGradient
+    _first: Tensor
 
     # Methods of Tensor reach C++ directly. Operators still arrive in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -45,7 +46,10 @@ class OffloadedGradient(Tensor):
         )
         torch_private.refuse_data_pointer(tensor)
         tensor._record = record
-        record.remember(tensor)
+        if (first := record.first_tensor) is not None:
+            tensor._first = first  # keeps the first tensor alive, so that the record needs one weak reference
+        else:
+            record.handle = weakref.ref(tensor)
         return tensor
 
     @classmethod

@@ -1,8 +1,9 @@
 """A deferred gradient that stays on the device until it is final, because it is summed or compressed before its copy.
 
-[Note: transient blocks] What is copied from here is no ring's: many parameters are final at one moment, and with two
-blocks the device would wait for all of their copies. A block is the allocator's, on the stream of the update, and
-is let go of only after that stream was told to wait for its copy: whoever gets the memory next writes later.
+[Note: transient blocks] These blocks bypass the staging ring: many gradients are final in one optimizer step, and with
+two buffers the device would wait for all of their copies. A block comes from the allocator, on the stream of the
+update. It is released only after that stream was told to wait for its copy, so that the memory's next user writes
+later.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Outgoing = tuple[Tensor, Sequence[StepCoefficients]]
 
 
 class PendingGradient:
-    """The gradient of one parameter between backward and final moment, and what it becomes then.
+    """The deferred gradient of one parameter between its backward and the optimizer step.
 
     Attributes:
-        gradient: [deferred, length] in the model's dtype, like ``.grad``: made by the split, gone with the update.
-        window_sum: what the open window holds, where the plan says ``summed``; residual: what compression has lost so
-            far, where it says ``compressed``. One of the two.
+        gradient: [deferred, length] in the model's dtype: written by the split, released with the update.
+        window_sum: sum of the update window's gradients; None unless the plan says ``summed``.
+        residual: error of the compression so far; None unless the plan says ``compressed``.
     """
 
     def __init__(self, plan: ParamPlan, device: torch.device) -> None:
@@ -45,7 +46,7 @@ class PendingGradient:
         return self._sent is not None and not self._sent[1].done()
 
     def new_gradient(self) -> Tensor:
-        """Memory for this step's gradient; the device waits for the copy of what was sent last.
+        """Allocate this step's gradient; the device waits for the copy of the last block.
 
         Raises:
             CopyError: that copy failed.
@@ -58,36 +59,36 @@ class PendingGradient:
         )
         return self.gradient
 
-    def finalize(self, slot: StepCoefficients) -> Outgoing | None:
-        """The gradient is final. Returns what is to be sent at once: the sum waits for its window."""
+    def finalize(self, coefficients: StepCoefficients) -> Outgoing | None:
+        """Sum or compress the final gradient. Returns the block to copy now; a sum is copied at its window's flush."""
         assert self.gradient is not None
         if self.window_sum is not None:
-            self.window_sum.add(self.gradient, slot)
+            self.window_sum.add(self.gradient, coefficients)
         if self.residual is None:
             return None
         block = self._new_block()
-        return block, [self.residual.compress(self.gradient, slot, block)]
+        return block, [self.residual.compress(self.gradient, coefficients, block)]
 
     def end_window(self) -> Outgoing | None:
-        """The window closes. Returns what is to be sent now; None where it was sent before, or nothing waits."""
+        """Take the sum of a window that flushes. Returns the block to copy; None without a sum or without gradients."""
         if self.window_sum is None or not self.window_sum.slots:
             return None
         block = self._new_block()
         return block, self.window_sum.take_mean(block)
 
     def sent(self, block: Tensor, ticket: Ticket) -> None:
-        """The copy of ``block`` was started. See [Note: transient blocks]."""
-        if self._sent is not None:
+        """Keep ``block`` until its copy is over. See [Note: transient blocks]."""
+        if self._sent is not None:  # first: the block before it may be released only behind its own copy
             self._sent[1].wait_on_device()
         self._sent = block, ticket
 
     def slices_changed(self, changed: Tensor) -> None:
-        """The slices at ``changed``, bool[deferred] on the device, are others now; a sum is empty at such a moment."""
+        """Drop the residual of the slices at ``changed``, bool[deferred] on the device; a sum must be empty."""
         if self.residual is not None:
             self.residual.drop(changed)
 
     def abandon(self) -> None:
-        """Drop gradient, window and copies, failed ones too: a state is about to be loaded."""
+        """Drop gradient, window and copies, failed ones too, before a state is loaded."""
         self.gradient = None
         if self._sent is not None:
             self._sent[1].settle()
@@ -95,7 +96,7 @@ class PendingGradient:
         self.drop_window()
 
     def drop_window(self) -> int:
-        """Forget the gradients that the open window sums up, and return how many there were."""
+        """Forget the gradients that the update window sums up, and return how many there were."""
         if self.window_sum is None:
             return 0
         count = len(self.window_sum.slots)

@@ -29,11 +29,11 @@ from zenflow_compile.runtime.parameters.capacity import (
     worker_cores,
 )
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.make_lane import make_lane
 from zenflow_compile.runtime.transfer.staging_ring import StagingRing
 from zenflow_compile.runtime.transfer.stream_flags import make_flags
-from zenflow_compile.runtime.transfer.transport import Transport
 
 
 class Allocated(NamedTuple):

@@ -1,4 +1,12 @@
-"""One offloaded parameter at run time: its gradient on the way in, its two sides, its updates on the way back.
+"""One offloaded parameter at run time. Its methods tell the life of a gradient from top to bottom:
+
+1. receive: a backward brings a contribution, which is split at once, or added up on the device until it is final;
+2. split: norms, selected slices and deferred slices, in one read of the gradient;
+3. copy: the deferred slices start for a gradient buffer on the host;
+4. commit: the optimizer step makes the gradient final, and it joins the update window;
+5. flush: the window's gradients become a job of the host's workers;
+6. upload: the job's result starts for the device, ahead of the forward that reads the weight;
+7. apply: the result is merged into the weight.
 
 [Note: speculation] A gradient is split and copied as soon as it exists, although a second contribution (another
 backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and
@@ -14,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,24 +45,38 @@ from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradie
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_slices
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
+from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.transfer.copy_lanes import CopyError, Ticket
-from zenflow_compile.runtime.transfer.staging_ring import StagedBlock
-from zenflow_compile.runtime.transfer.transport import Transport, Upload
+from zenflow_compile.runtime.transfer.staging_ring import StagingBuffer
 from zenflow_compile.torch_internals import torch_private
+
+_PARTS, _ON_DEVICE = GradientState.PARTS, GradientState.ON_DEVICE
+
+
+@dataclass(slots=True)
+class Upload:
+    """An update on its way to the device."""
+
+    window: FlushedWindow
+    buffer: StagingBuffer
+    ticket: Ticket
 
 
 class OffloadedParam:
-    """Runtime state of one parameter whose optimizer state lives, in part or whole, on the host.
+    """Runtime state of one parameter whose optimizer state lives, in part or completely, on the host.
 
     Attributes:
-        record: the gradient that the engine has, or has consumed in the last optimizer step; None without one.
-        accumulates: several contributions per step were seen: split at the final moment only.
-        eager: a contribution came through autograd, so first uses are unknown and updates land inside ``step()``.
+        record: the engine's gradient, or the one that the last optimizer step has consumed; None without one.
+        deadline: position among the first uses of the next forward; jobs and uploads run in this order.
+        accumulates: several contributions per step were seen: split only when the gradient is final.
+        eager: a contribution came through autograd, so first uses are unknown and updates are applied inside
+            ``step()``.
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
-        uses: how often a graph was about to read it in this step.
-        single: in the last step its gradient came in one piece from a graph, so it may be final before the backward is.
-        held: its deferred gradient, where that stays on the device until it is final.
+        uses: how often graphs were about to read it since the last optimizer step.
+        single: in the last step its gradient came in one piece from a graph, so it may be final before the backward
+            ends.
+        pending: its deferred gradient, where that stays on the device until it is final.
     """
 
     def __init__(
@@ -81,58 +104,20 @@ class OffloadedParam:
         self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
         self.transport = transport
         self._gradients = gradients
+        self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
         self._me: weakref.ref[GradientSource] = weakref.ref(self)
         self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
         self._accumulate_grad = torch_private.accumulate_grad_node(param)
         self._in_backward: OffloadedGradient | None = None
         self._accumulator: Tensor | None = None
-        self._staged: StagedBlock | None = None
-        self._copy: tuple[int, Ticket] | None = None
+        # Each of the three is the only record of its stage: a buffer is in use by whatever refers to it here.
+        self._staged: StagingBuffer | None = None  # split, and its copy has not started
+        self._copy: tuple[int, Ticket] | None = None  # index of a gradient buffer, and the copy into it
         self._upload: Upload | None = None
         self._partially_applied: BaseException | None = None
         self.weights.reseed(device, host)
 
-    # Gradients in.
-
-    @property
-    def state(self) -> GradientState | None:
-        """Of the gradient that the engine has."""
-        return None if self.record is None else self.record.state
-
-    @property
-    def unscale(self) -> float:
-        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
-        unscale = 1.0 if self.record is None else self.record.unscale
-        assert isinstance(unscale, float)
-        return unscale
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
-        consumed_in_backward = not self._gradients.visible and self.record is not None
-        return consumed_in_backward or self._grad_of_others() is not None
-
-    def _grad_of_others(self) -> Tensor | None:
-        """What is in ``.grad`` unless the optimizer-in-backward form has put it there."""
-        grad = self.param.grad
-        if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.IN_BACKWARD:
-            return None
-        return grad
-
-    def check_gradient(self) -> None:
-        """
-        Raises:
-            TypeError: the gradient is sparse.
-            RuntimeError: no optimizer step can use the gradient in ``.grad``.
-        """
-        grad, name = self._grad_of_others(), self.plan.name
-        if grad is None:
-            return
-        if isinstance(grad, OffloadedGradient):
-            grad._record.check_usable()
-        errors.refuse_sparse_grad(self.param, name)
-        if not self._gradients.visible and self.record is not None:
-            errors.refuse_second_grad(name)
+    # 1. Receive.
 
     def asked_for(self) -> torch_private.Asked:
         """What autograd does with the gradient in the backward that runs now."""
@@ -158,14 +143,8 @@ class OffloadedParam:
             return False
         return self.look() is None and not self._zeroed(grad)
 
-    def _zeroed(self, grad: Tensor | None) -> bool:
-        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
-        if not isinstance(grad, OffloadedGradient):
-            return False
-        return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
-
     def takes_more(self, record: GradientRecord) -> bool:
-        """Whether the engine itself adds what autograd brings to the gradient ``record``."""
+        """Whether the engine itself adds a gradient of autograd's to the gradient ``record``."""
         if record.state is GradientState.IN_BACKWARD:
             return True
         grad = self.param.grad
@@ -173,64 +152,10 @@ class OffloadedParam:
             return False
         return record is self.look() or self._zeroed(grad)
 
-    def look(self) -> GradientRecord | None:
-        """The engine's gradient if it is in ``.grad``; else it is dropped, and there is none.
-
-        See [Note: .grad is the truth].
-        """
-        record = self.record
-        if record is not None and self._gradients.visible:
-            grad = self.param.grad
-            # An interrupt may come after a gradient became dense or zero and before the engine gave it up.
-            given_up = record.state in (GradientState.DENSE, GradientState.ZERO)
-            if given_up or type(grad) is not OffloadedGradient or grad._record is not record:
-                self.drop()
-                return None
-        return record
-
-    def drop(self) -> None:
-        """The gradient was cleared or replaced. It becomes dense if a tensor of it is alive."""
-        if self.record is not None:
-            self.record.dropped()
-            self.record = None
-        self._release_parts()
-
-    def discard(self) -> None:
-        """Forget what no optimizer step will use: of visible gradients what is not in ``.grad``, of others all."""
-        if self._gradients.visible:
-            self.look()
-        elif self.state is not GradientState.CONSUMED:
-            self.drop()
-
-    def release_gradient(self, *, keep: bool) -> None:
-        """Leave nothing in ``.grad`` that needs the engine.
-
-        Args:
-            keep: a gradient that no step has used becomes a dense tensor there.
-        """
-        grad = self.param.grad
-        if isinstance(grad, OffloadedGradient):
-            self.param.grad = grad._record.values_at_close(keep=keep)
-        self.drop()
-
-    def show_consumed(self) -> None:
-        """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
-        if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
-            record = self._new_record()
-            record.state = GradientState.IN_BACKWARD
-            self._in_backward = OffloadedGradient.of(record)
-        if self.param.grad is None:
-            self.param.grad = self._in_backward
-
-    def offload(self, grad: Tensor, *, split_now: bool) -> None:
-        """Take one contribution and start its copy, if it is split now. Raises: see ``receive``."""
-        self.receive(grad, split_now=split_now)
-        self.copy_to_host()
-
     def receive(self, grad: Tensor, *, split_now: bool) -> None:
-        """Take one contribution: its norms and parts if it is split now, else it accumulates.
+        """Take one contribution: split it if ``split_now``, else add it up on the device.
 
-        What is in ``.grad`` must be the engine's, zero, or nothing: see ``leaves_to_autograd``.
+        ``.grad`` must hold the engine's gradient, a zeroed one, or None: see ``leaves_to_autograd``.
 
         Raises:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
@@ -238,7 +163,7 @@ class OffloadedParam:
         """
         if grad.is_sparse:
             errors.refuse_sparse(self.plan.name)
-        record = self.look()
+        record = None if self.record is None else self.look()
         if record is not None and not record.state.away:
             if not self._gradients.visible:
                 self.single = False
@@ -254,7 +179,8 @@ class OffloadedParam:
             return
         self._add(record, matrix)
         if split_now and not self.accumulates:
-            self._split(record, self._accumulator_like(matrix))
+            self._split(self._accumulator_like(matrix))
+            record.state = _PARTS
 
     def _matrix(self, grad: Tensor) -> Tensor:
         if grad.dtype != self.plan.dtype:
@@ -263,102 +189,117 @@ class OffloadedParam:
         return matrix if matrix.dim() == 2 else matrix.reshape(self.param.shape[0], -1)
 
     def _begin(self, matrix: Tensor, *, split: bool) -> None:
-        """The first contribution of a gradient. One that was zeroed stays the object that it is in ``.grad``."""
+        """Take the first contribution of a gradient. A zeroed gradient stays the object that it is in ``.grad``."""
         grad = self.param.grad if self._gradients.visible else None
-        zeroed = isinstance(grad, OffloadedGradient) and self._zeroed(grad)
-        record = grad._record if isinstance(grad, OffloadedGradient) and zeroed else self._new_record()
+        zeroed = grad is not None and self._zeroed(grad)
+        known = grad._record if isinstance(grad, OffloadedGradient) and zeroed else None
+        record = GradientRecord(self._like, self._me) if known is None else known
         if split:
-            self._take(matrix)
+            self._split(matrix)
         else:
             self._accumulator_like(matrix).copy_(matrix)
         # No call from here on: an interrupt finds that all of it is done or nothing, see [Note: one assignment].
-        state = GradientState.PARTS if split else GradientState.ON_DEVICE
+        state = _PARTS if split else _ON_DEVICE
         self.record, record.state, record.contributions, record.norm = record, state, 1, None
         record.clip = record.unscale = 1.0
         if self._gradients.visible and not zeroed:
             self.param.grad = OffloadedGradient.of(record)
 
-    def _new_record(self) -> GradientRecord:
-        return GradientRecord(self._like, self._me)
-
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:
-        """A further contribution."""
-        if record.state is GradientState.PARTS:
+        """Add a further contribution."""
+        if record.state is _PARTS:
             self.accumulates = True
             self._rebuild(record)
         accumulator = self._accumulator_like(matrix)
         factor = record.factor
         if not isinstance(factor, float) or factor != 1.0:
-            accumulator.mul_(factor)  # what was scaled is what was there then, not what comes now
+            accumulator.mul_(factor)  # the factor belongs to the sum so far, not to the new contribution
             record.forget_factors()
         accumulator.add_(matrix)
         record.contributions += 1
         record.norm = None
 
     def take_from_grad(self) -> None:
-        """Have the gradient for the optimizer step that begins: what ``.grad`` says.
+        """Take the gradient that ``.grad`` shows, for the optimizer step that begins.
 
-        A tensor of the user's, a dense gradient and one of zeros stay in ``.grad``, and the next step uses them again,
+        A tensor of the user's, a dense gradient and a zeroed one stay in ``.grad``, and the next step uses them again,
         as with any optimizer; the optimizer-in-backward form clears them.
         """
+        grad = self.param.grad
+        if self._copy is not None and type(grad) is OffloadedGradient and grad._record is self.record:
+            return  # split and copied in the backward: the usual case, at every step
         record = self.look()
-        if record is None and (grad := self._grad_of_others()) is not None:
+        if record is None and (grad := self._grad_of_user()) is not None:
             self.eager = self.eager or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
-            record = self._new_record()
-            self._take(self._matrix(values))
-            self.record, record.state, record.contributions = record, GradientState.PARTS, 1
+            record = GradientRecord(self._like, self._me)
+            self._split(self._matrix(values))
+            self.record, record.state, record.contributions = record, _PARTS, 1
             if not self._gradients.visible:
                 self.param.grad = None
-        if (record := self.record) is not None and record.state is GradientState.ON_DEVICE:
+        if (record := self.record) is not None and record.state is _ON_DEVICE:
             assert self._accumulator is not None
-            self._split(record, self._accumulator)
+            self._split(self._accumulator)
+            record.state = _PARTS
         self.copy_to_host()
 
-    def _split(self, record: GradientRecord, matrix: Tensor) -> None:
-        """Norms, selected slices and the rest in one read of the gradient: its own norms do not choose its slices."""
-        self._take(matrix)
-        record.state = GradientState.PARTS
+    # 2. Split.
 
-    def _take(self, matrix: Tensor) -> None:
-        self._release_parts()  # what an interrupt may have left, before a record had it
-        deferred_shape = (self.plan.deferred, self.plan.length)
+    def _split(self, matrix: Tensor) -> None:
+        """Write norms, selected slices and deferred slices in one read of the gradient.
+
+        The selection does not depend on this gradient's norms: it changes between steps.
+        """
+        if self._copy is not None or self._staged is not None:
+            self._release_parts()  # an interrupt left them, before a record had them
+        device = self.device
         if self.pending is not None:
             with self.transport.recorder.stall(self.pending.busy, param=self.plan.name):
                 deferred_out = self.pending.new_gradient()
-        elif self.plan.deferred:
-            ring = self.transport.down_ring
-            with self.transport.recorder.stall(ring.busy, param=self.plan.name):
-                block = ring.first_free(deferred_shape, self.plan.dtype)
-            self._staged, ring.unused = block, ring.without(block)  # see [Note: one assignment] in ``staging``
-            deferred_out = block.tensor
+        elif self._block[0][0]:
+            buffer = self.transport.down_ring.next_free()
+            if (reader := buffer.read_by) is not None and not reader.done():
+                self._wait_on_device(reader)  # the copy out of the buffer must end before the split overwrites it
+            deferred_out = buffer.view(self._block)
+            self._staged, buffer.in_use = buffer, True  # see [Note: one assignment] in ``staging_ring``
         else:
-            deferred_out = self.device.gradient.new_empty(deferred_shape)
-        self.device.norms = column_ops.norms_and_split(
-            matrix, self.plan.dim, self.device.selection, self.device.gradient, deferred_out
+            deferred_out = device.gradient.new_empty(self._block[0])
+        device.norms = column_ops.norms_and_split(
+            matrix, self.plan.dim, device.selection, device.gradient, deferred_out
         )
 
+    def _wait_on_device(self, ticket: Ticket) -> None:
+        with self.transport.recorder.stall(True, param=self.plan.name):
+            ticket.wait_on_device()
+
+    @property
+    def squared_norms(self) -> Tensor:
+        """f32[slices], of the gradient that was split last."""
+        return self.device.norms
+
+    # 3. Copy.
+
     def copy_to_host(self) -> None:
-        """Start the copy of the staged block into the window's next slot; what is held is copied when it is final."""
+        """Start the copy of the split gradient into the window's next buffer; a pending one is copied when final."""
         if (staged := self._staged) is None:
             return
-        ring = self.transport.down_ring
         try:
             copy = self._send(staged.tensor)
-            unused = ring.with_back(staged, copy[1])
         except BaseException:
-            self.transport.to_host.settle()  # an interrupt may have come behind the submission, which reads the block
+            self.transport.to_host.settle()  # an interrupt may have come after the submission, whose copy reads it
             raise
-        self._copy, self._staged, ring.unused = copy, None, unused
+        self._copy, self._staged, staged.in_use, staged.read_by = copy, None, False, copy[1]
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
-        with self.transport.recorder.stall(self.host.slot_busy, param=self.plan.name, on_host=True):
-            index, slot = self.host.free_slot()
-        step = self.transport.recorder.step
-        return index, self.transport.to_host.submit(slot, block, step=step, param=self.plan.name)
+        recorder, host = self.transport.recorder, self.host
+        if (reader := host.readers[host.next_buffer]) is not None and not reader.done():
+            with recorder.stall(True, param=self.plan.name, on_host=True):
+                reader.wait()
+        index, target = host.free_buffer()
+        return index, self.transport.to_host.submit(target, block, step=recorder.step, param=self.plan.name)
 
-    def _send_held(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
-        """Copy what was held into a slot, which belongs to the open window at once, for every gradient in it."""
+    def _send_pending(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
+        """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""
         if outgoing is not None:
             block, coefficients = outgoing
             index, ticket = self._send(block)
@@ -367,21 +308,20 @@ class OffloadedParam:
                 self.host.commit(GradientBuffer(index, each, ticket))
 
     def _release_parts(self) -> None:
-        """Forget the parts of a gradient. Its slot was never committed, so the next step's copy uses it again."""
+        """Forget the parts of a gradient. Its buffer was never committed, so the next step's copy uses it again."""
         self._copy = None
         if self.pending is not None:
             self.pending.gradient = None
-        ring = self.transport.down_ring
         if (staged := self._staged) is not None:  # an error came between split and copy
-            self._staged, ring.unused = None, ring.with_back(staged)
+            self._staged, staged.in_use = None, False
 
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
-        self._assemble(record, self._accumulator_like(self.weights.matrix))
-        record.state, record.norm = GradientState.ON_DEVICE, None
+        self._assemble(self._accumulator_like(self.weights.matrix), record)
+        record.state, record.norm = _ON_DEVICE, None
         self._release_parts()
 
-    def _assemble(self, record: GradientRecord, target: Tensor) -> None:
+    def _assemble(self, target: Tensor, record: GradientRecord) -> None:
         if self._copy is not None:
             index, ticket = self._copy
             ticket.wait()
@@ -401,113 +341,53 @@ class OffloadedParam:
             self._accumulator = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         return self._accumulator
 
-    # What a record asks of its parameter: see ``GradientSource``.
+    # 4. Commit.
 
-    def values_of(self, record: GradientRecord) -> Tensor:
-        """A new dense tensor of the gradient without its factors.
-
-        Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
-
-        Raises:
-            RuntimeError: this process was forked from the one that owns the gradient, and has not its host memory.
-        """
-        if os.getpid() != self._gradients.process:
-            errors.refuse_forked(self.plan.name)
-        if record is not self.record:
-            record.refuse("read")
-        values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-        matrix = values.view(self._like.shape[0], -1)
-        if record.state is GradientState.ON_DEVICE:
-            assert self._accumulator is not None
-            matrix.copy_(self._accumulator)
-        else:
-            self._assemble(record, matrix)
-        return values
-
-    def norm_of(self, record: GradientRecord) -> Tensor | None:
-        """f32[], L2 norm without factors, also of the gradient that was consumed last."""
-        if record is not self.record:
-            return None
-        if record.norm is None:
-            if record.state is GradientState.ON_DEVICE:
-                assert self._accumulator is not None
-                record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
-            else:
-                self._gradients.measure()
-        return record.norm
-
-    def give_up(self, record: GradientRecord) -> None:
-        """The gradient is not the engine's any more."""
-        if record is self.record:
-            self.record = None
-            self._release_parts()
-
-    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
-        """Autograd adds to the gradient in ``.grad``."""
-        if (engine := self._gradients.engine()) is None:
-            record.refuse("add to")
-        engine.accumulate_grad(self.plan.index, record, grad)
-
-    def became_dense(self) -> None:
-        """Count a gradient that took memory of its own."""
-        self._gradients.became_dense()
-
-    @property
-    def factors(self) -> Factors:
-        """Of all gradients of the engine."""
-        return self._gradients.factors
-
-    # The final moment.
-
-    def next_step(self) -> column_ops.SliceState:
-        """The selected slices for one AdamW step, in place in the parameter; ``bump_versions`` follows."""
-        return self.device.next_step(self.weights.matrix)
-
-    def update_on_host(self, slot: StepCoefficients | None) -> None:
-        """The gradient is final: its slot joins the open window. None: the step has no gradient of this parameter."""
-        if slot is not None and self._copy is not None:
-            index, ticket = self._copy
-            self.host.commit(GradientBuffer(index, slot, ticket))
-        if slot is not None and self.pending is not None and self.pending.gradient is not None:
-            self._send_held(self.pending, self.pending.finalize(slot))
+    def commit(self, coefficients: StepCoefficients | None) -> None:
+        """Add the final gradient to the update window. None: the optimizer step has no gradient of this parameter."""
+        if coefficients is not None:
+            if self._copy is not None:
+                index, ticket = self._copy
+                self.host.commit(GradientBuffer(index, coefficients, ticket))
+            elif self.pending is not None and self.pending.gradient is not None:
+                self._send_pending(self.pending, self.pending.finalize(coefficients))
         record = self.record
         self.single = record is not None and record.contributions == 1 and not self.eager
         if record is not None:
             record.state = GradientState.CONSUMED
-        self._release_parts()
+        if self._staged is not None or self.pending is not None:
+            self._release_parts()
+        self._copy = None
 
-    def finish_step(self) -> None:
-        """The optimizer step is over."""
-        self.uses = 0
-        if not self._gradients.visible:
-            self.record = None
+    # 5. Flush.
 
-    def flush_window(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> FlushedWindow | None:
-        """Close the open window, whose job is to be submitted then; a window of missing gradients does nothing.
+    def flush(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> FlushedWindow | None:
+        """Flush the update window; the caller submits the job. A window of missing gradients does nothing.
 
         Args:
-            selection: i32[k] on the device, the slices to select from here on; None where the selection stays.
+            at: the optimizer step, from 0.
+            selection: i32[k] on the device, the slices to select from here on; None: the selection stays.
             promptly: visible in the next forward, whatever the staleness.
         """
         if self.pending is not None:
-            self._send_held(self.pending, self.pending.end_window())
+            self._send_pending(self.pending, self.pending.end_window())
         if not self.host.open:
             return None
         if not self.host.flushed:
             self.weights.remember(self.device.selection)
         try:
-            close = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
-        except BaseException as error:  # its gradients have left the window, and perhaps no job has them
+            window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
+        except BaseException as error:  # the gradients have left the window, and may have no job
             self._partially_applied = error
             raise
-        close.final = self.transport.recorder.moment()
+        window.final = self.transport.recorder.moment()
         if selection is not None:
-            close.selection = selection
+            window.selection = selection
             self.device.selected_at = at
             promptly = True  # state that changes sides must be the newest on both
         if promptly:
-            close.visible_at = at + 1
-        return close
+            window.visible_at = at + 1
+        return window
 
     @property
     def window_holds_gradients(self) -> bool:
@@ -516,7 +396,7 @@ class OffloadedParam:
         return bool(self.host.open) or (window_sum is not None and bool(window_sum.slots))
 
     def drop_window(self) -> int:
-        """Empty the open update window without applying its gradients, and return how many there were.
+        """Empty the update window without applying its gradients, and return how many there were.
 
         They stay counted, as the selected slices have counted them: a state dict has one count for both sides.
         """
@@ -527,91 +407,101 @@ class OffloadedParam:
         self.host.taken += count
         return count
 
-    # The way back.
+    # 6. Upload.
 
     def due(self, now: int) -> bool:
-        """Whether a closed window is visible to a forward after ``now`` steps and has not landed."""
-        flushed = self.host.flushed
-        return bool(flushed) and any(close.visible_at <= now for close in flushed)
+        """Whether a forward after ``now`` steps must see a flushed window that is not applied yet."""
+        return any(window.visible_at <= now for window in self.host.flushed)
+
+    @property
+    def uploading(self) -> bool:
+        """Whether an upload is on its way."""
+        return self._upload is not None
 
     def start_upload(self, now: int) -> bool:
-        """Queue the upload of the next visible close, behind its job; whether one is on its way.
+        """Queue the upload of the next due window behind its job. Returns whether an upload is on its way.
 
-        Where the lane cannot wait for the job, nothing is queued before it is done; of one that failed, nothing at all.
+        Where the lane cannot wait for the job, nothing is queued before the job is done. After a failed job, nothing is
+        queued.
         """
         if self._upload is not None:
             return True
-        lane, ring = self.transport.to_device, self.transport.up_ring
         if not self.due(now):
             return False
-        close = self.host.flushed[0]
-        if close.job.error is not None or not (close.job.done() or lane.can_wait_for(close.job)):
+        transport, window = self.transport, self.host.flushed[0]
+        job = window.job
+        if job.error is not None or not (job.done() or transport.to_device.can_wait_for(job)):
             return False
-        block = ring.first_free((self.plan.deferred, self.plan.length), self.plan.dtype)
-        step = self.transport.recorder.step
+        buffer = transport.up_ring.next_free()
+        target = buffer.view(self._block)
         try:
-            ticket = lane.submit(block.tensor, close.upload, step=step, param=self.plan.name, after=close.job)
-            upload, others = Upload(close, block, ticket), ring.without(block)
+            ticket = transport.to_device.submit(
+                target, window.upload, step=transport.recorder.step, param=self.plan.name, after=job
+            )
+            upload = Upload(window, buffer, ticket)
         except BaseException:
-            lane.settle()  # an interrupt may have come behind the submission, and the buffer stays unused
+            transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
             raise
-        self._upload, ring.unused = upload, others
+        self._upload, buffer.in_use = upload, True
         return True
 
-    def land(self, now: int) -> list[FlushedWindow]:
-        """Make everything visible that is due, waiting for it; returns the closes that landed."""
-        landed = []
-        while self.due(now):
-            landed.append(self._land_one(now))
-        return landed
+    # 7. Apply.
 
-    def _land_one(self, now: int) -> FlushedWindow:
+    def apply(self, now: int) -> list[FlushedWindow]:
+        """Make every due window visible in the weight, waiting for it. Returns those windows."""
+        applied: list[FlushedWindow] = []
+        while self.host.flushed and self.due(now):
+            applied.append(self._apply_next(now))
+        return applied
+
+    def _apply_next(self, now: int) -> FlushedWindow:
         recorder = self.transport.recorder
-        next_close = self.host.flushed[0]
-        recorder.slack(next_close.final, step=next_close.flushed_at, param=self.plan.name)
-        if not self.start_upload(now):
+        window = self.host.flushed[0]
+        if window.final is not None:
+            recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
+        if self._upload is None and not self.start_upload(now):
             with recorder.compute("wait", param=self.plan.name, on_host=True):
-                next_close.job.wait()
+                window.job.wait()
             self.start_upload(now)
         upload = self._upload
         assert upload is not None
-        with recorder.stall(not upload.ticket.done(), param=self.plan.name):
-            try:
-                upload.ticket.wait_on_device()
-            except CopyError:
-                self._drop_upload()
-                next_close.job.wait()  # if that failed, it is what there is to know
-                raise
         try:
-            self._show(upload)
+            if not upload.ticket.done():
+                self._wait_on_device(upload.ticket)
+        except CopyError:
+            self._drop_upload()
+            window.job.wait()  # re-raise the job's error if it failed: it is the root cause
+            raise
+        try:
+            self._merge(upload)
         except BaseException as error:
             self._partially_applied = error
             raise
-        return upload.close
+        return upload.window
 
-    def _show(self, upload: Upload) -> None:
-        """The upload has arrived: weights, window and selection follow it."""
-        recorder, ring = self.transport.recorder, self.transport.up_ring
+    def _merge(self, upload: Upload) -> None:
+        """Write the update into the weight; the update window and the selection follow it."""
+        recorder, host, window = self.transport.recorder, self.host, upload.window
         with recorder.compute("merge", param=self.plan.name):
             deferred = self.device.selection.deferred
-            column_ops.merge_columns(self.weights.matrix, self.plan.dim, deferred, upload.block.tensor)
+            column_ops.merge_columns(self.weights.matrix, self.plan.dim, deferred, upload.buffer.tensor)
             self.weights.written()
-        self._upload, ring.unused = None, ring.with_back(upload.block)
-        self.host.flushed.pop(0)
-        self.host.landed, self.host.landing = upload.ticket, upload.close.job
-        if self.host.flushed:
+        self._upload, upload.buffer.in_use = None, False
+        host.flushed.pop(0)
+        host.applied, host.applied_job = upload.ticket, window.job
+        if host.flushed:
             self.weights.remember(self.device.selection)
-        if upload.close.selection is not None:
+        if window.selection is not None:
             with recorder.compute("select", param=self.plan.name):
-                self._reselect(upload.close.selection)
+                self._reselect(window.selection)
 
     def _reselect(self, wanted: Tensor) -> None:
         self.host.wait()
         begin = time.perf_counter_ns()
-        if (record := self.record) is not None and record.state is GradientState.PARTS:
+        if (record := self.record) is not None and record.state is _PARTS:
             self._rebuild(record)  # a forward that ran ahead of the step: its gradient is in parts of the old selection
         before = self.device.selection
-        wanted = wanted.cpu()  # before the state is borrowed, as in ``Weights.reseed``
+        wanted = wanted.cpu()  # before the state is locked, as in ``Weights.reseed``
         try:
             with self.host.acquire(write=True) as state:
                 self.device.selection, moved = exchange_slices(self.device.state(), state, before, wanted)
@@ -622,14 +512,173 @@ class OffloadedParam:
             self.pending.slices_changed(before.deferred != self.device.selection.deferred)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
-    # Writes of others, and failures.
+    def _drop_upload(self) -> None:
+        if (upload := self._upload) is not None:
+            upload.ticket.settle()
+            self._upload, upload.buffer.in_use = None, False
+
+    # The gradient in ``.grad``: see [Note: .grad is the truth].
+
+    @property
+    def state(self) -> GradientState | None:
+        """The state of the engine's gradient; None without one."""
+        return None if self.record is None else self.record.state
+
+    @property
+    def unscale(self) -> float:
+        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
+        unscale = 1.0 if self.record is None else self.record.unscale
+        assert isinstance(unscale, float)
+        return unscale
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
+        consumed_in_backward = not self._gradients.visible and self.record is not None
+        return consumed_in_backward or self._grad_of_user() is not None
+
+    def _grad_of_user(self) -> Tensor | None:
+        """The tensor in ``.grad``, unless the optimizer-in-backward form has put it there."""
+        grad = self.param.grad
+        if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.IN_BACKWARD:
+            return None
+        return grad
+
+    def check_gradient(self) -> None:
+        """
+        Raises:
+            TypeError: the gradient is sparse.
+            RuntimeError: no optimizer step can use the gradient in ``.grad``.
+        """
+        grad, name = self.param.grad, self.plan.name
+        if type(grad) is OffloadedGradient and grad._record is self.record and grad._record.state.away:
+            return  # the usual case, at every step
+        grad = self._grad_of_user()
+        if grad is None:
+            return
+        if isinstance(grad, OffloadedGradient):
+            grad._record.check_usable()
+        errors.refuse_sparse_grad(self.param, name)
+        if not self._gradients.visible and self.record is not None:
+            errors.refuse_second_grad(name)
+
+    def _zeroed(self, grad: Tensor) -> bool:
+        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
+        if not isinstance(grad, OffloadedGradient):
+            return False
+        return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
+
+    def look(self) -> GradientRecord | None:
+        """The engine's gradient if it is in ``.grad``. Otherwise drop it, and return None."""
+        record = self.record
+        if record is not None and self._gradients.visible:
+            grad = self.param.grad
+            # An interrupt may come after a gradient became dense or zero and before the engine gave it up.
+            given_up = record.state in (GradientState.DENSE, GradientState.ZERO)
+            if given_up or type(grad) is not OffloadedGradient or grad._record is not record:
+                self.drop()
+                return None
+        return record
+
+    def drop(self) -> None:
+        """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive."""
+        if self.record is not None:
+            self.record.dropped()
+            self.record = None
+        self._release_parts()
+
+    def discard(self) -> None:
+        """Forget what no optimizer step will use: visible gradients that are not in ``.grad``, and all others."""
+        if self._gradients.visible:
+            if self.record is not None:
+                self.look()
+        elif self.state is not GradientState.CONSUMED:
+            self.drop()
+
+    def release_gradient(self, *, keep: bool) -> None:
+        """Leave nothing in ``.grad`` that needs the engine.
+
+        Args:
+            keep: a gradient that no step has used becomes a dense tensor there.
+        """
+        grad = self.param.grad
+        if isinstance(grad, OffloadedGradient):
+            self.param.grad = grad._record.values_at_close(keep=keep)
+        self.drop()
+
+    def show_consumed(self) -> None:
+        """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
+        if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
+            record = GradientRecord(self._like, self._me)
+            record.state = GradientState.IN_BACKWARD
+            self._in_backward = OffloadedGradient.of(record)
+        if self.param.grad is None:
+            self.param.grad = self._in_backward
+
+    # ``GradientSource``, for the record.
+
+    def values_of(self, record: GradientRecord) -> Tensor:
+        """A new dense tensor of the gradient without its factors.
+
+        Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
+
+        Raises:
+            RuntimeError: this is a forked process, which does not have the host memory of the gradient.
+        """
+        if os.getpid() != self._gradients.process:
+            errors.refuse_forked(self.plan.name)
+        if record is not self.record:
+            record.refuse("read")
+        values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        matrix = values.view(self._like.shape[0], -1)
+        if record.state is _ON_DEVICE:
+            assert self._accumulator is not None
+            matrix.copy_(self._accumulator)
+        else:
+            self._assemble(matrix, record)
+        return values
+
+    def norm_of(self, record: GradientRecord) -> Tensor | None:
+        """f32[], L2 norm without factors, also of the gradient that was consumed last."""
+        if record is not self.record:
+            return None
+        if record.norm is None:
+            if record.state is _ON_DEVICE:
+                assert self._accumulator is not None
+                record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
+            else:
+                self._gradients.measure()
+        return record.norm
+
+    def give_up(self, record: GradientRecord) -> None:
+        """Free the parts of a gradient that is no longer the engine's."""
+        if record is self.record:
+            self.record = None
+            self._release_parts()
+
+    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
+        """Add ``grad``, which autograd accumulates into ``.grad``."""
+        if (engine := self._gradients.engine()) is None:
+            record.refuse("add to")
+        engine.accumulate_grad(self.plan.index, record, grad)
+
+    def became_dense(self) -> None:
+        """Count a gradient that became dense."""
+        self._gradients.became_dense()
+
+    @property
+    def factors(self) -> Factors:
+        """See :class:`Gradients`."""
+        return self._gradients.factors
+
+    # External writes, and failures.
 
     def notice_external_write(self, now: int) -> bool:
-        """If somebody else wrote the weights since our last write, those weights count: re-seed the masters.
+        """Re-seed the masters if the weights were written elsewhere since the engine's last write.
 
-        An update in flight at that moment is dropped: it was computed from weights that are no more. It stays if the
-        weights are as they were remembered: then only a parameter that shares the version counter was written. Of
-        weights that are to be compared, those count that belong to the loaded state.
+        An update in flight at that moment is dropped: it was computed from weights that no longer exist. It stays if
+        the weights are as they were remembered: then only a parameter that shares the version counter was written.
+        Unverified weights are compared with the loaded state instead.
 
         Returns:
             Whether there was such a write, and it has changed a weight.
@@ -646,9 +695,9 @@ class OffloadedParam:
         lost = self.due(now)
         dropped = bool(self.host.flushed)
         self._drop_upload()
-        for close in self.host.flushed:
-            if close.selection is not None:
-                self._reselect(close.selection)
+        for window in self.host.flushed:
+            if window.selection is not None:
+                self._reselect(window.selection)
         self.host.flushed.clear()
         differs = self.weights.reseed(self.device, self.host)
         if lost:
@@ -659,12 +708,13 @@ class OffloadedParam:
         return differs or dropped
 
     def raise_failures(self) -> None:
-        """Raise what failed in the background by now; waits for nothing.
+        """Raise the error of background work that has failed by now; does not wait.
 
         Raises:
-            RuntimeError: a job or a copy failed, or see ``raise_if_torn``; chained to the original error.
+            RuntimeError: a job or a copy failed, or see ``raise_if_partially_applied``; chained to the original error.
         """
-        self.raise_if_partially_applied()
+        if self._partially_applied is not None:
+            self.raise_if_partially_applied()
         self.host.raise_failures()
         if self._copy is not None and self._copy[1].error is not None:
             self._copy[1].wait()
@@ -672,10 +722,10 @@ class OffloadedParam:
             self._upload.ticket.wait()
 
     def raise_if_partially_applied(self) -> None:
-        """Raise if an update was made half-way, or slices have changed sides half-way.
+        """Raise if an update, or an exchange of slices between the sides, was interrupted half-way.
 
         Raises:
-            RuntimeError: so it was; chained to what interrupted it.
+            RuntimeError: so it was; chained to the interrupting error.
         """
         if self._partially_applied is not None:
             raise RuntimeError(
@@ -683,9 +733,9 @@ class OffloadedParam:
             ) from self._partially_applied
 
     def abandon(self) -> None:
-        """Drop gradients, windows and uploads, failed ones too: a state is about to be loaded."""
+        """Drop gradients, windows and uploads, failed ones too, before a state is loaded."""
         if self._copy is not None:
-            self._copy[1].settle()  # or it would write into a slot that is loaded next
+            self._copy[1].settle()  # it would write into a gradient buffer that is loaded next
         if (record := self.record) is not None:
             if record.state.away:
                 record.state = GradientState.DISCARDED
@@ -696,12 +746,6 @@ class OffloadedParam:
         if self.pending is not None:
             self.pending.abandon()
         self.host.clear_windows()
-
-    def _drop_upload(self) -> None:
-        if (upload := self._upload) is not None:
-            upload.ticket.settle()
-            ring = self.transport.up_ring
-            self._upload, ring.unused = None, ring.with_back(upload.block)
 
     @property
     def nbytes(self) -> int:

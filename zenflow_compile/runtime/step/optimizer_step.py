@@ -1,4 +1,4 @@
-"""The optimizer step of many parameters at once: what they share is looked up, and done, once."""
+"""One optimizer step of all offloaded parameters: selected slices on the device, deferred ones into update windows."""
 
 from __future__ import annotations
 
@@ -15,51 +15,62 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.step.schedule import Schedule
 
 
-class Coefficients:
-    """Hyperparameters of one optimizer step: param groups are the user's, and may change afterwards."""
+class StepContext:
+    """What one optimizer step reads once for all parameters: param groups are the user's, and may change afterwards.
 
-    def __init__(self, registry: ParamRegistry) -> None:
+    Attributes:
+        step: number of optimizer steps before this one.
+        schedule: decides flushes and selections.
+        warming_up: every window is flushed, and applied in the next forward.
+    """
+
+    def __init__(self, registry: ParamRegistry, schedule: Schedule, step: int) -> None:
+        self.step = step
+        self.schedule = schedule
+        self.warming_up = schedule.begin_step(step)
         self._registry = registry
         self._known: dict[tuple[int, float], tuple[StepCoefficients, float]] = {}
 
     def of(self, offloaded: OffloadedParam) -> tuple[StepCoefficients, float]:
         """The parameter's coefficients, the factor on its gradient among them, and eps."""
-        index = offloaded.plan.index
-        grad_scale = 1.0 if offloaded.record is None else offloaded.record.grad_scale
-        key = (id(self._registry.group_of(index)), grad_scale)
-        found = self._known.get(key)
-        if found is None:
+        record, index = offloaded.record, offloaded.plan.index
+        grad_scale = 1.0 if record is None else record.grad_scale
+        key = self._registry.group_numbers[index], grad_scale
+        if (found := self._known.get(key)) is None:
             found = self._known[key] = self._registry.coefficients(index, grad_scale)
         return found
 
 
-def update_columns(params: Sequence[OffloadedParam], in_force: Coefficients) -> None:
-    """AdamW on the selected slices of ``params``, in place; their scores take the gradients."""
+def update_slices(params: Sequence[OffloadedParam], context: StepContext) -> None:
+    """Do one AdamW step on the selected slices of ``params``, in place; their scores take the gradients."""
     if not params:
         return
-    together: dict[tuple[StepCoefficients, float], list[OffloadedParam]] = {}
+    together: dict[tuple[StepCoefficients, float], list[column_ops.SliceState]] = {}
     for offloaded in params:
-        together.setdefault(in_force.of(offloaded), []).append(offloaded)
-    for (slot, eps), members in together.items():
-        column_ops.adam_columns_([each.next_step() for each in members], slot, eps=eps)
+        slices = offloaded.device.next_step(offloaded.weights.matrix)
+        together.setdefault(context.of(offloaded), []).append(slices)
+    for (coefficients, eps), members in together.items():
+        column_ops.adam_columns_(members, coefficients, eps=eps)
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
 
-def end_on_host(
-    offloaded: OffloadedParam, in_force: Coefficients, schedule: Schedule, step: int
-) -> FlushedWindow | None:
-    """The gradient of ``step``, if there is one, joins the parameter's window.
+def commit_gradient(offloaded: OffloadedParam, context: StepContext) -> FlushedWindow | None:
+    """Add the parameter's gradient, if there is one, to its update window, and flush the window if it is due.
 
     Returns:
-        What closed with it, if the window is due; its job is to be submitted.
+        The flushed window; its job is to be submitted.
     """
-    present = offloaded.state is GradientState.PARTS
-    slot, eps = in_force.of(offloaded)
-    plan, side = offloaded.plan, offloaded.device
-    closing = schedule.flushes(plan, side, step, present=present, unscale=offloaded.unscale)
-    offloaded.update_on_host(slot if present else None)
-    if not closing:
+    record = offloaded.record
+    present = record is not None and record.state is GradientState.PARTS
+    coefficients, eps = context.of(offloaded)
+    step, plan, schedule = context.step, offloaded.plan, context.schedule
+    if schedule.adaptive:
+        due = schedule.flushes(plan, offloaded.device, step, present=present, unscale=offloaded.unscale)
+    else:
+        due = context.warming_up or step % plan.interval == plan.phase
+    offloaded.commit(coefficients if present else None)
+    if not due:
         return None
-    selection = schedule.selection(plan, side, step)
-    return offloaded.flush_window(at=step, eps=eps, selection=selection, promptly=schedule.warming_up(step))
+    selection = schedule.selection(plan, offloaded.device, step)
+    return offloaded.flush(at=step, eps=eps, selection=selection, promptly=context.warming_up)

@@ -1,10 +1,11 @@
-"""The way back: which closed windows land when, and which uploads start ahead of their first use."""
+"""When host updates become visible in the weights, and which uploads start ahead of their first use."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime.errors import LostUpdateError
@@ -12,12 +13,14 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 
+_DEADLINE = attrgetter("deadline")
+
 
 class UploadScheduler:
-    """Serves a forward's first uses in their order.
+    """Applies updates in the order of a forward's first uses.
 
     Attributes:
-        selections: closes that landed with a new selection.
+        selections: number of applied windows that brought a new selection.
         read_elsewhere: graphs that fetch nothing read the weights, so every due update is applied in ``step()``.
     """
 
@@ -28,12 +31,12 @@ class UploadScheduler:
         self._registry = registry
         self._recorder = recorder
         self._order: list[int] = []
-        self._in_flight: list[OffloadedParam] = []
+        self._in_flight: list[OffloadedParam] = []  # that have flushed windows, the earliest deadline last
 
     def declare_order(self, order: Sequence[int]) -> None:
-        """The parameters by first use in a forward graph: uploads are needed, and served, in this order."""
+        """Set the order of parameters by first use in a forward graph; jobs and uploads run in this order."""
         new = set(order)
-        # A graph that was compiled again takes the place of its former self, another one comes behind those before it.
+        # A recompiled graph takes the place of its predecessor; any other graph comes after those before it.
         place = next((i for i, p in enumerate(self._order) if p in new), len(self._order))
         others = [p for p in self._order if p not in new]
         self._order = [*others[:place], *order, *others[place:]]
@@ -43,20 +46,20 @@ class UploadScheduler:
 
     def by_deadline(self) -> list[OffloadedParam]:
         """All offloaded parameters by first use."""
-        return sorted(self._registry.offloaded.values(), key=lambda offloaded: offloaded.deadline)
+        return sorted(self._registry.offloaded.values(), key=_DEADLINE)
 
     def end_step(self, now: int) -> None:
-        """``now`` steps are over: land what cannot wait for a first use."""
-        closed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.flushed]
-        self._in_flight = sorted(closed, key=lambda offloaded: offloaded.deadline)
-        for offloaded in self._in_flight:
+        """``now`` steps are over: apply updates that cannot wait for a first use, and start the first uploads."""
+        flushed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.flushed]
+        flushed.sort(key=_DEADLINE)
+        self._in_flight = flushed[::-1]
+        for offloaded in flushed:
             if self.read_elsewhere or offloaded.eager or offloaded.plan.blocking:
-                self.land(offloaded, now)
+                self.apply(offloaded, now)
         self._prefetch(now)
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
-        """The parameter is about to be read: make visible what is due, and start the uploads that follow."""
-        offloaded.uses += 1
+        """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
         self._make_visible(offloaded, now)
         if offloaded.weights.counter.shared:
             # A later update of a sharer would move the version of these weights after a graph has saved them, and the
@@ -70,7 +73,7 @@ class UploadScheduler:
             offloaded.notice_external_write(now)
         if offloaded.host.flushed and offloaded.due(now):
             self._prefetch(now)
-            self.land(offloaded, now)
+            self.apply(offloaded, now)
 
     def is_current(self, now: int) -> bool:
         """Whether no update is due after ``now`` steps; False also where that is unknown."""
@@ -90,25 +93,25 @@ class UploadScheduler:
         chosen = self.by_deadline() if only is None else [every[p] for p in sorted(only) if p in every]
         for offloaded in chosen:
             offloaded.raise_failures()
-            if not offloaded.weights.unverified:  # the weights that belong to a loaded state may be yet to come
+            if not offloaded.weights.unverified:  # the weights of a loaded state may come after it
                 offloaded.notice_external_write(now)
-            self.land(offloaded, now)
+            self.apply(offloaded, now)
         if only is None:
             self._current_at = now  # an update becomes due only when a step ends
 
-    def land(self, offloaded: OffloadedParam, now: int) -> None:
-        """Make visible what is due, waiting for it."""
-        for close in offloaded.land(now):
-            if close.selection is not None:
+    def apply(self, offloaded: OffloadedParam, now: int) -> None:
+        """Make the parameter's due updates visible, waiting for them."""
+        for window in offloaded.apply(now):
+            if window.selection is not None:
                 self.selections += 1
                 self._recorder.mark("select", param=offloaded.plan.name)
 
     def before_load(self, now: int) -> None:
-        """Weights are about to be loaded: land what is due, except over weights that somebody wrote already."""
+        """Apply due updates before weights are loaded, except over weights that were written elsewhere already."""
         for offloaded in self.by_deadline():
             if offloaded.due(now) and not offloaded.weights.written_by_others:
-                with suppress(RuntimeError):  # what failed raises at the next step; loading may be the way out of it
-                    self.land(offloaded, now)
+                with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
+                    self.apply(offloaded, now)
 
     def finish(self, now: int, *, flush: bool) -> None:
         """Apply every update, due or not.
@@ -128,7 +131,7 @@ class UploadScheduler:
         changed: list[str] = []
         for offloaded in self.by_deadline():
             try:
-                if self._registry.changed(offloaded.plan.index):  # moved or resized: its updates are of other weights
+                if self._registry.changed(offloaded.plan.index):  # moved or resized: not the weights of its updates
                     if offloaded.due(now):
                         lost.append(_lost_by_change(offloaded.plan.name))
                     elif offloaded.host.flushed or (flush and offloaded.window_holds_gradients):
@@ -136,7 +139,7 @@ class UploadScheduler:
                     offloaded.abandon()
                     continue
                 offloaded.raise_if_partially_applied()
-                # Weights written since the last step stay as they are: the window's gradients belong to the old ones.
+                # Weights written since the last step stay: the window's gradients belong to the old ones.
                 try:
                     written = offloaded.notice_external_write(now)
                 except LostUpdateError as error:
@@ -147,13 +150,13 @@ class UploadScheduler:
                         dropped.append(offloaded.plan.name)
                 elif flush:
                     eps = self._registry.eps(offloaded.plan.index)
-                    close = offloaded.flush_window(at=now, eps=eps, selection=None, promptly=True)
-                    if close is not None:
-                        self._registry.transport.workers.submit(close.job)
-                self.land(offloaded, now + 1 + offloaded.plan.staleness)
+                    window = offloaded.flush(at=now, eps=eps, selection=None, promptly=True)
+                    if window is not None:
+                        self._registry.transport.workers.submit(window.job)
+                self.apply(offloaded, now + 1 + offloaded.plan.staleness)
             except Exception as error:
                 errors.append(error)
-        for offloaded in self._registry.offloaded.values():  # no thread has waited for a job that the device waited for
+        for offloaded in self._registry.offloaded.values():  # no thread may have waited for a job that a stream awaited
             try:
                 offloaded.host.wait()
             except Exception as error:
@@ -173,9 +176,9 @@ class UploadScheduler:
         self._current_at = now
 
     def abandon(self) -> None:
-        """A state is about to be loaded: what is in flight ends, whether it failed or not, and counts no more.
+        """End all work in flight, whether it failed or not, before a state is loaded.
 
-        That includes copies that an interrupt has kept from being known to whoever started them.
+        That includes copies whose ticket was lost in an interrupt.
         """
         self._in_flight = []
         self._current_at = None
@@ -184,14 +187,19 @@ class UploadScheduler:
         self._registry.transport.to_device.settle()
 
     def _withdraw(self) -> None:
-        """Nobody waits for a job that an interrupt has kept from being queued, and no lane first of all."""
+        """Abort jobs that an interrupt kept from being queued, so that no thread and no lane waits for them."""
         jobs = [job for offloaded in self._registry.offloaded.values() for job in offloaded.host.jobs]
         self._registry.transport.workers.withdraw(jobs)
 
     def _prefetch(self, now: int) -> None:
-        self._in_flight = [offloaded for offloaded in self._in_flight if offloaded.host.flushed]
-        for offloaded in self._in_flight:
-            if self._registry.transport.up_ring.free < 2:  # the last one is for the parameter that is needed now
+        in_flight = self._in_flight
+        while in_flight and not in_flight[-1].host.flushed:
+            in_flight.pop()
+        ring = self._registry.transport.up_ring
+        for offloaded in reversed(in_flight):
+            if offloaded.uploading:
+                continue
+            if ring.free < 2:  # the last buffer is for the parameter that is needed now
                 return
             offloaded.start_upload(now)
 

@@ -1,9 +1,6 @@
-"""Device buffers that copies pass through, between memory of the compiler's and memory of the host."""
+"""Device buffers between compiler-owned memory and host memory."""
 
 from __future__ import annotations
-
-from collections import deque
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,88 +8,89 @@ from torch import Tensor
 from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 
 
-class StagedBlock(NamedTuple):
-    """A buffer of a ring, in use."""
+class StagingBuffer:
+    """One buffer of a ring.
 
-    number: int
-    tensor: Tensor
+    Attributes:
+        memory: uint8 on the device.
+        in_use: whether a parameter has taken it.
+        read_by: the last copy that reads it; the next user must wait for it on the device.
+        tensor: the memory as its user sees it.
+    """
+
+    __slots__ = ("_views", "in_use", "memory", "read_by", "tensor")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.in_use = False
+        self.read_by: Ticket | None = None
+        self.tensor = memory
+        # Three operators make a view, and the same few shapes come again and again.
+        self._views: dict[tuple[tuple[int, int], torch.dtype], Tensor] = {}
+
+    def view(self, block: tuple[tuple[int, int], torch.dtype]) -> Tensor:
+        """Set ``tensor`` to the first bytes of the memory as ``block``, a shape and a dtype, and return it."""
+        view = self._views.get(block)
+        if view is None:
+            (slices, length), dtype = block
+            size = slices * length * dtype.itemsize
+            view = self._views[block] = self.memory[:size].view(dtype).view(slices, length)
+        self.tensor = view
+        return view
 
 
 class StagingRing:
     """A few equal device buffers that copies pass through.
 
     Compiler-owned memory never takes part in an asynchronous copy, since the compiler reuses it while the copy runs.
-    A buffer that was read by a copy is handed out again only once the device has waited for that copy.
 
-    [Note: one assignment] An interrupt comes behind a call. So who takes a buffer, or gives it back, notes that in its
-    own record and in ``unused`` by one assignment, of values that were made before: no buffer is lost, or used twice.
-
-    Attributes:
-        unused: number of each buffer that can be taken, and the last copy that read it; first the one that was free
-            longest.
+    [Note: one assignment] ``in_use`` is the only record of who may take a buffer. Its user sets it together with its
+    own reference, in one assignment of values that were computed before. An interrupt comes after a call, so it finds
+    both done or neither: no buffer is lost, and none has two users.
     """
 
-    def __init__(self, slots: int, buffer_bytes: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self.unused: deque[tuple[int, Ticket | None]] = deque((number, None) for number in range(slots))
-        # Three operators make a view; the same few blocks come again and again.
-        self._views: dict[tuple[int, tuple[int, int], torch.dtype], Tensor] = {}
+    def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
+        self.buffers = _allocate(count, buffer_bytes, device)
+        self._first = 0  # where the search for a free buffer begins: a hint, so that buffers take turns
 
-    def fit(self, slots: int, buffer_bytes: int) -> None:
-        """Be ``slots`` buffers of at least ``slot_bytes``; none may be in use."""
-        buffer_bytes = max(buffer_bytes, self._buffers[0].numel())
-        if slots != len(self._buffers) or buffer_bytes > self._buffers[0].numel():
+    def fit(self, count: int, buffer_bytes: int) -> None:
+        """Resize to ``count`` buffers of at least ``buffer_bytes``; none may be in use."""
+        memory = self.buffers[0].memory
+        buffer_bytes = max(buffer_bytes, memory.numel())
+        if count != len(self.buffers) or buffer_bytes > memory.numel():
             self.settle()
-            self._views.clear()
-            device = self._buffers[0].device
-            self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
-            self.unused = deque((number, None) for number in range(slots))
+            self.buffers = _allocate(count, buffer_bytes, memory.device)
 
     @property
     def free(self) -> int:
-        """Buffers that can be taken now."""
-        return len(self.unused)
+        """Number of buffers that are not in use."""
+        return sum(not buffer.in_use for buffer in self.buffers)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the ring."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        return sum(buffer.memory.numel() for buffer in self.buffers)
 
-    @property
-    def busy(self) -> bool:
-        """Whether ``first_free`` would wait."""
-        ticket = self.unused[0][1]
-        return ticket is not None and not ticket.done()
-
-    def first_free(self, shape: tuple[int, int], dtype: torch.dtype) -> StagedBlock:
-        """The buffer that was free longest, as ``[slice, length]``; it is unused until ``without`` it is assigned.
-
-        Raises:
-            CopyError: the last copy that read it failed.
-        """
-        number, ticket = self.unused[0]
-        if ticket is not None:
-            ticket.wait_on_device()
-        view = self._views.get((number, shape, dtype))
-        if view is None:
-            size = shape[0] * shape[1] * dtype.itemsize
-            view = self._views[number, shape, dtype] = self._buffers[number][:size].view(dtype).view(shape)
-        return StagedBlock(number, view)
-
-    def without(self, block: StagedBlock) -> deque[tuple[int, Ticket | None]]:
-        """What is unused once ``block`` is taken. See [Note: one assignment]."""
-        return deque(entry for entry in self.unused if entry[0] != block.number)
-
-    def with_back(self, block: StagedBlock, after: Ticket | None = None) -> deque[tuple[int, Ticket | None]]:
-        """What is unused once ``block`` is given back: it is free when ``after`` (a copy that reads it) is done."""
-        return deque([*self.unused, (block.number, after)])
+    def next_free(self) -> StagingBuffer:
+        """The buffer that was free longest. It stays free until its user takes it: see [Note: one assignment]."""
+        count = len(self.buffers)
+        for place in range(self._first, self._first + count):
+            buffer = self.buffers[place % count]
+            if not buffer.in_use:
+                self._first = place % count + 1
+                return buffer
+        raise AssertionError("all staging buffers are in use")
 
     def settle(self) -> None:
-        """Wait for the copies that read free buffers, forget how they ended, and have every buffer free.
+        """Wait for the copies that read buffers, whether they failed or not, and mark every buffer free.
 
-        Nobody uses one: that includes buffers that were not given back.
+        No parameter may use one. Buffers that an interrupt kept from being given back become free, too.
         """
-        for _, ticket in self.unused:
-            if ticket is not None:
-                ticket.settle()
-        self.unused = deque((number, None) for number in range(len(self._buffers)))
+        for buffer in self.buffers:
+            if buffer.read_by is not None:
+                buffer.read_by.settle()
+            buffer.in_use, buffer.read_by = False, None
+
+
+def _allocate(count: int, buffer_bytes: int, device: torch.device) -> list[StagingBuffer]:
+    return [StagingBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Norms over all gradients that the optimizer step uses: in parts, or in ``.grad``."""
+"""Norms over all gradients that the optimizer step uses: split ones, and those in ``.grad``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torc
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
-def record_norms(registry: ParamRegistry, timeline: Timeline | None, step: int) -> None:
-    """Leave the share of squared gradient norm in the selected slices with the profiler, if one listens."""
+def record_norms(registry: ParamRegistry, timeline: Timeline, step: int) -> None:
+    """Record the share of squared gradient norm in the selected slices."""
     used = (GradientState.PARTS, GradientState.CONSUMED)
     present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
-    if timeline is None or not present:
+    if not present:
         return
     sides = [offloaded.device for offloaded in present]
     selected = torch.stack([side.selected_norm() for side in sides]).sum()

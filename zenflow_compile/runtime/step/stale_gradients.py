@@ -1,4 +1,4 @@
-"""What a backward that was cut short leaves, in the optimizer-in-backward form, where nobody else discards it."""
+"""Gradients that a failed backward leaves in the optimizer-in-backward form, where no ``zero_grad()`` clears them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 class StaleGradients:
     """Tells gradients of a backward that raised, or whose step was interrupted, from those of the next one.
 
-    The next one may be known only by its first gradient, which is in ``.grad`` by then: it must not go with the others.
+    The next backward may become known by its first gradient, which is in ``.grad`` by then and must be kept.
     """
 
     def __init__(self, registry: ParamRegistry) -> None:
@@ -21,24 +21,25 @@ class StaleGradients:
         self._in_grad: set[int] = set()
 
     def note(self, p: int) -> None:
-        """A gradient of ``p``, which the device updates whole, has reached ``.grad`` and stays there."""
+        """A gradient of ``p``, a resident parameter, has reached ``.grad`` and stays there."""
         self._in_grad.add(p)
 
     def forget(self) -> None:
-        """What was in ``.grad`` is discarded."""
+        """All gradients in ``.grad`` were discarded."""
         self._in_grad.clear()
 
     @contextmanager
     def dropped(self, arrived: int | None) -> Iterator[bool]:
-        """Discard what is in ``.grad``, but for the gradient of the new backward that has ``arrived`` there.
+        """Discard all gradients in ``.grad``, except the first one of the new backward, of parameter ``arrived``.
 
-        That one is out of the way within the block, and not put back if the block raises: so does its backward then.
+        That gradient is taken out of ``.grad`` inside the block, and put back only if the block succeeds: on an error
+        its backward fails too.
 
         Yields:
-            Whether parameters were updated in the backward that was cut short.
+            Whether parameters were updated in the failed backward.
 
         Raises:
-            RuntimeError: the new gradient was added to one that is dropped. It is dropped, too, after the block.
+            RuntimeError: the new gradient was added to a stale one. Both are dropped, after the block.
         """
         updated = any(each.state is GradientState.CONSUMED for each in self._registry.offloaded.values())
         if arrived is None:

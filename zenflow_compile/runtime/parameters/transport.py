@@ -1,0 +1,30 @@
+"""The lanes, rings and threads that the offloaded parameters of an engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.transfer.copy_lanes import CopyLane
+from zenflow_compile.runtime.transfer.staging_ring import StagingRing
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What the offloaded parameters of an engine share.
+
+    Attributes:
+        to_host: copies gradients. Its own lane, so that no gradient waits behind an upload.
+        to_device: copies updated weights, ahead of their first uses.
+        down_ring: buffers that gradients are split into.
+        up_ring: buffers that uploads arrive in, until they are merged into the weights.
+        workers: run the host updates.
+    """
+
+    to_host: CopyLane
+    to_device: CopyLane
+    down_ring: StagingRing
+    up_ring: StagingRing
+    workers: WorkerPool
+    recorder: Recorder
