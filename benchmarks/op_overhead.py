@@ -1,11 +1,11 @@
 """What the runtime's Python costs per step: models of 300 small tensors, where an op's time is nearly all fixed.
 
 Every row comes from one process with interleaved rounds of: the model compiled without any optimizer, ``resident``
-AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points that graph nodes call and
-inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the device does or launches:
-norms and split, AdamW, merges, scores and top-k; the CPU does it there and then with a handful of PyTorch's operators.
-The rest is our Python, which the targets are for. CPU time leaves out waits for a worker, a lane or the GIL; wall time
-has them.
+AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points, which graph nodes and
+autograd's hooks call, and inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the
+device does or launches: norms and split, AdamW, merges, scores and top-k; the CPU runs it at once with a handful of
+PyTorch's operators. The rest is Python, which the targets are for. CPU time leaves out waits for a worker, a lane or
+the GIL; wall time has them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
 
 NODES = ("fetch_parameters_", "begin_backward", "offload_gradients", "update_parameters")
-NESTED = ("update_parameters",)  # runs inside of step()
+ENTRIES = (*NODES, "accept_grad", "end_backward")  # hooks and callbacks of autograd, too
 OPERATORS = (
     (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),
     (ResidentAdam, "update"), (optimizer_step, "feed_scores"),
     (schedule, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
 )  # fmt: skip
+_OPERATOR_NAMES = frozenset(name for _, name in OPERATORS)
 
 
 class Block(nn.Module):
@@ -101,6 +102,7 @@ class Spent:
         cpu, wall, nested = time.thread_time_ns, time.perf_counter_ns, self._inner
 
         def measured(*args: Any, **keywords: Any) -> Any:
+            key = name if len(nested) == 1 or name in _OPERATOR_NAMES else f"{name}, nested"
             nested.append(0)
             began = wall()
             ran = cpu()
@@ -109,7 +111,7 @@ class Spent:
             finally:
                 cpu_ns, wall_ns, inner = cpu() - ran, wall() - began, nested.pop()
                 nested[-1] += 1 + inner
-                took = self.now.get(name) or self.now.setdefault(name, Took())
+                took = self.now.get(key) or self.now.setdefault(key, Took())
                 took.calls += 1
                 took.cpu_ns += cpu_ns
                 took.wall_ns += wall_ns
@@ -162,10 +164,10 @@ class Training:
         self.spent = Spent()
 
     def measure_ops(self) -> None:
-        """Wrap what nodes call of the engine, and the final moment."""
+        """Wrap the engine's entry points and the optimizer step."""
         optimizer = self.optimizer
         assert optimizer is not None
-        for name in (*NODES, "end_backward"):
+        for name in ENTRIES:
             setattr(optimizer.engine, name, self.spent.wrap(name, getattr(optimizer.engine, name)))
         optimizer.step = self.spent.wrap("step", optimizer.step)  # type: ignore[method-assign]
 
@@ -241,9 +243,8 @@ def row_of(model: str, inner: str, arguments: argparse.Namespace, cost: Cost) ->
 
 def ours(steps: list[dict[str, Took]], cost: Cost) -> dict[str, Any]:
     """Medians over steps, of each function and of their sums."""
-    names = list(steps[-1])
-    operators = {name for _, name in OPERATORS}
-    outer = [name for name in names if name not in NESTED and name not in operators]
+    names = sorted({name for step in steps for name in step})
+    outer = [name for name in names if not name.endswith("nested") and name not in _OPERATOR_NAMES]
     cpu_ms: dict[str, list[float]] = {name: [] for name in names}
     wall_ms: dict[str, list[float]] = {name: [] for name in names}
     for step in steps:
@@ -265,9 +266,9 @@ def ours(steps: list[dict[str, Took]], cost: Cost) -> dict[str, Any]:
         }
         for name in names
     }
-    cpu, operators_cpu = total(cpu_ms, outer), total(cpu_ms, [name for name in names if name in operators])
+    cpu, operators_cpu = total(cpu_ms, outer), total(cpu_ms, [name for name in names if name in _OPERATOR_NAMES])
     return {
-        "op_calls": sum(calls[name] for name in names if name in NODES),
+        "op_calls": sum(calls[name] for name in names if name.removesuffix(", nested") in NODES),
         "cpu_ms": cpu,
         "wall_ms": total(wall_ms, outer),
         "operators_cpu_ms": operators_cpu,

@@ -117,7 +117,10 @@ def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
         made[-1].backward(0)
 
     made[-1].backward(0)
-    assert every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush", "flush_window", "submit"}, close) > 10
+    assert (
+        every_point(lambda: made[-1].optimizer.step(), {"_update_on_host", "flush", "flush_window", "submit"}, close)
+        > 10
+    )
     assert raised
     assert all("host update" in str(error) or "half-way" in str(error) for error in raised)
 
@@ -435,7 +438,7 @@ def test_interrupted_edit_is_made_or_not(edit: Callable[[torch.Tensor], object],
 
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
-    "norms_and_split", "copy_to_host", "_send", "read_factors", "read",
+    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures", "written_by_others", "matches",
 }  # fmt: skip
 
 
@@ -489,14 +492,14 @@ def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: st
     training.load(saved)
     if method == "begin_update":
         training.backward(3)
-    assert every_point(do, {"acquire", "end"}, go_on) > 5
+    assert every_point(do, {"acquire", "release"}, go_on) > 5
     training.optimizer.close()
 
 
 CLOSE = {
     "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
-    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "hide",
+    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "_evict",
 }  # fmt: skip
 
 

@@ -55,6 +55,8 @@ class Engine:
     Attributes:
         id: by which graph nodes name the engine.
         groups: the optimizer's ``param_groups``, read at every optimizer step.
+        params: all parameters, in the plan's order.
+        offloaded: runtime state of the parameters that the host updates, by index.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
@@ -75,6 +77,7 @@ class Engine:
         self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )
+        self.params = self.registry.params
         self.offloaded = self.registry.offloaded
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.stale = StaleGradients(self.registry)
@@ -102,6 +105,7 @@ class Engine:
         """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
         self._claim = claim
         self._on_backward_end = on_backward_end
+        claim.serving = weakref.ref(self)
 
     def detach(self) -> None:
         """Serve no optimizer any longer: ``close()`` leaves the parameters to the engine that replaces this one."""
@@ -137,11 +141,6 @@ class Engine:
     def plan(self) -> Plan:
         """The plan of all parameters."""
         return self.registry.plan
-
-    @property
-    def params(self) -> list[Parameter]:
-        """All parameters, in the plan's order."""
-        return self.registry.params
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not this engine's."""
@@ -209,7 +208,7 @@ class Engine:
         if task == backward.task:
             return
         self.used = True
-        self.check_unchanged()
+        self.registry.check_unchanged()
         backward.enter_thread()
         if self.in_backward:
             self._begin_in_backward(arrived)
@@ -287,15 +286,16 @@ class Engine:
         or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
         """
         asked = offloaded.asked_for()
+        backward = self.backward
         if asked is torch_private.Asked.NO:
             return False
-        backward = self.backward
         accumulates = asked is torch_private.Asked.ACCUMULATE
         if accumulates:
             backward.contributed = True
             if self.in_backward:
                 errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
-            if not offloaded.leaves_to_autograd:
+            param = offloaded.param
+            if (param.grad is None and not param._backward_hooks) or not offloaded.leaves_to_autograd:
                 return True
         offloaded.returned = backward.task if accumulates else None
         # A copy, since the graph reuses the gradient's memory.
@@ -324,14 +324,18 @@ class Engine:
         """
         backward = self.backward
         with backward.lock:
-            self.begin_backward(p)
-            if self.registry.streamed.params:
-                self.registry.streamed.prefetch()
-            param, offloaded = self.params[p], self.offloaded.get(p)
+            if torch_private.current_graph_task() != backward.task or self.failure is not None or self._closing:
+                self.begin_backward(p)
+            registry = self.registry
+            if registry.streamed.params:
+                registry.streamed.prefetch()
+            param, offloaded = registry.params[p], self.offloaded.get(p)
             if offloaded is None:
                 backward.contributed = True
-                errors.refuse_sparse_grad(param, self.plan.params[p].name)
-                self.stale.note(p)
+                if param.grad is not None and param.grad.is_sparse:
+                    errors.refuse_sparse_grad(param, self.plan.params[p].name)
+                if self.in_backward:
+                    self.stale.note(p)
                 return
             if isinstance(param.grad, OffloadedGradient):
                 return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
@@ -417,19 +421,22 @@ class Engine:
         self.used = True
         self.registry.check_groups()
         self.registry.check_gradients()
-        self.registry.streamed.raise_failures()
+        if self.registry.streamed.params:
+            self.registry.streamed.raise_failures()
         self.recorder.begin_phase("update")
         for offloaded in self.offloaded.values():
             offloaded.raise_failures()
-            if offloaded.state is not GradientState.CONSUMED or not self.in_backward:  # else its step has begun
-                offloaded.notice_external_write(self.step)
+            if not self.in_backward or offloaded.state is not GradientState.CONSUMED:  # else its step has begun
+                if offloaded.weights.written_by_others:
+                    offloaded.notice_external_write(self.step)
                 if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                     self.uploads.apply(offloaded, self.step)
                 offloaded.take_from_grad()
         self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit)
-        record_norms(self.registry, self.timeline, self.step)
+        if (timeline := self.recorder.timeline) is not None:
+            record_norms(self.registry, timeline, self.step)
         self._updating = True  # last, so that an error above leaves it unset
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor] | None = None) -> None:
@@ -439,10 +446,10 @@ class Engine:
             params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
                 the engine's own.
         """
-        final = [self.offloaded[p] for p in ps]
+        chosen = [self.offloaded[p] for p in ps]
         context = self._context()
-        self._update_slices([each for each in final if each.plan.k], params, context)
-        self._update_on_host(final, context)
+        self._update_slices([each for each in chosen if each.plan.k], params, context)
+        self._update_on_host(chosen, context)
 
     def _context(self) -> StepContext:
         return StepContext(self.registry, self.schedule, self.step)
@@ -464,7 +471,8 @@ class Engine:
         try:
             for offloaded in params:
                 # At the optimizer step a missing gradient takes part, too: windows flush by the step's number.
-                if not (self._may_update(offloaded) or (self._updating and offloaded.record is None)):
+                record = offloaded.record
+                if not (self._may_update(offloaded) if record is not None else self._updating):
                     continue
                 if (window := commit_gradient(offloaded, context)) is not None:
                     flushed.append(window)
@@ -495,7 +503,9 @@ class Engine:
         self._updating = False
         self.backward.reset()
         for offloaded in self.offloaded.values():
-            offloaded.finish_step()
+            offloaded.uses = 0
+            if self.in_backward:
+                offloaded.record = None
         self.uploads.end_step(self.step)
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.registry.streamed.prefetch()
@@ -599,15 +609,8 @@ class Engine:
         """``check_unchanged``, and ``check_models`` of the modules that hold the parameters directly: cheap enough for
         every step.
         """
-        self.check_unchanged()
-        self.holders.check(self.plan.params)
-
-    def check_unchanged(self) -> None:
-        """
-        Raises:
-            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
-        """
         self.registry.check_unchanged()
+        self.holders.check(self.plan.params)
 
     def before_load(self) -> None:
         """Apply due updates before weights are loaded into the model, so that the loaded weights win."""
@@ -631,6 +634,13 @@ class Engine:
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
         self.registry.streamed.wait()
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
+        """
+        self.registry.check_unchanged()
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
         """Make due updates visible to code that reads weights without a fetch. Cheap when nothing is due.
@@ -702,6 +712,7 @@ class Engine:
         self.registry.abandon()
 
     def _check(self) -> None:
+        """Raise if the engine must not be used: forked, closed, or failed."""
         if self.in_child:
             errors.refuse_in_child()
         if self.closed or self._closing:

@@ -89,13 +89,14 @@ class Factors:
     def read(self, records: list[GradientRecord]) -> None:
         """Turn the factors of ``records`` into numbers, with one copy to the host for all of them."""
         self._last = None
+        records = [record for record in records if type(record.clip) is not float or type(record.unscale) is not float]
+        if not records:
+            return
         found: dict[int, Tensor] = {}
         for record in records:
             for factor in (record.clip, record.unscale):
                 if isinstance(factor, Tensor):
                     found[id(factor)] = factor
-        if not found:
-            return
         numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
         for record in records:
             record.clip, record.unscale = (
@@ -157,10 +158,11 @@ class GradientRecord:
         unscale: factor from loss scaling. Selection scores use it, but not ``clip``.
         norm: cached f32[] L2 norm without the factors.
         spare: ``norm``, and a copy of it for the next caller of ``l2_norm``.
+        handle: the first ``OffloadedGradient`` of this gradient; each further one keeps it alive.
     """
 
     __slots__ = (
-        "__weakref__", "_handle", "_source", "_values", "clip", "contributions", "like", "norm", "spare", "state",
+        "__weakref__", "_source", "_values", "clip", "contributions", "handle", "like", "norm", "spare", "state",
         "unscale",
     )  # fmt: skip
 
@@ -176,28 +178,16 @@ class GradientRecord:
         self.spare: tuple[Tensor, Tensor] | None = None
         self._source = source
         self._values: Tensor | None = None
-        self._handle: weakref.ref[Tensor] | None = None
+        self.handle: weakref.ref[Tensor] | None = None
 
     def belongs_to(self, source: GradientSource) -> bool:
         """Whether this is a gradient of the parameter that ``source`` serves."""
         return self._source() is source
 
-    # Tensors of this gradient.
-
     @property
-    def has_tensor(self) -> bool:
-        """Whether a tensor of this gradient is alive."""
-        return self._handle is not None and self._handle() is not None
-
-    def remember(self, handle: Tensor) -> Tensor | None:
-        """Note ``handle``, a tensor of this gradient, and return the one that was noted before, if it is alive.
-
-        The caller lets ``handle`` keep that one alive, so that one weak reference is enough.
-        """
-        if self._handle is not None and (first := self._handle()) is not None:
-            return first
-        self._handle = weakref.ref(handle)
-        return None
+    def first_tensor(self) -> Tensor | None:
+        """The first tensor of this gradient, if any tensor of it is alive."""
+        return None if self.handle is None else self.handle()
 
     # Reading.
 
@@ -215,7 +205,7 @@ class GradientRecord:
     def grad_scale(self) -> float:
         """The factor on the host; ``Factors.read`` must have run."""
         factor = self.clip * self.unscale
-        assert isinstance(factor, float)
+        assert not isinstance(factor, Tensor)
         return factor
 
     def read(self) -> Tensor:
@@ -381,7 +371,7 @@ class GradientRecord:
         """Give up a gradient that left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
         if not self.state.away:
             return
-        if self.has_tensor:
+        if self.first_tensor is not None:
             with suppress(RuntimeError):  # a failed copy, which raises elsewhere
                 self.make_dense()
         if self.state.away:

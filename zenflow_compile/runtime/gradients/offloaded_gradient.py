@@ -7,6 +7,7 @@ writes, or returns a view, or if its schema does not say.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -45,8 +46,10 @@ class OffloadedGradient(Tensor):
         )
         torch_private.refuse_data_pointer(tensor)
         tensor._record = record
-        if (first := record.remember(tensor)) is not None:
-            tensor._first = first
+        if (first := record.first_tensor) is not None:
+            tensor._first = first  # keeps the first tensor alive, so that the record needs one weak reference
+        else:
+            record.handle = weakref.ref(tensor)
         return tensor
 
     @classmethod

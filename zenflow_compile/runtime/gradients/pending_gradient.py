@@ -60,7 +60,7 @@ class PendingGradient:
         return self.gradient
 
     def finalize(self, coefficients: StepCoefficients) -> Outgoing | None:
-        """Sum or compress the final gradient. Returns the block to copy now; a sum is copied when its window flushes."""
+        """Sum or compress the final gradient. Returns the block to copy now; a sum is copied at its window's flush."""
         assert self.gradient is not None
         if self.window_sum is not None:
             self.window_sum.add(self.gradient, coefficients)

@@ -44,6 +44,7 @@ class Claim:
         self._position: dict[int, int] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
+        self.serving: weakref.ref[Any] | None = None  # the engine, once it is built
         ops.register_claim(self)
 
     @property
@@ -94,8 +95,11 @@ class Claim:
 
     def accept_grad(self, p: int) -> None:
         """Pass on that a gradient of parameter ``p`` has reached ``.grad``. Raises: see ``Engine.accept_grad``."""
-        if (optimizer := self._optimizer()) is not None:
-            optimizer.engine.accept_grad(p)
+        engine = None if self.serving is None else self.serving()
+        if engine is not None and engine.used and not engine.closed:
+            engine.accept_grad(p)
+        elif (optimizer := self._optimizer()) is not None:
+            optimizer.engine.accept_grad(p)  # builds the engine, or replaces an outdated one
 
     def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Check that the optimizer's ``param_groups`` still have the claimed parameters.

@@ -125,7 +125,7 @@ class WindowUpdate:
             if not ticket.done() and ticket.error is None:
                 return False
         # The lock comes last: the job that has acquired it must be able to run.
-        return (self._before is None or self._before.done()) and self._lock.arrived()
+        return (self._before is None or self._before.done()) and self._lock.try_acquire()
 
     def wait_inputs(self) -> None:
         """Block until gradients and state are in host memory.
@@ -138,7 +138,7 @@ class WindowUpdate:
             ticket.wait()
         if self._before is not None:
             self._before.wait()
-        self._lock.ready()
+        self._lock.check()
 
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
@@ -174,10 +174,12 @@ class HostState:
         taken: gradients in the moments so far.
         open: gradients of the update window, oldest first; a missing gradient has none.
         flushed: windows that were flushed and not applied yet, oldest first.
-        applied: the copy of the last upload. Its buffer is written again only after it, which the copies of gradients
-            do not guarantee if the upload came late.
+        applied: the copy of the last upload. Its buffer is written again only after that copy, which the copies of
+            gradients do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where the device waits for it instead of the training thread.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
+        readers: the job that may still read each gradient buffer.
+        next_buffer: index of the next gradient buffer (round robin).
     """
 
     plan: ParamPlan
@@ -193,8 +195,8 @@ class HostState:
     applied_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     _windows: int = 0
-    _readers: list[Job | None] = field(default_factory=list)  # of each gradient buffer
-    _next_buffer: int = 0
+    readers: list[Job | None] = field(default_factory=list)
+    next_buffer: int = 0
     _next_upload: int = 0
     _ranges: list[slice] = field(default_factory=list)
 
@@ -217,7 +219,7 @@ class HostState:
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
             workers=workers,
-            _readers=[None] * plan.gradient_buffers,
+            readers=[None] * plan.gradient_buffers,
             _ranges=task_ranges(plan.deferred * plan.length, workers, unit),
         )
 
@@ -241,24 +243,18 @@ class HostState:
 
     # The update window.
 
-    @property
-    def buffer_busy(self) -> bool:
-        """Whether ``free_buffer`` would wait."""
-        reader = self._readers[self._next_buffer]
-        return reader is not None and not reader.done()
-
     def free_buffer(self) -> tuple[int, Tensor]:
         """The next gradient buffer, of the plan's ``buffer_shape``; waits for the job that still reads it."""
-        index = self._next_buffer
-        if (reader := self._readers[index]) is not None:
+        index = self.next_buffer
+        if (reader := self.readers[index]) is not None:
             reader.wait()
-            self._readers[index] = None
+            self.readers[index] = None
         return index, self.gradients[index]
 
     def commit(self, buffer: GradientBuffer) -> None:
         """Add a final gradient to the update window."""
         self.open.append(buffer)
-        self._next_buffer = (buffer.index + 1) % len(self.gradients)
+        self.next_buffer = (buffer.index + 1) % len(self.gradients)
 
     def flush_window(self, *, at: int, eps: float, deadline: int) -> FlushedWindow:
         """Flush the update window, which must hold a gradient; the job is not submitted yet.
@@ -277,7 +273,7 @@ class HostState:
             inputs.append(self.applied)
         if before is not None:
             deadline = max(deadline, before.deadline)
-        lock = self.store.lease(step=at, deadline=deadline)
+        lock = self.store.lock(step=at, deadline=deadline)
         try:
             update = WindowUpdate(
                 self,
@@ -298,14 +294,14 @@ class HostState:
                 ready=update.wait_inputs,
                 arrived=update.inputs_ready,
                 flag=Flag(*self.flags, self._windows) if self.flags else None,
-                settled=lock.end,
+                settled=lock.release,
             )
             for buffer in buffers:
-                self._readers[buffer.index] = job
+                self.readers[buffer.index] = job
             window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(window)
         except BaseException:  # after an interrupt no job may exist that ends the lock
-            lock.end()
+            lock.release()
             raise
         return window
 
@@ -327,7 +323,7 @@ class HostState:
     @property
     def jobs(self) -> list[Job]:
         """Jobs that may still use this memory."""
-        users = (*self._readers, *(window.job for window in self.flushed), self.applied_job)
+        users = (*self.readers, *(window.job for window in self.flushed), self.applied_job)
         return [job for job in users if job is not None]
 
     def drop_window(self) -> None:
@@ -345,8 +341,8 @@ class HostState:
             job.settle()
         self.drop_window()
         self.flushed, self.applied_job = [], None
-        self._readers = [None] * len(self.gradients)
-        self._next_buffer = 0
+        self.readers = [None] * len(self.gradients)
+        self.next_buffer = 0
 
     def wait(self) -> None:
         """Wait until no job writes this state.
@@ -370,8 +366,8 @@ class HostState:
 
     def raise_failures(self) -> None:
         """Raise the error of a job, a copy or a file, if one has failed by now; does not wait."""
-        if self.applied_job is not None and self.applied_job.error is not None:
-            self.applied_job.wait()
+        if (job := self.applied_job) is not None and job.error is not None:
+            job.wait()
         for window in self.flushed:
             if window.job.error is not None:
                 window.job.wait()

@@ -104,7 +104,7 @@ class OffloadedParam:
         self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
         self.transport = transport
         self._gradients = gradients
-        self._block = (plan.deferred, plan.length), plan.dtype
+        self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
         self._me: weakref.ref[GradientSource] = weakref.ref(self)
         self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
         self._accumulate_grad = torch_private.accumulate_grad_node(param)
@@ -174,12 +174,11 @@ class OffloadedParam:
             record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, and no code reads it
             return
         matrix = self._matrix(grad)
-        split_now = split_now and not self.accumulates
         if record is None:
-            self._begin(matrix, split=split_now)
+            self._begin(matrix, split=split_now and not self.accumulates)
             return
         self._add(record, matrix)
-        if split_now and not self.accumulates:  # ``_add`` may have set it
+        if split_now and not self.accumulates:
             self._split(self._accumulator_like(matrix))
             record.state = _PARTS
 
@@ -193,7 +192,8 @@ class OffloadedParam:
         """Take the first contribution of a gradient. A zeroed gradient stays the object that it is in ``.grad``."""
         grad = self.param.grad if self._gradients.visible else None
         zeroed = grad is not None and self._zeroed(grad)
-        record = grad._record if isinstance(grad, OffloadedGradient) and zeroed else self._new_record()
+        known = grad._record if isinstance(grad, OffloadedGradient) and zeroed else None
+        record = GradientRecord(self._like, self._me) if known is None else known
         if split:
             self._split(matrix)
         else:
@@ -225,11 +225,14 @@ class OffloadedParam:
         A tensor of the user's, a dense gradient and a zeroed one stay in ``.grad``, and the next step uses them again,
         as with any optimizer; the optimizer-in-backward form clears them.
         """
+        grad = self.param.grad
+        if self._copy is not None and type(grad) is OffloadedGradient and grad._record is self.record:
+            return  # split and copied in the backward: the usual case, at every step
         record = self.look()
         if record is None and (grad := self._grad_of_user()) is not None:
             self.eager = self.eager or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
-            record = self._new_record()
+            record = GradientRecord(self._like, self._me)
             self._split(self._matrix(values))
             self.record, record.state, record.contributions = record, _PARTS, 1
             if not self._gradients.visible:
@@ -247,15 +250,16 @@ class OffloadedParam:
 
         The selection does not depend on this gradient's norms: it changes between steps.
         """
-        self._release_parts()  # an interrupt may have left some, before a record had them
+        if self._copy is not None or self._staged is not None:
+            self._release_parts()  # an interrupt left them, before a record had them
         device = self.device
         if self.pending is not None:
             with self.transport.recorder.stall(self.pending.busy, param=self.plan.name):
                 deferred_out = self.pending.new_gradient()
-        elif self.plan.deferred:
+        elif self._block[0][0]:
             buffer = self.transport.down_ring.next_free()
-            if buffer.read_by is not None:
-                self._wait_on_device(buffer.read_by)  # the copy out of it must end before the split overwrites it
+            if (reader := buffer.read_by) is not None and not reader.done():
+                self._wait_on_device(reader)  # the copy out of the buffer must end before the split overwrites it
             deferred_out = buffer.view(self._block)
             self._staged, buffer.in_use = buffer, True  # see [Note: one assignment] in ``staging_ring``
         else:
@@ -265,7 +269,7 @@ class OffloadedParam:
         )
 
     def _wait_on_device(self, ticket: Ticket) -> None:
-        with self.transport.recorder.stall(not ticket.done(), param=self.plan.name):
+        with self.transport.recorder.stall(True, param=self.plan.name):
             ticket.wait_on_device()
 
     @property
@@ -287,9 +291,11 @@ class OffloadedParam:
         self._copy, self._staged, staged.in_use, staged.read_by = copy, None, False, copy[1]
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
-        recorder = self.transport.recorder
-        with recorder.stall(self.host.buffer_busy, param=self.plan.name, on_host=True):
-            index, target = self.host.free_buffer()
+        recorder, host = self.transport.recorder, self.host
+        if (reader := host.readers[host.next_buffer]) is not None and not reader.done():
+            with recorder.stall(True, param=self.plan.name, on_host=True):
+                reader.wait()
+        index, target = host.free_buffer()
         return index, self.transport.to_host.submit(target, block, step=recorder.step, param=self.plan.name)
 
     def _send_pending(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
@@ -339,22 +345,19 @@ class OffloadedParam:
 
     def commit(self, coefficients: StepCoefficients | None) -> None:
         """Add the final gradient to the update window. None: the optimizer step has no gradient of this parameter."""
-        if coefficients is not None and self._copy is not None:
-            index, ticket = self._copy
-            self.host.commit(GradientBuffer(index, coefficients, ticket))
-        if coefficients is not None and self.pending is not None and self.pending.gradient is not None:
-            self._send_pending(self.pending, self.pending.finalize(coefficients))
+        if coefficients is not None:
+            if self._copy is not None:
+                index, ticket = self._copy
+                self.host.commit(GradientBuffer(index, coefficients, ticket))
+            elif self.pending is not None and self.pending.gradient is not None:
+                self._send_pending(self.pending, self.pending.finalize(coefficients))
         record = self.record
         self.single = record is not None and record.contributions == 1 and not self.eager
         if record is not None:
             record.state = GradientState.CONSUMED
-        self._release_parts()
-
-    def finish_step(self) -> None:
-        """End the optimizer step."""
-        self.uses = 0
-        if not self._gradients.visible:
-            self.record = None
+        if self._staged is not None or self.pending is not None:
+            self._release_parts()
+        self._copy = None
 
     # 5. Flush.
 
@@ -408,8 +411,12 @@ class OffloadedParam:
 
     def due(self, now: int) -> bool:
         """Whether a forward after ``now`` steps must see a flushed window that is not applied yet."""
-        flushed = self.host.flushed
-        return bool(flushed) and any(window.visible_at <= now for window in flushed)
+        return any(window.visible_at <= now for window in self.host.flushed)
+
+    @property
+    def uploading(self) -> bool:
+        """Whether an upload is on its way."""
+        return self._upload is not None
 
     def start_upload(self, now: int) -> bool:
         """Queue the upload of the next due window behind its job. Returns whether an upload is on its way.
@@ -419,10 +426,9 @@ class OffloadedParam:
         """
         if self._upload is not None:
             return True
-        transport = self.transport
         if not self.due(now):
             return False
-        window = self.host.flushed[0]
+        transport, window = self.transport, self.host.flushed[0]
         job = window.job
         if job.error is not None or not (job.done() or transport.to_device.can_wait_for(job)):
             return False
@@ -443,8 +449,8 @@ class OffloadedParam:
 
     def apply(self, now: int) -> list[FlushedWindow]:
         """Make every due window visible in the weight, waiting for it. Returns those windows."""
-        applied = []
-        while self.due(now):
+        applied: list[FlushedWindow] = []
+        while self.host.flushed and self.due(now):
             applied.append(self._apply_next(now))
         return applied
 
@@ -453,14 +459,15 @@ class OffloadedParam:
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
-        if not self.start_upload(now):
+        if self._upload is None and not self.start_upload(now):
             with recorder.compute("wait", param=self.plan.name, on_host=True):
                 window.job.wait()
             self.start_upload(now)
         upload = self._upload
         assert upload is not None
         try:
-            self._wait_on_device(upload.ticket)
+            if not upload.ticket.done():
+                self._wait_on_device(upload.ticket)
         except CopyError:
             self._drop_upload()
             window.job.wait()  # re-raise the job's error if it failed: it is the root cause
@@ -543,7 +550,10 @@ class OffloadedParam:
             TypeError: the gradient is sparse.
             RuntimeError: no optimizer step can use the gradient in ``.grad``.
         """
-        grad, name = self._grad_of_user(), self.plan.name
+        grad, name = self.param.grad, self.plan.name
+        if type(grad) is OffloadedGradient and grad._record is self.record and grad._record.state.away:
+            return  # the usual case, at every step
+        grad = self._grad_of_user()
         if grad is None:
             return
         if isinstance(grad, OffloadedGradient):
@@ -599,14 +609,11 @@ class OffloadedParam:
     def show_consumed(self) -> None:
         """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
         if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
-            record = self._new_record()
+            record = GradientRecord(self._like, self._me)
             record.state = GradientState.IN_BACKWARD
             self._in_backward = OffloadedGradient.of(record)
         if self.param.grad is None:
             self.param.grad = self._in_backward
-
-    def _new_record(self) -> GradientRecord:
-        return GradientRecord(self._like, self._me)
 
     # ``GradientSource``, for the record.
 
@@ -706,7 +713,8 @@ class OffloadedParam:
         Raises:
             RuntimeError: a job or a copy failed, or see ``raise_if_partially_applied``; chained to the original error.
         """
-        self.raise_if_partially_applied()
+        if self._partially_applied is not None:
+            self.raise_if_partially_applied()
         self.host.raise_failures()
         if self._copy is not None and self._copy[1].error is not None:
             self._copy[1].wait()

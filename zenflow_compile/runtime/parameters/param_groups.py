@@ -23,6 +23,8 @@ _REFUSED = {
     "differentiable": "updates run outside of autograd; use differentiable=False",
 }
 _NEEDED = ("lr", "betas", "eps", "weight_decay")
+_CHECKED = (*_NEEDED, "maximize", "decoupled_weight_decay", *_REFUSED)
+_IMMUTABLE = (float, int, bool, type(None))
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -44,6 +46,13 @@ def check_group(group: Mapping[str, Any]) -> None:
                 "weight_decay and maximize"
             )
     check_values(group)
+
+
+def values_of(groups: Sequence[Mapping[str, Any]]) -> list[object] | None:
+    """The objects that ``check_groups`` checks. None if one of them can change in place, such as a tensor."""
+    values = [group.get(name, _REFUSED) for group in groups for name in _CHECKED]
+    flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
+    return values if all(type(each) in _IMMUTABLE or each is _REFUSED for each in flat) else None
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:

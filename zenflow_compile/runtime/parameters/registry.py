@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.parameters.param_groups import check_eps, check_groups, coefficients_of
+from zenflow_compile.runtime.parameters.param_groups import check_eps, check_groups, coefficients_of, values_of
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -66,6 +67,7 @@ class ParamRegistry:
         self._options = options
         self._device = device
         self._index_of: dict[int, int] = {}
+        self._checked_values: list[object] | None = None  # of param groups, at the last check
         self._layouts: list[tuple[torch.dtype, torch.Size, torch.device]] = []
 
     # Parameters.
@@ -145,7 +147,11 @@ class ParamRegistry:
         Raises:
             ValueError, TypeError: no step can use a value; the message has the group's number.
         """
-        check_groups(self.groups)
+        values = values_of(self.groups)
+        known = self._checked_values
+        if values is None or known is None or len(values) != len(known) or not all(map(operator.is_, values, known)):
+            check_groups(self.groups)
+            self._checked_values = values
 
     # Storage.
 

@@ -68,7 +68,10 @@ class Weights:
         True if the version moved without the engine, if the memory was replaced (``param.data = ...``), and for
         unverified weights. A write to another parameter that shares the version counter looks the same.
         """
-        return self.unverified or self.counter.written_since(self._param, self._mark)
+        param, mark = self._param, self._mark
+        if self.unverified or mark is None or param._version - self.counter.own_bumps != mark.bumps:
+            return True
+        return not mark.memory.matches(param)
 
     def expect(self, shown: Tensor | None) -> None:
         """Compare weights and masters at the first use: weights and state may be loaded in any order.

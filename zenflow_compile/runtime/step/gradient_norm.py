@@ -33,10 +33,8 @@ def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torc
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
-def record_norms(registry: ParamRegistry, timeline: Timeline | None, step: int) -> None:
-    """Record the share of squared gradient norm in the selected slices, if a profiler is attached."""
-    if timeline is None:
-        return
+def record_norms(registry: ParamRegistry, timeline: Timeline, step: int) -> None:
+    """Record the share of squared gradient norm in the selected slices."""
     used = (GradientState.PARTS, GradientState.CONSUMED)
     present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
     if not present:

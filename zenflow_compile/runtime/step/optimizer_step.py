@@ -27,7 +27,7 @@ class StepContext:
     def __init__(self, registry: ParamRegistry, schedule: Schedule, step: int) -> None:
         self.step = step
         self.schedule = schedule
-        self.warming_up = schedule.warming_up(step)
+        self.warming_up = schedule.begin_step(step)
         self._registry = registry
         self._known: dict[tuple[int, float], tuple[StepCoefficients, float]] = {}
 
@@ -64,11 +64,13 @@ def commit_gradient(offloaded: OffloadedParam, context: StepContext) -> FlushedW
     record = offloaded.record
     present = record is not None and record.state is GradientState.PARTS
     coefficients, eps = context.of(offloaded)
-    due = context.schedule.flushes(
-        offloaded.plan, offloaded.device, context.step, present=present, unscale=offloaded.unscale
-    )
+    step, plan, schedule = context.step, offloaded.plan, context.schedule
+    if schedule.adaptive:
+        due = schedule.flushes(plan, offloaded.device, step, present=present, unscale=offloaded.unscale)
+    else:
+        due = context.warming_up or step % plan.interval == plan.phase
     offloaded.commit(coefficients if present else None)
     if not due:
         return None
-    selection = context.schedule.selection(offloaded.plan, offloaded.device, context.step)
-    return offloaded.flush(at=context.step, eps=eps, selection=selection, promptly=context.warming_up)
+    selection = schedule.selection(plan, offloaded.device, step)
+    return offloaded.flush(at=step, eps=eps, selection=selection, promptly=context.warming_up)

@@ -89,12 +89,13 @@ class Schedule:
     Attributes:
         shortest_window: least length, in steps, of adaptive windows. None until it is measured: windows may have any
             length then.
+        adaptive: flushes depend on gradients; else a window is flushed at its phase.
     """
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
         self._options = options
-        self._adaptive = options.adaptive
-        self._measured = self._adaptive and options.min_update_interval is None and options.longest_window > 1
+        self.adaptive = options.adaptive
+        self._measured = self.adaptive and options.min_update_interval is None and options.longest_window > 1
         self.shortest_window = None if self._measured else options.min_update_interval or 1
         self._windows: dict[int, AdaptiveWindow] = {}
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
@@ -105,11 +106,16 @@ class Schedule:
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
         self._take_values()
-        self._readback.make_room(params)
+        self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:
         """Whether every window is flushed at ``step`` and applied before the next forward: synchronous, exact AdamW."""
         return step < self._options.full_warm_up_rounds
+
+    def begin_step(self, step: int) -> bool:
+        """Take the values of the previous step. Returns whether ``step`` warms up."""
+        self._take_values()
+        return self.warming_up(step)
 
     def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
         """Whether the parameter's window is flushed after step ``step`` (from 0).
@@ -121,7 +127,7 @@ class Schedule:
         self._take_values()
         if self.warming_up(step):
             return True
-        if not self._adaptive:
+        if not self.adaptive:
             return step % plan.interval == plan.phase
         window = self.window(plan.index)
         window.steps += 1
@@ -210,7 +216,7 @@ class Schedule:
     def restore(self, index: int, state: Sequence[float | None]) -> None:
         """Put back what ``state`` returned."""
         steps, known, deferred, selected, latest_selected, latest_deferred, leaving = state
-        if self._adaptive:
+        if self.adaptive:
             self._windows[index] = AdaptiveWindow(
                 steps=int(steps or 0),
                 deferred=deferred or 0.0,
@@ -224,7 +230,7 @@ class Schedule:
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
         """Bounds of the lengths of adaptive windows; None where windows are of fixed length."""
-        if not self._adaptive:
+        if not self.adaptive:
             return None
         return AdaptiveWindows(self.shortest_window, self._options.longest_window, self._measured)
 

@@ -131,7 +131,7 @@ class UploadScheduler:
         changed: list[str] = []
         for offloaded in self.by_deadline():
             try:
-                if self._registry.changed(offloaded.plan.index):  # moved or resized: its updates belong to other weights
+                if self._registry.changed(offloaded.plan.index):  # moved or resized: not the weights of its updates
                     if offloaded.due(now):
                         lost.append(_lost_by_change(offloaded.plan.name))
                     elif offloaded.host.flushed or (flush and offloaded.window_holds_gradients):
@@ -195,8 +195,11 @@ class UploadScheduler:
         in_flight = self._in_flight
         while in_flight and not in_flight[-1].host.flushed:
             in_flight.pop()
+        ring = self._registry.transport.up_ring
         for offloaded in reversed(in_flight):
-            if self._registry.transport.up_ring.free < 2:  # the last buffer is for the parameter that is needed now
+            if offloaded.uploading:
+                continue
+            if ring.free < 2:  # the last buffer is for the parameter that is needed now
                 return
             offloaded.start_upload(now)
 

@@ -101,7 +101,10 @@ class ThreadLane:
         first = after if behind is None else behind
         if source.nbytes <= INLINE_BYTES and (first is None or first.done()):
             try:
-                self._make(_Copy(target, source, step, param, kind, first))
+                if self._recorder.timeline is None and first is None:
+                    copy_without_gil(target, source)
+                else:
+                    self._make(_Copy(target, source, step, param, kind, first))
             except Exception as error:  # not an interrupt, which the calling thread gets
                 return ThreadTicket.ended(error)
             return self._done
@@ -179,7 +182,7 @@ def copy_without_gil(target: Tensor, source: Tensor) -> None:
     """
     if target.dtype != source.dtype or target.shape != source.shape:
         raise ValueError(f"cannot copy {source.dtype}{tuple(source.shape)} into {target.dtype}{tuple(target.shape)}")
-    for tensor in (target, source):
-        if not tensor.is_cpu or not tensor.is_contiguous():
-            raise ValueError(f"cannot copy a tensor on {tensor.device} with strides {tensor.stride()}")
+    if not (target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous()):
+        ends = ", ".join(f"a tensor on {each.device} with strides {each.stride()}" for each in (source, target))
+        raise ValueError(f"cannot copy {ends}")
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # a foreign call: it runs without the GIL
