@@ -1,4 +1,4 @@
-"""``ZenFlowAdamW``: AdamW whose state lives where a plan puts it, as a ``torch.optim.Optimizer``."""
+"""``ZenFlowAdamW``: an AdamW optimizer whose state a plan divides between device and host."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ _NO_GRADIENT = (
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
-    """AdamW with column-selected updates on the device and asynchronous updates of the rest on the host.
+    """AdamW that updates selected columns on the device and the deferred ones asynchronously on the host.
 
     Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it
     works as well, with less overlap. State is allocated at the first use (a compilation, a gradient, ``state_dict()``),
     so that the model may be moved to another device or dtype before it. Param groups, learning-rate schedulers,
-    closures, hooks and ``state_dict`` are those of any PyTorch optimizer. ``.grad`` of an offloaded parameter is a
-    tensor without memory of its own, which PyTorch's clipping, ``GradScaler`` and hooks see as any other. Its values
-    are gone once ``step()`` has consumed it.
+    closures, hooks and ``state_dict`` work as in any PyTorch optimizer. ``.grad`` of an offloaded parameter is a tensor
+    without memory, which PyTorch's clipping, ``GradScaler`` and hooks see like any other. Its values are gone after
+    ``step()`` has consumed it.
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
             time.
-        amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, taken at the values that
-            change nothing: False and None.
+        amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, accepted only with
+            values that have no effect: False and None.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
     Raises:
         ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
-            this kind owns, or more host memory needed than there is. Nothing has been changed then. What only the
-            first use can find raises there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
+            this kind owns, or more host memory needed than there is. Nothing has been changed then. Errors that only
+            the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
         TypeError: an unknown option, or a complex, integer, 8-bit or sparse parameter.
     """
 
@@ -101,7 +101,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        check_group(defaults)  # they count even where every group has values of its own
+        check_group(defaults)  # also where every group overrides them
         super().__init__(_iterable(params), defaults)
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
@@ -144,7 +144,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
 
-        The other entries are None: ``state_dict()`` makes them. Writing any of it is refused by the next ``step()``.
+        The other entries are None: ``state_dict()`` makes them. After a write to any of it the next ``step()`` raises.
         """
         if not self._lazy_engine.is_closed and not self._state_was_edited:  # else the next step says so
             self._show_steps()
@@ -218,9 +218,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients of the backwards since the last step.
 
-        Updates of selected columns run now; what closes on the host becomes visible at the parameter's next use.
-        Without any gradient nothing happens, and the step does not count; a warning says so, one time, if no
-        parameter has had a gradient yet.
+        Selected columns are updated now. Updates of flushed windows become visible at the parameter's next use. Without
+        any gradient nothing happens, and the step does not count; one warning says so if no parameter has had a
+        gradient yet.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -257,7 +257,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return loss
 
     def _warn_of_no_gradient(self) -> None:
-        """Warn once that the model may compute with other parameters: its optimizer cannot see that."""
+        """Warn once that the model may compute with parameters that its optimizer does not have."""
         if not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             warnings.warn(_NO_GRADIENT, stacklevel=user_stacklevel())
@@ -276,7 +276,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             engine.discard()
 
     def synchronize(self) -> None:
-        """Wait for work in flight and make visible what is due, before weights are read outside of compiled graphs.
+        """Wait for work in flight and make due updates visible, before weights are read outside of compiled graphs.
 
         The trajectory stays what it would have been.
 
@@ -287,7 +287,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply the gradients in open update windows and make every update visible. Training may go on afterwards.
+        """Apply the gradients in update windows and make every update visible. Training may continue afterwards.
 
         Call it before a model is saved that is not trained on with this state: with ``update_interval`` above 1, a
         model that is saved last holds every gradient only then. It is not needed for a checkpoint to resume from,
@@ -306,7 +306,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             engine.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a bitwise resume needs, from the middle of a window too, readable with ``weights_only=True``.
+        """Return all state that a bitwise resume needs, also inside a window, readable with ``weights_only=True``.
 
         Like ``.grad``, gradients that no step has used yet are not part of it.
 
@@ -330,7 +330,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken. Weights may be loaded before or after; gradients are discarded.
+        """Restore the state of ``state_dict``. Weights may be loaded before or after; gradients are discarded.
 
         Args:
             state_dict: of a ZenFlowAdamW with the same options, or of a ``torch.optim.AdamW``, whose update windows
@@ -355,7 +355,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             hook(self)
 
     def close(self) -> None:
-        """End of training: apply the gradients that wait in open windows, land everything, free host memory."""
+        """End training: apply the gradients in update windows and all updates, free host memory."""
         self._lazy_engine.close(flush=True)
 
     def __enter__(self) -> ZenFlowAdamW:
@@ -365,7 +365,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if exception[0] is None:
             self.close()
             return
-        with suppress(RuntimeError):  # what left the block is the error to see; this one follows from it, or is alike
+        with suppress(RuntimeError):  # the exception that left the block is the root cause
             self._lazy_engine.close(flush=False)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -390,7 +390,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
 
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:
-    """A backward is over: in the optimizer-in-backward form so is the step, if it was the last of those declared."""
+    """Step after the last declared backward, in the optimizer-in-backward form."""
     engine = optimizer.engine
     if not engine.in_backward:
         return

@@ -438,7 +438,8 @@ def test_interrupted_edit_is_made_or_not(edit: Callable[[torch.Tensor], object],
 
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
-    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures", "written_by_others", "matches",
+    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures",
+    "written_by_others", "matches",
 }  # fmt: skip
 
 

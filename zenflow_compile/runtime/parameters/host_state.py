@@ -176,7 +176,7 @@ class HostState:
         flushed: windows that were flushed and not applied yet, oldest first.
         applied: the copy of the last upload. Its buffer is written again only after that copy, which the copies of
             gradients do not guarantee if the upload came late.
-        applied_job: the job behind it, which may still run where the device waits for it instead of the training thread.
+        applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
         readers: the job that may still read each gradient buffer.
         next_buffer: index of the next gradient buffer (round robin).
