@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +39,7 @@ from tests.gradients.loops import (
     train,
     with_tool,
 )
+from tests.support.processes import run_two_processes
 
 every_policy = pytest.mark.parametrize(
     "options", [EXACT, ZERO_OFFLOAD, SUMMED], ids=["exact", "zero_offload", "summed"]
@@ -540,12 +538,8 @@ CASES = [(name, entry) for name in BY_HAND for entry in range(2)] + [(name, 0) f
 CASE_IDS = [f"{name}-{ENTRY_IDS[entry]}" for name, entry in CASES]
 
 
-def work(rank: int, folder: str) -> None:
-    """One of two processes: runs every case under both optimizers and writes weights, or the error, to a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+def work(rank: int) -> dict[str, Any]:
+    """Train every case under both optimizers: by ``case-optimizer``, the weights or the text of the error."""
     results: dict[str, Any] = {}
     for (name, entry), key in zip(CASES, CASE_IDS, strict=True):
         scenario = {**BY_HAND, **REDUCERS}[name]
@@ -559,15 +553,12 @@ def work(rank: int, folder: str) -> None:
                 results[f"{key}-{label}"] = train(run, options, ENTRIES[entry]).weights
             except Exception:
                 results[f"{key}-{label}"] = traceback.format_exc()
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return run_two_processes(work, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASE_IDS)

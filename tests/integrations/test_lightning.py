@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
-import socket
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -59,6 +57,7 @@ from tests.integrations.compare import (
     spread,
     weights,
 )
+from tests.support.processes import run_two_processes
 from zenflow_compile.integrations.lightning import ZenFlowCallback
 
 pytestmark = [
@@ -848,13 +847,9 @@ def test_callback_refuses_sharding(strategy: type) -> None:
     trainer.callbacks[0].setup(trainer, Regression(EXACT), "test")
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    """One of two processes under ``strategy="ddp"``: AdamW, ours, and ours compiled, whose error is its result."""
-    torch.set_num_threads(1)
+def work(rank: int) -> dict[str, Any]:
+    """Train under ``strategy="ddp"``: with AdamW, with ours, and with ours compiled, whose error is the result."""
     warnings.simplefilter("ignore")
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2"
-    )
     results: dict[str, Any] = {}
     for name, options, entry in (
         ("adamw", None, "hooks"),
@@ -874,17 +869,12 @@ def work(rank: int, port: int, folder: str) -> None:
                 assert offloaded(trainer.optimizers[0]) == 2
         except ValueError as error:
             results[name] = str(error)
-    torch.save(results, f"{folder}/{rank}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return run_two_processes(work, tmp_path_factory.mktemp("ranks"), process_group=False)
 
 
 def test_eager_data_parallel_equals_adamw(ranks: list[dict[str, Any]]) -> None:
