@@ -1,4 +1,4 @@
-"""What all tests of trajectories need."""
+"""Fixtures of all tests of trajectories."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_lazy_readers_precede_updates(name: str, in_backward: bool) -> None:
 
 @pytest.mark.parametrize("name", ["gated", "per_channel", "cast", "standardized", "embedding", "autocast"])
 def test_lowering_orders_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without it these reads come behind the updates. In the other models something else realizes them."""
+    """Control: without the lowering these reads follow the updates. Other models realize them for other reasons."""
     monkeypatch.setattr(private, "REWRITE_VERSION", "without realized readers")  # a cache entry of its own
     monkeypatch.setattr(private, "realize_readers", lambda op, args: None)
     member = BY_NAME[name]
@@ -143,7 +143,7 @@ def test_lowering_orders_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_saved_view_is_what_postpones_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control for the diagonal."""
+    """Control: without the search for views, the update precedes a read of the diagonal."""
     monkeypatch.setattr(update_parameters, "inputs_with_memory_of", lambda node: 1)
     member = BY_NAME["diagonal"]
     expected, result = run(member, "eager", in_backward=True), run(member, "inductor", in_backward=True)

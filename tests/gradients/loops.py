@@ -1,4 +1,4 @@
-"""Runs one training loop under ``ZenFlowAdamW`` and under ``torch.optim.AdamW``, and compares what comes out."""
+"""Runs one training loop under ``ZenFlowAdamW`` and under ``torch.optim.AdamW``, and compares the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tool = Callable[[nn.Module, Optimizer], Any]
 
 
 class Small(nn.Module):
-    """Three matrices of 192, 256 and 160 elements, one of them used at two places."""
+    """Three matrices of 192, 256 and 160 elements; ``inner`` is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop left behind: copies of all weights, and the numbers that it returned."""
+    """The results of a loop: copies of all weights, and the returned numbers."""
 
     weights: list[Tensor]
     numbers: list[float | Tensor]
@@ -201,7 +201,7 @@ def compare_runs(
     """Run under both optimizers and compare.
 
     Args:
-        effect: the same run without what is tested; AdamW must then end elsewhere, or the test would show nothing.
+        effect: the same run without the tested feature; under AdamW its weights must differ, or nothing is tested.
         rel: relative tolerance of returned numbers.
     """
     expected = train(run, None)
@@ -224,8 +224,8 @@ def compare(
     """Run ``loop(model, call, optimizer)`` under both optimizers, on equal models and data, and compare.
 
     Args:
-        groups: what the optimizer is given, of the model; None for its named parameters.
-        effect: the same loop without what is tested, as in :func:`compare_runs`.
+        groups: returns the optimizer's parameters or groups of the model; None for its named parameters.
+        effect: the same loop without the tested feature, as in :func:`compare_runs`.
     """
     without = None if effect is None else run_of(effect, build, groups)
     compare_runs(run_of(loop, build, groups), entry, options, effect=without, rel=rel)

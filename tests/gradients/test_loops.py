@@ -61,7 +61,7 @@ class Gan(nn.Module):
 
 
 def dcgan(*, clipped: bool = False, clears: str = "module") -> Run:
-    """PyTorch's tutorial: the generator's backward adds to gradients that the discriminator's step has used."""
+    """PyTorch's tutorial: the generator's backward adds to gradients that the discriminator's step has consumed."""
 
     def run(side: Side) -> tuple[nn.Module, Numbers]:
         torch.manual_seed(1)
@@ -138,7 +138,7 @@ def task_losses(call: Call, number: int) -> tuple[Tensor, Tensor]:
 
 
 def surgery(project: bool, clear: str = "optimizer") -> Callable[[nn.Module, Call, Optimizer], Numbers]:
-    """PCGrad: of two tasks' gradients that conflict, each loses its part along the other."""
+    """PCGrad: conflicting gradients of two tasks are each projected off the other."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         products: list[float | Tensor] = []
@@ -196,7 +196,7 @@ def gradnorm(*, weighted: bool = True) -> Callable[[nn.Module, Call, Optimizer],
 @both_entries
 @pytest.mark.parametrize("options", [EXACT, ZERO_OFFLOAD], ids=["exact", "zero_offload"])
 def test_gradnorm_equals_adamw(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
-    # Norms differ by what float32 rounding does to gradients of weights that differ in the last bit.
+    # Weights that differ in the last bit of float32 change the norms by about this much.
     compare(gradnorm(), entry, options, two_tasks, effect=gradnorm(weighted=False), rel=1e-5)
 
 
@@ -237,7 +237,7 @@ def test_sam_equals_adamw(entry: dict[str, Any] | None) -> None:
 
 
 def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-    """The variant that adds both gradients; the first ones are held across ``zero_grad``."""
+    """The variant that adds both gradients; references to the first ones are kept across ``zero_grad``."""
     for step in range(STEPS):
         loss_of(call, step).backward()
         held = [param.grad for param in model.parameters()]
@@ -319,7 +319,7 @@ def test_eager_and_compiled_uses_accumulate(entry: dict[str, Any] | None) -> Non
 
 
 def masked(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-    """Tensor hooks keep half of every matrix fixed, but for weight decay."""
+    """Tensor hooks zero the gradient of half of every matrix."""
     handles = []
     for param in model.parameters():
         mask = (torch.arange(param.numel()).view_as(param) % 2).to(param.dtype)
@@ -337,7 +337,7 @@ def test_masked_fine_tuning_equals_adamw(options: dict[str, Any], entry: dict[st
 
 
 def fgsm(how: str, strength: float) -> Callable[[nn.Module, Call, Optimizer], Numbers]:
-    """Each batch is moved along the sign of the loss's gradient by the inputs, then trained on."""
+    """Each batch is moved along the sign of the loss's gradient with respect to the inputs, then trained on."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         values: list[float | Tensor] = []
@@ -390,11 +390,11 @@ def test_pgd_after_accumulation_equals_adamw(entry: dict[str, Any] | None) -> No
     compare(loop, entry, effect=plain)
 
 
-# Gradients of gradients, which torch.compile does not have
+# Gradients of gradients, which torch.compile does not support
 
 
 def penalized_inputs(weight: float) -> Callable[[nn.Module, Call, Optimizer], Numbers]:
-    """WGAN-GP: the loss has a term of its own gradient by the inputs."""
+    """WGAN-GP: the loss has a term in its gradient with respect to the inputs."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         norms: list[float | Tensor] = []

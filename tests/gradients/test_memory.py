@@ -1,4 +1,4 @@
-"""Memory of gradients: which ones become dense, who is told, and what a gradient keeps alive."""
+"""Memory of gradients: which ones become dense, how that is reported, and what a gradient keeps alive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def offloaded_gradients(training: Training) -> list[Tensor | None]:
 @both_entries
 @pytest.mark.parametrize("backwards", [1, 3])
 def test_clip_and_scaler_make_nothing_dense(entry: dict[str, Any] | None, backwards: int) -> None:
-    """Nor do averaging, ``zero_grad(set_to_none=False)``, a backward after it, or norms after ``step()``."""
+    """Averaging, ``zero_grad(set_to_none=False)``, a backward after it and norms after ``step()`` do not, either."""
     training = Training(entry, {"update_interval": 2})
     params = list(training.model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -133,7 +133,7 @@ class Made:
     """Weak references to a tiny model after one backward, and to its engine.
 
     Args:
-        way: what happens before the model and its optimizer are dropped; it returns the gradients that stay held.
+        way: runs before the model and its optimizer are dropped; it returns the gradients to keep.
     """
 
     def __init__(self, way: Callable[[nn.Module, ZenFlowAdamW], list[Tensor] | None]) -> None:
@@ -159,7 +159,7 @@ class Made:
 
 
 def dropped(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
-    """Gradients are in ``.grad`` when the model goes."""
+    """Gradients are in ``.grad`` when the model is dropped."""
 
 
 def closed(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
@@ -190,7 +190,7 @@ def second_backward(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
 
 
 def in_cycle(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
-    """Objects that refer to each other go with the garbage collector."""
+    """Objects in a reference cycle are freed by the garbage collector."""
     model.trainer = {"model": model, "optimizer": optimizer}
 
 
@@ -199,7 +199,7 @@ WAYS = [dropped, closed, failed, stepped, zeroed, edited, second_backward, in_cy
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_thousand_engines_leave_nothing(way: Callable[[nn.Module, ZenFlowAdamW], None]) -> None:
-    """Together the cases make a thousand engines."""
+    """All cases together make a thousand engines."""
     before = set(ops.live_engines())
     made = [Made(way) for _ in range(125)]
     gc.collect()
@@ -277,7 +277,7 @@ def test_held_consumed_gradient_says_so() -> None:
 @both_entries
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_closing_leaves_values_in_grad(entry: dict[str, Any] | None, backwards: int) -> None:
-    """A gradient that no step has used is a plain tensor afterwards, to which the next backward adds."""
+    """An unused gradient is a plain tensor afterwards, and the next backward adds to it."""
     training, reference = Training(entry), Training(None).model
     for part in range(backwards):
         training.backward(part)

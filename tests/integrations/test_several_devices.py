@@ -1,4 +1,4 @@
-"""Strategies for several devices, in two processes: they train as under AdamW, or are refused with an alternative."""
+"""Strategies for several devices, in two processes: they equal AdamW, or an error names an alternative."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train(call: Callable[[Tensor], Tensor], optimizer: Any, rank: int, steps: in
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> Weights:
-    """The model's weights with every gradient in them."""
+    """The model's weights after a flush."""
     if isinstance(optimizer, ZenFlowAdamW):
         assert offloaded(optimizer)
         optimizer.flush()
@@ -198,7 +198,7 @@ def fsdp1_of_a_used_optimizer(rank: int) -> None:
 
 
 def accelerate_fsdp2(rank: int, *, compiled: bool = False) -> None:
-    """Accelerate shards on accelerators only: its state is told that it is on one."""
+    """Accelerate shards on accelerators only, so its state is patched to that."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -281,7 +281,7 @@ def test_two_processes_equal_adamw(name: str, ranks: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_strategy_is_refused_with_an_alternative(name: str, ranks: list[dict[str, Any]]) -> None:
-    """In every process, so that none waits for another."""
+    """Every process raises, so that none hangs."""
     for results in ranks:
         text = results[name]
         assert isinstance(text, str), "nothing was raised"
