@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import zenflow_compile
 from examples.stdlib_text import load_text
-from tests.engine.training import EAGER_BACKEND, OFFLOAD_ALL, Training, assert_same, mlp
+from tests.engine.training import OFFLOAD_ALL, Training, assert_same, mlp
 from tests.gradients.loops import (
     ADAM,
     EXACT,
@@ -30,11 +30,13 @@ from tests.gradients.loops import (
     both_entries,
     compare,
     compare_runs,
+    in_backward,
     loss_of,
     plain,
     run_of,
     small,
     train,
+    weights_of,
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
@@ -91,7 +93,7 @@ def test_switches_without_counterpart_are_refused(name: str) -> None:
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0][name] == SWITCHES[name]
     loss_of(model, 0).backward()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     optimizer.param_groups[0][name] = True
     with pytest.raises(ValueError, match=rf"in param_groups\[0\], {message}"):
         optimizer.step()
@@ -194,13 +196,12 @@ def test_maximize_in_backward() -> None:
         weights = []
         for maximize in (True, False):
             model = small()
-            options = {**EAGER_BACKEND["options"], **ADAM, **WINDOWED, **clipping, "maximize": maximize}
-            call = torch.compile(model, backend="zenflow", options=options)
+            call = in_backward(model, {**WINDOWED, **clipping, "maximize": maximize})
             for step in range(STEPS):
                 loss = loss_of(call, step)
                 (loss if maximize else -loss).backward()
             zenflow_compile.optimizer_of(call).close()
-            weights.append([param.detach().clone() for param in model.parameters()])
+            weights.append(weights_of(model))
         assert_same(*weights)
 
 
@@ -287,12 +288,12 @@ def test_value_that_is_missing_is_named(name: str) -> None:
 def test_bad_value_set_later_stops_the_backward(clipping: dict[str, Any]) -> None:
     """With the optimizer in backward, too, nothing of the step is applied."""
     model = small()
-    call = torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT, **clipping})
+    call = in_backward(model, {**EXACT, **clipping})
     loss_of(call, 0).backward()
     loss_of(call, 1).backward()
     optimizer = zenflow_compile.optimizer_of(call)
     optimizer.synchronize()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     optimizer.param_groups[0]["lr"] = float("nan")
     with pytest.raises(ValueError, match=r"in param_groups\[0\], lr=nan"):
         loss_of(call, 2).backward()

@@ -69,6 +69,16 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [param.grad.detach().clone() for param in model.parameters() if param.grad is not None]
 
 
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Copies of all weights."""
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def in_backward(model: nn.Module, options: dict[str, Any] = EXACT) -> Call:
+    """The model compiled with an optimizer that steps in the backward."""
+    return torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **options})
+
+
 def synchronize(optimizer: Optimizer) -> None:
     """Make all updates visible before weights are read or written outside of the compiled model."""
     if isinstance(optimizer, ZenFlowAdamW):
@@ -152,7 +162,7 @@ def train(run: Run, options: dict[str, Any] | None, entry: dict[str, Any] | None
         torch.manual_seed(2)
         model, numbers = run(side)
         side.synchronize()
-        return Trained([param.detach().clone() for param in model.parameters()], list(numbers or ()))
+        return Trained(weights_of(model), list(numbers or ()))
     finally:
         side.close()
 
@@ -251,14 +261,13 @@ def compare_in_backward(
     expected = train(reference, None)
     torch.manual_seed(2)
     model = build()
-    call = torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **options})
+    call = in_backward(model, options)
     numbers = loop(model, call, lambda: None)
     optimizer = zenflow_compile.optimizer_of(call)
     try:
         assert optimizer.engine.offloaded
         optimizer.synchronize()
-        weights = [param.detach().clone() for param in model.parameters()]
-        assert_close(Trained(weights, list(numbers or ())), expected)
+        assert_close(Trained(weights_of(model), list(numbers or ())), expected)
     finally:
         with suppress(RuntimeError):
             optimizer.close()

@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 import zenflow_compile
-from tests.engine.training import EAGER_BACKEND
 from tests.gradients.loops import (
     ADAM,
     EXACT,
@@ -28,11 +27,13 @@ from tests.gradients.loops import (
     compare,
     compare_runs,
     difference,
+    in_backward,
     loss_of,
     plain,
     run_of,
     small,
     train,
+    weights_of,
     with_tool,
 )
 from zenflow_compile import ZenFlowAdamW
@@ -105,7 +106,7 @@ def test_second_step_on_one_gradient_is_refused(options: dict[str, Any], entry: 
     """Weights do not change, and the next usual step works."""
     with trained(options, entry) as (model, call, optimizer):
         optimizer.synchronize()
-        before = [param.detach().clone() for param in model.parameters()]
+        before = weights_of(model)
         with refusing("zero_grad()"):
             optimizer.step()
         optimizer.synchronize()
@@ -243,10 +244,6 @@ def test_closed_optimizer_leaves_no_gradients_behind() -> None:
 
 
 # The optimizer in backward
-
-
-def in_backward(model: nn.Module) -> Call:
-    return torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT})
 
 
 @contextmanager
