@@ -29,7 +29,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1},
     "windows_of_one_and_streamed": {"update_interval": 1, "update_stride": 2, "sub_group_size": 1},
 }
-NOTHING_FOR_THE_HOST = ("resident", "streamed")
+WITHOUT_HOST_UPDATES = ("resident", "streamed")
 
 
 class Given(nn.Module):
@@ -127,7 +127,7 @@ def test_weights_are_roundings_of_exact_masters(
     make = zenflow_adamw({"nvme_path": tmp_path, **EXACT[case]})
     weights, _, optimizer = trained(Given, partial(given, dtype), dtype, make, inner)
     with optimizer:
-        on_host = case not in NOTHING_FOR_THE_HOST
+        on_host = case not in WITHOUT_HOST_UPDATES
         assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_flushed > 0) == on_host
         assert bool(optimizer.engine.registry.streamed.params) == ("streamed" in case)
         assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")

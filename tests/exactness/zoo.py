@@ -144,7 +144,7 @@ def adapted_inputs(step: int) -> tuple[Tensor, bool, Tensor]:
 
 
 class Expert(nn.Module):
-    """One expert: a graph of its own, for any number of tokens."""
+    """One expert: a separate graph, for any number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Checkpointed(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """A model of the transformers package behind a plain loss."""
+    """A model of the transformers package with a plain loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

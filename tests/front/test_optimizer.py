@@ -260,7 +260,7 @@ def test_gradients_that_are_cleared_by_right_are_not_warned_of(recwarn: pytest.W
         loss_of(ours, step).backward()  # accumulated
         optimizer.step()
         ours.zero_grad()  # they have been used
-    ours[0].weight.grad = torch.ones_like(ours[0].weight)  # alone, by hand
+    ours[0].weight.grad = torch.ones_like(ours[0].weight)  # without a backward, by hand
     torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
     optimizer.step()
     assert not [each for each in recwarn if "zero_grad" in str(each.message)]

@@ -143,12 +143,12 @@ def surgery(project: bool, clear: str = "optimizer") -> Callable[[nn.Module, Cal
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         products: list[float | Tensor] = []
         for step in range(STEPS):
-            held: list[list[Tensor | None]] = []
+            kept: list[list[Tensor | None]] = []
             for task in range(2):
                 task_losses(call, step)[task].backward()
-                held.append([param.grad for param in model.parameters()])
+                kept.append([param.grad for param in model.parameters()])
                 (optimizer if clear == "optimizer" else model).zero_grad()
-            for param, first, second in zip(model.parameters(), *held, strict=True):
+            for param, first, second in zip(model.parameters(), *kept, strict=True):
                 if first is None or second is None:
                     param.grad = first if second is None else second
                     continue
@@ -236,11 +236,11 @@ def test_sam_equals_adamw(entry: dict[str, Any] | None) -> None:
     compare(sam(0.5), entry, effect=sam(0.0))
 
 
-def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+def sam_with_kept_gradients(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
     """The variant that adds both gradients; references to the first ones are kept across ``zero_grad``."""
     for step in range(STEPS):
         loss_of(call, step).backward()
-        held = [param.grad for param in model.parameters()]
+        kept = [param.grad for param in model.parameters()]
         synchronize(optimizer)
         with torch.no_grad():
             for param in model.parameters():
@@ -249,7 +249,7 @@ def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) 
         loss_of(call, step).backward()
         synchronize(optimizer)
         with torch.no_grad():
-            for param, grad in zip(model.parameters(), held, strict=True):
+            for param, grad in zip(model.parameters(), kept, strict=True):
                 param.sub_(grad, alpha=0.5)
                 param.grad.add_(grad)
         optimizer.step()
@@ -258,8 +258,8 @@ def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) 
 
 
 @both_entries
-def test_sam_with_held_gradients_equals_adamw(entry: dict[str, Any] | None) -> None:
-    compare(sam_with_held_gradients, entry, effect=plain)
+def test_sam_with_kept_gradients_equals_adamw(entry: dict[str, Any] | None) -> None:
+    compare(sam_with_kept_gradients, entry, effect=plain)
 
 
 # Accumulation

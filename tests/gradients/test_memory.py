@@ -114,11 +114,11 @@ def test_dense_gradients_name_the_users_line(entry: dict[str, Any] | None, capsy
             training.optimizer.step()
             training.optimizer.zero_grad()
         training.backward(4)
-        held = [param.grad for param in params]
+        kept = [param.grad for param in params]
         cleared = line_here()
         training.optimizer.zero_grad()
     summary = profile.summary()
-    assert len(held) == 6
+    assert len(kept) == 6
     assert summary["dense_gradients"] == {clipped: 4, cleared: 3, edited: 2}
     assert training.optimizer.engine.registry.gradients.dense == 9
     profile.report()
@@ -146,7 +146,7 @@ class Made:
         self.expected = [each.record.read().clone() for each in offloaded if each.record is not None]
         self.records = [weakref.ref(each.record) for each in offloaded if each.record is not None]
         self.others = [weakref.ref(each) for each in (engine, model, *model.parameters(), *offloaded)]
-        self.held = way(model, optimizer)
+        self.kept = way(model, optimizer)
 
     @property
     def alive(self) -> Counter[str]:
@@ -212,18 +212,18 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if isinstance(param.grad, OffloadedGradient)]
 
 
-def held(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+def kept(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     """The optimizer is collected."""
     return gradients_of(model)
 
 
-def held_and_closed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+def kept_and_closed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     grads = gradients_of(model)
     optimizer.close()
     return grads
 
 
-def held_and_failed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+def kept_and_failed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     grads = gradients_of(model)
     optimizer.__exit__(RuntimeError, None, None)
     return grads
@@ -239,7 +239,7 @@ def cleared(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     return grads
 
 
-KEEPING = [held, held_and_closed, held_and_failed, detached, cleared]
+KEEPING = [kept, kept_and_closed, kept_and_failed, detached, cleared]
 
 
 @pytest.mark.parametrize("way", KEEPING, ids=lambda way: way.__name__)
@@ -248,13 +248,13 @@ def test_held_gradient_keeps_only_its_values(way: Callable[[nn.Module, ZenFlowAd
     gc.collect()
     assert made.alive == Counter()
     assert made.live_records == 2
-    assert made.held is not None
-    for grad, expected in zip(made.held, made.expected, strict=True):
+    assert made.kept is not None
+    for grad, expected in zip(made.kept, made.expected, strict=True):
         torch.testing.assert_close(grad.clone(), expected, atol=0, rtol=0)
         grad.mul_(2)  # without an engine, too
         torch.testing.assert_close(grad.norm(), 2 * expected.norm())
     del grad
-    made.held.clear()
+    made.kept.clear()
     assert made.live_records == 0
 
 
@@ -267,7 +267,7 @@ def test_held_consumed_gradient_says_so() -> None:
     made = Made(way)
     gc.collect()
     assert made.alive == Counter()
-    for grad in made.held or ():
+    for grad in made.kept or ():
         for read in (torch.clone, torch.norm, torch.sum):
             with pytest.raises(RuntimeError, match=r"the gradient of param\d: step\(\) has consumed it"):
                 read(grad)

@@ -713,11 +713,11 @@ def test_held_gradients_keep_their_values(clear: str, entry: dict[str, Any] | No
         values: list[float | Tensor] = []
         for step in range(STEPS):
             loss_of(call, 10 * step).backward()
-            held = [param.grad for param in present(model)]
+            kept = [param.grad for param in present(model)]
             CLEARS[clear](model, optimizer)
             loss_of(call, 10 * step + 1).backward()
-            values += [grad.clone() for grad in held]
-            for param, grad in zip(present(model), held, strict=True):
+            values += [grad.clone() for grad in kept]
+            for param, grad in zip(present(model), kept, strict=True):
                 param.grad.add_(grad, alpha=2.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -733,11 +733,11 @@ def test_gradients_taken_out_and_put_back(entry: dict[str, Any] | None) -> None:
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
             loss_of(call, 10 * step).backward()
-            held = [param.grad for param in present(model)]
+            kept = [param.grad for param in present(model)]
             for param in model.parameters():
                 param.grad = None
             loss_of(call, 10 * step + 1).backward()
-            for param, grad in zip(model.parameters(), held, strict=True):
+            for param, grad in zip(model.parameters(), kept, strict=True):
                 param.grad = grad
             optimizer.step()
             optimizer.zero_grad()

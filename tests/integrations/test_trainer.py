@@ -210,7 +210,7 @@ def test_small_max_grad_norm_clips(entry: str) -> None:
     clipped, free = adamw(max_grad_norm=0.05), adamw(max_grad_norm=0.0)
     assert difference(clipped.weights, free.weights) > 1e-3
     assert_as_adamw(train(entry, EXACT, max_grad_norm=0.05), clipped)
-    assert_as_adamw(train("eager", EXACT, max_grad_norm=0.0), free)  # the norm is logged all the same
+    assert_as_adamw(train("eager", EXACT, max_grad_norm=0.0), free)  # the norm is logged without clipping, too
 
 
 def test_optimizers_argument_and_a_model_cast_later() -> None:
@@ -245,7 +245,7 @@ def test_bf16(entry: str) -> None:
 
 
 class ScalingTrainer(InnerEagerTrainer):
-    """fp16 with a live GradScaler, which Accelerate makes for accelerators alone. Its first step is skipped."""
+    """fp16 with a live GradScaler, which Accelerate makes for accelerators only. Its first step is skipped."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -297,7 +297,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("entry", "interval"), [("eager", 1), ("compiled", 4)])
 def test_best_model_is_the_one_that_was_evaluated(entry: str, interval: int, tmp_path: Path) -> None:
-    """Ascending losses: the best model is the first one, whose checkpoint has what its evaluation saw."""
+    """Ascending losses: the best model is the first one, whose checkpoint has the evaluated weights."""
     every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     arguments = {**every, "load_best_model_at_end": True, "greater_is_better": True, "max_steps": 6}
     run = train(entry, INTERVALS[interval], folder=tmp_path, callbacks=[ZenFlowCallback()], **arguments)
@@ -345,7 +345,7 @@ def test_gradient_checkpointing_compiled() -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_features(entry: str, feature: str, bf16: bool) -> None:
-    # The Trainer does not shift labels for its label smoother under torch_compile_backend=, whatever the backend.
+    # The Trainer does not shift labels for its label smoother under torch_compile_backend=, with any backend.
     unshifted = entry == "named" and feature == "label_smoothing"
     compiled = {"torch_compile_backend": "aot_eager"} if unshifted else {}
     if not bf16:
