@@ -134,8 +134,8 @@ def test_lazy_readers_precede_updates(name: str, in_backward: bool) -> None:
 
 @pytest.mark.parametrize("name", ["gated", "per_channel", "cast", "standardized", "embedding", "autocast"])
 def test_lowering_orders_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without the lowering these reads follow the updates. Other models realize them for other reasons."""
-    monkeypatch.setattr(private, "REWRITE_VERSION", "without realized readers")  # a separate cache entry
+    """The control: without it these reads come behind the updates. In the other models something else realizes them."""
+    monkeypatch.setattr(private, "REWRITE_VERSION", "without realized readers")  # a cache entry of its own
     monkeypatch.setattr(private, "realize_readers", lambda op, args: None)
     member = BY_NAME[name]
     expected, result = run(member, "eager", in_backward=True), run(member, "inductor", in_backward=True)
