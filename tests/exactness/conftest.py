@@ -1,4 +1,4 @@
-"""What all tests of trajectories need."""
+"""Fixtures of all tests of trajectories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The models are far too small for two threads, which would only wait for each other at every operator."""
+    """The models are too small for two threads, which would wait for each other at every operator."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,8 +1,8 @@
-"""The oracle: windows, phases, selection, rule P and the mean step written down plainly, with no asynchrony.
+"""The oracle: update windows, phases, selection, rule P and the mean update, implemented without asynchrony.
 
-It shares nothing with the runtime but the plan, which says what is decided before anything runs: which parameters are
-split, along which dimension, into how many slices, and at which phase their windows close. Into how many groups the
-slices are divided for their selection is the oracle's own reckoning.
+It shares only the plan with the runtime. The plan holds decisions made before training: which parameters are split,
+along which dimension, into how many slices, and at which phase their windows flush. The oracle computes the number of
+selection groups itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCORE_DECAY = 0.9
 
 @dataclass(frozen=True)
 class Hyper:
-    """What one step is taken with."""
+    """Coefficients of one step."""
 
     lr: float
     weight_decay: float
@@ -33,14 +33,14 @@ class Hyper:
 
 @dataclass
 class SplitParam:
-    """One split parameter: fp32 state ``[slices, length]`` of all its slices, wherever they would live.
+    """One split parameter: fp32 state ``[slices, length]`` of all its slices, selected and deferred.
 
     Attributes:
         selected: bool[slices], the slices that are updated at every step.
-        kept: under an adaptive selection, the share of them that would have stayed, found at the close before.
-        taken: gradients that the moments of selected slices, and at a close those of the others, have taken.
-        window: the gradients that wait, with what their steps were to be taken with.
-        landing: (forward from which it is seen, slices, their new values), oldest first.
+        kept: for an adaptive selection, the share of selected slices that the previous flush would have kept.
+        taken: number of gradients in the moments of selected slices, and after a flush in those of deferred ones.
+        window: gradients in the update window, each with the coefficients of its step.
+        updates: computed updates not applied yet: (first forward that sees it, slices, new values), oldest first.
     """
 
     param: nn.Parameter
@@ -53,7 +53,7 @@ class SplitParam:
     taken: int = 0
     selected_at: int | None = None
     window: list[tuple[Tensor, Hyper]] = field(default_factory=list)
-    landing: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    updates: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     selections: int = 0
     kept: float = 1.0
 
@@ -68,18 +68,18 @@ class SplitParam:
         matrix = tensor.view(tensor.shape[0], -1)
         return matrix if self.plan.dim == 0 else matrix.t()
 
-    def show(self, mask: Tensor, values: Tensor) -> None:
+    def write(self, mask: Tensor, values: Tensor) -> None:
         """Write slices into the parameter."""
         self.slices(self.param.detach())[mask] = values
 
     def take(self, mask: Tensor, grad: Tensor, hyper: Hyper) -> None:
-        """Let moments take a gradient."""
+        """Add a gradient to the moments."""
         grad = grad[mask]
         self.exp_avg[mask] = hyper.beta1 * self.exp_avg[mask] + (1 - hyper.beta1) * grad
         self.exp_avg_sq[mask] = hyper.beta2 * self.exp_avg_sq[mask] + (1 - hyper.beta2) * grad**2
 
     def take_mean(self, mask: Tensor) -> None:
-        """Let moments take the mean of the window's gradients, with the weight of all of them."""
+        """Add the mean of the window's gradients to the moments, weighted as all of them."""
         mean = torch.stack([grad[mask] for grad, _ in self.window]).mean(0)
         kept1 = math.prod(hyper.beta1 for _, hyper in self.window)
         kept2 = math.prod(hyper.beta2 for _, hyper in self.window)
@@ -87,7 +87,7 @@ class SplitParam:
         self.exp_avg_sq[mask] = kept2 * self.exp_avg_sq[mask] + (1 - kept2) * mean**2
 
     def move(self, mask: Tensor, hypers: Sequence[Hyper]) -> None:
-        """One step of the weights: decay multiplied, rates summed, the newest moments."""
+        """Update the weights once: decays multiply, learning rates add up, moments are the newest."""
         last = hypers[-1]
         mean = self.exp_avg[mask] / (1 - last.beta1**self.taken)
         root = (self.exp_avg_sq[mask] / (1 - last.beta2**self.taken)).sqrt()
@@ -105,26 +105,26 @@ class SplitParam:
         flushed: bool,
         select_interval: int | None,
     ) -> None:
-        """Step ``at``, perhaps without a gradient. In a warm-up what closes is seen at once."""
+        """Take step ``at``, with or without a gradient. During warm-up, updates are applied without staleness."""
         if grad is not None:
             grad = self.slices(grad.contiguous()).float()
             self.taken += 1
             self.score = SCORE_DECAY * self.score + (1 - SCORE_DECAY) * grad.square().sum(1)
             self.take(self.selected, grad, hyper)
             self.move(self.selected, [hyper])
-            self.show(self.selected, self.master[self.selected])
+            self.write(self.selected, self.master[self.selected])
             self.window.append((grad, hyper))
         if flushed and self.window:
             deferred = ~self.selected
             if self.plan.summed:
                 self.take_mean(deferred)
             else:
-                for waiting, its_hyper in self.window:
-                    self.take(deferred, waiting, its_hyper)
+                for earlier, its_hyper in self.window:
+                    self.take(deferred, earlier, its_hyper)
             self.move(deferred, [its_hyper for _, its_hyper in self.window])
             self.window = []
             staleness = 0 if warming_up else self.plan.staleness
-            self.landing.append((at + 1 + staleness, deferred, self.master[deferred]))
+            self.updates.append((at + 1 + staleness, deferred, self.master[deferred]))
             if self.plan.deferred and self.plan.k:
                 if self.selected_at is None:
                     self.reselect(at, self.best())
@@ -135,7 +135,7 @@ class SplitParam:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Slices of each group: 16 groups, or as many fewer as lets each select four slices and leave four."""
+        """Slices of each group: 16 groups, or fewer, so that each can select four slices and defer four."""
         fewer = min(self.plan.k, self.plan.deferred) // 4
         count = max(number for number in (1, 2, 4, 8, 16) if number <= max(1, fewer))
         return [list(range(group, self.plan.slices, count)) for group in range(count)]
@@ -147,15 +147,15 @@ class SplitParam:
             if self.plan.summed:
                 self.take_mean(deferred)
             else:
-                for waiting, its_hyper in self.window:
-                    self.take(deferred, waiting, its_hyper)
+                for grad, its_hyper in self.window:
+                    self.take(deferred, grad, its_hyper)
             self.move(deferred, [its_hyper for _, its_hyper in self.window])
             self.window = []
-            self.landing.append((at, deferred, self.master[deferred]))
-        self.land(at + 1 + self.plan.staleness)
+            self.updates.append((at, deferred, self.master[deferred]))
+        self.apply_updates(at + 1 + self.plan.staleness)
 
     def best(self) -> Tensor:
-        """bool[slices]: of each group, as many of the highest scores as it has among the first k slices."""
+        """bool[slices]: the best slices of each group, as many as the group has among the first k slices."""
         best = torch.zeros_like(self.selected)
         for group in self.groups:
             ranked = sorted(group, key=lambda slice_index: -self.score[slice_index].item())
@@ -175,7 +175,7 @@ class SplitParam:
             self.kept = (self.after_swaps([self.plan.k] * 16) & self.selected).sum().item() / self.plan.k
 
     def swaps_of_groups(self, swaps: int, at: int) -> list[int]:
-        """An equal share for each group, and what is left to the groups from one on that differs from step to step."""
+        """Swaps of each group: equal shares. The remainder goes to consecutive groups; the first differs by step."""
         count = len(self.groups)
         shares = [swaps // count] * count
         golden = Fraction(0x9E3779B1, 2**32)
@@ -185,7 +185,7 @@ class SplitParam:
         return shares
 
     def after_swaps(self, at_most: Sequence[int]) -> Tensor:
-        """bool[slices]: in each group the worst selected slices give way to the best others, a quarter better."""
+        """bool[slices]: in each group the best deferred slices replace the worst selected ones if 25% better."""
         wanted = self.selected.clone()
         for group, swaps in zip(self.groups, at_most, strict=False):
             leaving = sorted(
@@ -202,17 +202,17 @@ class SplitParam:
         return wanted
 
     def reselect(self, at: int, wanted: Tensor) -> None:
-        """``wanted`` from the next gradient on; what moves must be seen, so staleness has to wait."""
+        """Select ``wanted`` from the next gradient on. Slices that move must be current: updates are applied first."""
         self.selected_at = at
         self.selections += 1
-        self.land(at + 1 + self.plan.staleness)
+        self.apply_updates(at + 1 + self.plan.staleness)
         self.selected = wanted
 
-    def land(self, now: int) -> None:
-        """Show what a forward after ``now`` attempted steps sees."""
-        while self.landing and self.landing[0][0] <= now:
-            _, mask, values = self.landing.pop(0)
-            self.show(mask, values)
+    def apply_updates(self, now: int) -> None:
+        """Apply the updates that a forward after ``now`` attempted steps sees."""
+        while self.updates and self.updates[0][0] <= now:
+            _, mask, values = self.updates.pop(0)
+            self.write(mask, values)
 
 
 class RuleP:
@@ -220,7 +220,7 @@ class RuleP:
 
     Args:
         plans: of the parameters, in their order.
-        full_warm_up_rounds: steps at which every window closes.
+        full_warm_up_rounds: first steps, at which every window is flushed.
         select_interval: steps between re-selections; None lets them follow the drift of the scores.
     """
 
@@ -234,7 +234,7 @@ class RuleP:
     ) -> None:
         pairs = list(zip(params, plans, strict=True))
         self.split = {plan.name: SplitParam(param, plan) for param, plan in pairs if plan.offloaded}
-        self.whole = torch.optim.AdamW([param for param, plan in pairs if not plan.offloaded])
+        self.resident = torch.optim.AdamW([param for param, plan in pairs if not plan.offloaded])
         self.full_warm_up_rounds = full_warm_up_rounds
         self.select_interval = select_interval
         self.at = 0
@@ -253,16 +253,16 @@ class RuleP:
                 select_interval=self.select_interval,
             )
             each.param.grad = None
-        group = self.whole.param_groups[0]
+        group = self.resident.param_groups[0]
         group.update(lr=hyper.lr, weight_decay=hyper.weight_decay, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps)
-        self.whole.step()
-        self.whole.zero_grad()
+        self.resident.step()
+        self.resident.zero_grad()
         self.at += 1
         for each in self.split.values():
-            each.land(self.at)
+            each.apply_updates(self.at)
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply every gradient that waits."""
+        """Apply every gradient in an update window."""
         for each in self.split.values():
             each.flush(self.at)

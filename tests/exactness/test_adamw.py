@@ -1,4 +1,4 @@
-"""Invariants 1 and 2: what claims to be AdamW is ``torch.optim.AdamW`` on the same forward and backward."""
+"""Invariants 1 and 2: exact policies equal ``torch.optim.AdamW`` on the same forward and backward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zenflow_compile.runtime.device.column_ops import Selection
 from zenflow_compile.runtime.parameters import offloaded_param
 from zenflow_compile.runtime.parameters.device_state import exchange_slices
 
-# The shortest windows and re-selections that there are.
+# The shortest windows, and a re-selection at every second step.
 RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
 
 STATE_BYTES = 12  # of an element: fp32 master and moments
 
-# Whole entry points differ for these; what differs in between is the runtime's, and the same for all models.
+# A sample of models for options that only the runtime reads: it treats all models alike.
 FEW = ["mlp", "gpt_tied", "unused_parameters", "experts_without_tokens"]
 
 
 def check_in_graph(run: Trajectory) -> None:
-    """Gradients were taken inside of rewritten graphs, none through ``.grad``, and the host really updated."""
+    """Gradients were taken in rewritten graphs, none through ``.grad``, and the host has applied updates."""
     assert run.offloaded
     assert run.through_grad == ()
     assert run.inserted >= 2
@@ -42,7 +42,7 @@ def test_zero_offload_is_adamw(member: Member) -> None:
 
 @each_member()
 def test_zero_infinity_is_adamw(member: Member, tmp_path: Path) -> None:
-    """Through the smallest window that there is, to the bits of state in memory."""
+    """With the smallest cache in host memory, bit for bit as with state in memory."""
     sizes = [param.numel() for param in member.build().parameters() if param.dim() > 1 and param.requires_grad]
     run = train(
         member, "eager", 20, policy="zero_infinity", nvme_path=tmp_path, host_window_bytes=STATE_BYTES * max(sizes)
@@ -132,7 +132,7 @@ def test_evaluation_between_steps_sees_every_step(member: Member, inner: str | N
 def with_moments_reset(
     device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], selection: Selection, wanted: Tensor
 ) -> tuple[Selection, int]:
-    """What must not happen: a slice that changes sides keeps its master and loses its moments."""
+    """A wrong exchange: a slice that changes sides keeps its master and loses its moments."""
     new, moved = exchange_slices(device_side, host_side, selection, wanted)
     joined = (new.selected != selection.selected).cpu()
     left = (new.deferred != selection.deferred).cpu()
@@ -145,15 +145,15 @@ def with_moments_reset(
 @each_member(["mlp", "gpt"])
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_reset_moments_would_be_seen(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above: the same run, wrong in one respect, misses by orders of magnitude."""
-    monkeypatch.setattr(offloaded_param, "exchange_lines", with_moments_reset)
+    """Control of the tests above: one injected error changes weights by orders of magnitude more than rounding."""
+    monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
     assert run.moved_slices > 10
     assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3
 
 
 def test_a_longer_window_is_not_adamw() -> None:
-    """Another control: the default defers, so it must differ, and by far more than rounding."""
+    """Control: the default defers updates, so it differs from AdamW by far more than rounding."""
     member = BY_NAME["mlp"]
     options: dict[str, Any] = {"update_interval": 4}
     assert largest_difference(train(member, "eager", 20, **options), plain_adamw(member, "eager", 20), member) > 1e-3

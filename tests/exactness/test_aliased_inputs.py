@@ -1,4 +1,4 @@
-"""One parameter at several inputs of a graph that was compiled for different ones."""
+"""One parameter is passed at several inputs of a graph that was compiled for different parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def multiply(x: Tensor, first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
 
 
 def tied_later(model: Gated, compile_: Callable[..., Any]) -> Step:
-    """The weights are tied after two steps; the graph is the one compiled before."""
+    """Tie the weights after two steps; the graph compiled before is used on."""
     run = compile_(model)
 
     def step(number: int) -> Tensor:
@@ -53,7 +53,7 @@ def tied_later(model: Gated, compile_: Callable[..., Any]) -> Step:
 
 
 def called_with_same(model: Gated, compile_: Callable[..., Any]) -> Step:
-    """One function, called in turns with two parameters and with one at both places."""
+    """Call one function in turns with two parameters and with one parameter for both arguments."""
     run = compile_(multiply)
     first, second, gate = model.a.weight, model.b.weight, model.gate
 
@@ -73,7 +73,7 @@ def inputs(step: int) -> Tensor:
 
 
 def train(case: Callable[..., Step], inner: str | None, policy: str, in_backward: bool) -> list[Tensor]:
-    """Losses of all steps, losses without gradients behind each, and weights; plain AdamW if ``inner`` is None."""
+    """Losses of all steps, after each the loss under ``no_grad``, and weights; AdamW's if ``inner`` is None."""
     model = seeded(Gated)
     assert isinstance(model, Gated)
     keywords = {**ADAM, **POLICIES[policy], "min_offload_size": 17, "device_share": 0.0, "host_kernel": "aten"}

@@ -1,4 +1,4 @@
-"""bf16 and fp16 weights: the update is AdamW on fp32 masters, of which the weights are roundings."""
+"""bf16 and fp16 weights are the rounded fp32 masters, which AdamW updates."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1},
     "windows_of_one_and_streamed": {"update_interval": 1, "update_stride": 2, "sub_group_size": 1},
 }
-NOTHING_FOR_THE_HOST = ("resident", "streamed")
+WITHOUT_HOST_UPDATES = ("resident", "streamed")
 
 
 class Given(nn.Module):
-    """Its gradients are the inputs, whatever the weights are: rounding cannot feed back into them."""
+    """A module whose gradients are its inputs: rounded weights do not change later gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def master_adamw(model: nn.Module) -> MasterAdamW:
 
 
 def plain_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Makes an optimizer that knows no masters."""
+    """Makes an optimizer without masters."""
     return torch.optim.AdamW(model.parameters(), **ADAM)
 
 
@@ -123,11 +123,11 @@ def unequal_share(weights: list[Tensor], others: list[Tensor]) -> float:
 def test_weights_are_roundings_of_exact_masters(
     dtype: torch.dtype, case: str, inner: str | None, tmp_path: Path
 ) -> None:
-    """Masters agree to the last bits of fp32, so that hardly a weight rounds to another value."""
+    """Masters agree up to the last bits of fp32, so almost no weight rounds to another value."""
     make = zenflow_adamw({"nvme_path": tmp_path, **EXACT[case]})
     weights, _, optimizer = trained(Given, partial(given, dtype), dtype, make, inner)
     with optimizer:
-        on_host = case not in NOTHING_FOR_THE_HOST
+        on_host = case not in WITHOUT_HOST_UPDATES
         assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_flushed > 0) == on_host
         assert bool(optimizer.engine.registry.streamed.params) == ("streamed" in case)
         assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")
@@ -143,7 +143,7 @@ def test_weights_are_roundings_of_exact_masters(
 
 @HALF
 def test_weights_without_masters_would_be_seen(dtype: torch.dtype) -> None:
-    """The control: AdamW on the half precision weights themselves loses most of its updates."""
+    """Control: AdamW on the half precision weights themselves loses most of its updates."""
     weights, _, _ = trained(Given, partial(given, dtype), dtype, plain_adamw, None)
     expected, _, _ = trained(Given, partial(given, dtype), dtype, master_adamw, None)
     assert unequal_share(weights, expected) > 0.2
@@ -152,7 +152,7 @@ def test_weights_without_masters_would_be_seen(dtype: torch.dtype) -> None:
 @HALF
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_a_real_model_follows_its_masters(dtype: torch.dtype, inner: str | None) -> None:
-    """One rounding that differs changes all later gradients in their last digit, so this can only be close."""
+    """One different rounding changes the last digit of all later gradients, so weights are only close."""
     weights, loss, optimizer = trained(gpt, tokens, dtype, zenflow_adamw(EXACT["windows_of_one"]), inner)
     with optimizer:
         assert optimizer.engine.windows_flushed > 0

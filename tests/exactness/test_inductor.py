@@ -1,4 +1,4 @@
-"""The same invariants where Inductor generates the code around the inserted nodes."""
+"""The invariants of exact policies and rule P, with Inductor generating code around the inserted nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILED = ["mlp", "conv_batch_norm", "gpt"]
 
 @each_member([*COMPILED, "graph_breaks", "llama"])
 def test_exact_policies_are_adamw(member: Member) -> None:
-    """The reference has the same kernels in forward and backward."""
+    """The reference runs the same Inductor kernels in forward and backward."""
     expected = {steps: plain_adamw(member, "inductor", steps) for steps in (20, 40)}
     zero_offload = train(member, "inductor", 20, policy="zero_offload")
     check_in_graph(zero_offload)
@@ -63,8 +63,8 @@ def test_evaluation_between_steps_sees_every_step() -> None:
 
 
 def test_reset_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    monkeypatch.setattr(offloaded_param, "exchange_lines", with_moments_reset)
+    """Control: moments reset at a re-selection change the weights."""
+    monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
     member = BY_NAME["mlp"]
     run = train(member, "inductor", 40, topk_ratio=0.2, **RESELECTING)
     assert largest_difference(run, plain_adamw(member, "inductor", 40), member) > 1e-3

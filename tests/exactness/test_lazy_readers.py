@@ -68,7 +68,7 @@ class Cast(Layer):
 
 
 class Standardized(Layer):
-    """As ``Cast``, through a reduction and the pointwise operators behind it."""
+    """As ``Cast``, through a reduction and the pointwise operators after it."""
 
     def scaled(self) -> Tensor:
         centered = self.weight.detach() - self.weight.detach().mean(0)
@@ -144,7 +144,7 @@ def test_lowering_orders_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_saved_view_is_what_postpones_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control for the diagonal."""
+    """Control: without the search for views, the update precedes a read of the diagonal."""
     monkeypatch.setattr(update_parameters, "inputs_with_memory_of", lambda node: 1)
     member = BY_NAME["diagonal"]
     expected, result = run(member, "eager", in_backward=True), run(member, "inductor", in_backward=True)

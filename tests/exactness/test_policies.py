@@ -1,4 +1,4 @@
-"""Invariant 1 for the policies that leave a share on the device or stream it through, and for their mixtures."""
+"""Invariant 1 for policies that keep a share of the state on the device or stream it, and for their mixtures."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_mixtures_with_windows_of_one_step_are_adamw(member: Member, case: str, 
 
 
 def test_a_run_that_loses_streamed_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same run whose flushes do not arrive misses by orders of magnitude."""
+    """Control: the same run whose write-backs are lost differs by orders of magnitude."""
     member = BY_NAME["mlp"]
     copy = cpu_lane.copy_without_gil
 
@@ -93,7 +93,7 @@ def test_a_run_that_loses_streamed_moments_would_be_seen(monkeypatch: pytest.Mon
 
 
 class Several(OneOfEach):
-    """Its gradients are the inputs, whatever the weights are: parameters that wait cannot disturb the others."""
+    """A module whose gradients are its inputs: deferred parameters do not change the others' gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,4 +125,4 @@ def test_what_is_streamed_is_adamw_while_the_rest_waits_in_windows(inner: str | 
             if plan.name == "vector" or plan.streamed:
                 assert difference < 1e-6
             else:
-                assert difference > 1e-3  # and these are not: they moved once in four steps
+                assert difference > 1e-3  # these are updated once in four steps

@@ -1,4 +1,4 @@
-"""What ``zenflow`` does with windows longer than a step is pinned against an oracle that knows no asynchrony."""
+"""``zenflow`` with update windows longer than a step equals a synchronous oracle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def hyper(step: int) -> Hyper:
-    """Every slot of a window has its own rate, decay and betas: it matters which are used where."""
+    """Every step has its own rate, decay and betas, so that a use of another step's is seen."""
     return Hyper(
         lr=2e-3 * (1.0 + 0.5 * math.sin(step)),
         weight_decay=0.1 + 0.02 * (step % 3),
@@ -52,13 +52,13 @@ def hyper(step: int) -> Hyper:
 
 
 def set_hyper(optimizer: torch.optim.Optimizer, now: Hyper) -> None:
-    """As a scheduler would, between backward and step."""
+    """Set the coefficients between backward and step, as a scheduler does."""
     for group in optimizer.param_groups:
         group.update(lr=now.lr, weight_decay=now.weight_decay, betas=(now.beta1, now.beta2), eps=now.eps)
 
 
 class Runs:
-    """ZenFlow and the oracle, each with its own copy of a model, advanced side by side."""
+    """ZenFlow and the oracle, each with its own copy of a model, trained in the same loop."""
 
     def __init__(self, member: Member, inner: str | None, options: dict[str, Any]) -> None:
         self.member = member
@@ -73,7 +73,7 @@ class Runs:
         }
 
     def differences(self, oracle: RuleP, flushes: Sequence[int] = ()) -> tuple[float, float]:
-        """The largest of losses and of final weights.
+        """Train both; the largest differences of losses and of final weights.
 
         Args:
             flushes: steps after which windows are flushed.
@@ -96,16 +96,16 @@ class Runs:
         return loss_difference, max((weights[name] - expected_weights[name]).abs().max().item() for name in weights)
 
     def oracle(self, plans: tuple[ParamPlan, ...] | None = None, **rules: int) -> RuleP:
-        """By the plan of the engine, unless told otherwise."""
+        """The oracle for ``plans``, by default those of the engine."""
         return RuleP(list(self.expected.parameters()), plans or self.plans, **{**self.rules, **rules})
 
 
 def check(runs: Runs, flushes: Sequence[int] = ()) -> None:
-    """Same losses, weights and selections, out of windows that really were longer than a step."""
+    """Losses, weights and selections equal the oracle's, and windows were longer than a step."""
     oracle = runs.oracle()
     loss_difference, weight_difference = runs.differences(oracle, flushes)
     engine = runs.optimizer.engine
-    # Gradients may cancel in a mean down to eps, where rounding of the gradients is a visible part of a step.
+    # Gradients may cancel in a mean down to eps, where their rounding errors are a visible part of a step.
     summed = any(plan.summed for plan in runs.plans)
     assert loss_difference < 1e-5
     assert weight_difference < (1e-4 if summed else 1e-5)
@@ -152,7 +152,7 @@ def test_eager_entry_follows_rule_p(member: Member, case: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["phase", "interval", "staleness", "selection", "synchronous_start", "summed"])
 def test_another_rule_would_be_seen(wrong: str) -> None:
-    """The control: an oracle with one rule changed is far from what runs."""
+    """Control: an oracle with one changed rule differs from the optimizer."""
     runs = Runs(BY_NAME["gpt"], None, {})
     plans = runs.plans
     if wrong == "phase":

@@ -1,4 +1,4 @@
-"""Trains a member of the zoo and writes down what happened; what plain AdamW does is kept for all tests."""
+"""Trains a model of the zoo and records the run; runs of plain AdamW are cached for all tests."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from zenflow_compile.timeline.events import D2H, Timeline
 
 ADAM = {"lr": 1e-3, "weight_decay": 0.01}
 
-# All that is large enough to have columns goes to the host, and no kernel is compiled for it.
+# Every matrix is offloaded, and no host kernel is compiled.
 OFFLOAD_ALL = {"host_kernel": "aten", "min_offload_size": 100, "device_share": 0.0}
 
 
 @dataclass
 class Trajectory:
-    """What one training run left behind.
+    """The results of one training run.
 
     Attributes:
-        losses: of every step, before its update. evaluations: of every step, after its update.
+        losses: of every step, before its update.
+        evaluations: of every step, after its update.
         weights: parameters and buffers at the end.
-        offloaded: names of the parameters whose state was (also) on the host.
-        through_grad: those of them whose gradients came through ``.grad``, not out of a graph.
-        streamed: names of those whose state passed through the device.
-        flushes: how often a subgroup's state came back from there.
-        moved_lines: slices that changed sides in all re-selections.
+        offloaded: names of the parameters with state on the host.
+        through_grad: names of those whose gradients came through ``.grad``, not from a graph.
+        streamed: names of the parameters with streamed state.
+        flushes: number of write-backs of a subgroup's state.
+        windows_flushed: number of flushed update windows.
+        selections: number of re-selections.
+        moved_slices: number of slices that changed sides in them.
         inserted: graphs that the passes rewrote.
     """
 
@@ -101,7 +104,7 @@ def grad_state(grad: Tensor) -> GradientState | None:
 
 
 def train_implicitly(member: Member, inner: str, steps: int, **options: Any) -> Trajectory:
-    """Train with no optimizer object at all."""
+    """Train with the optimizer in backward."""
     model = seeded(member.build)
     run = compiled(model, inner, **{**ADAM, **OFFLOAD_ALL, **options})
     result = Trajectory()
@@ -118,7 +121,7 @@ def train_implicitly(member: Member, inner: str, steps: int, **options: Any) -> 
 def _loop(
     member: Member, model: nn.Module, run: Callable[..., Any], result: Trajectory, steps: int, evaluate: bool
 ) -> Iterator[int]:
-    """Forward and backward of every step; the caller updates."""
+    """Run forward and backward of every step; the caller updates the weights."""
     for step in range(steps):
         loss = loss_of(member, run, step)
         loss.backward()
@@ -140,7 +143,7 @@ def _selected(optimizer: ZenFlowAdamW) -> list[set[int]]:
 
 
 def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> Trajectory:
-    """Land what is due and fill in what is known at the end."""
+    """Apply all due updates and record the results known at the end."""
     optimizer.synchronize()
     engine = optimizer.engine
     result.weights = snapshot(model)
@@ -186,7 +189,7 @@ def plain_adamw(member: Member, inner: str | None, steps: int, *, evaluate: bool
 
 
 def largest_difference(one: Trajectory, other: Trajectory, member: Member) -> float:
-    """Over all parameters and buffers, but for entries whose true gradient is zero."""
+    """The largest difference of all parameters and buffers, without entries whose true gradient is zero."""
     assert one.weights.keys() == other.weights.keys()
     largest = 0.0
     for name, weights in one.weights.items():

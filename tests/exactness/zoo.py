@@ -1,4 +1,4 @@
-"""The models that every entry and policy must train as plain PyTorch does, each with its own data."""
+"""Models that every entry and policy must train as plain PyTorch does, each with its own data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Member:
         inputs: the arguments of the model at step i.
         loss: from the (compiled) model and its arguments; by default the model returns it.
         zero_gradient: entries whose true gradient is zero. Adam divides the rounding noise there by its own size and
-            takes steps of lr in random directions, so that no two roundings agree and no comparison has a meaning.
+            takes steps of lr in random directions, so that no two correct runs agree there.
         autocast: forward and loss run under ``torch.autocast`` in bf16.
         tolerance: largest difference of a weight between two correct AdamWs after 40 steps.
         needs_transformers: skipped where the package is not installed.
@@ -45,7 +45,7 @@ class Member:
 
 
 def generator(step: int) -> torch.Generator:
-    """The data of a step depend on nothing else."""
+    """The generator of a step's data, which depends on the step only."""
     return torch.Generator().manual_seed(1000 + step)
 
 
@@ -107,7 +107,7 @@ class ConvNet(nn.Module):
 
 
 class Broken(nn.Module):
-    """Two graph breaks; ``shared`` is used on every side of them, so that its gradient comes in three pieces."""
+    """Two graph breaks. ``shared`` is used in all three graphs, so its gradient has three parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Broken(nn.Module):
 
 
 class Adapted(nn.Module):
-    """``never`` gets no gradient at all, ``adapter`` none at two steps of three."""
+    """``never`` gets no gradient, ``adapter`` gets one in every third step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def adapted_inputs(step: int) -> tuple[Tensor, bool, Tensor]:
 
 
 class Expert(nn.Module):
-    """One expert: a graph of its own, for any number of tokens."""
+    """One expert: a separate graph, for any number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The loop over experts looks at values, so Dynamo leaves it to Python and compiles each part alone."""
+    """The loop over experts depends on values, so Dynamo runs it in Python and compiles each expert by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Experts(nn.Module):
 
 
 def few_vectors(step: int) -> tuple[Tensor, Tensor]:
-    """So few that an expert often has no token."""
+    """Six vectors, so few that an expert often has no token."""
     x, y = vectors(step)
     return x[:6], y[:6]
 
@@ -198,7 +198,7 @@ def gpt(*, tied: bool = False) -> GPT:
 
 
 class Checkpointed(nn.Module):
-    """A GPT with tied weights whose blocks are computed once more in the backward."""
+    """A GPT with tied weights whose blocks are recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Checkpointed(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """A model of the transformers package behind a plain loss."""
+    """A model of the transformers package with a plain loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

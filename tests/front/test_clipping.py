@@ -1,4 +1,4 @@
-"""``torch.nn.utils.clip_grad_norm_`` and ``max_grad_norm`` over gradients without memory of their own."""
+"""``torch.nn.utils.clip_grad_norm_`` and ``max_grad_norm`` on offloaded gradients."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_implicit_form_clips() -> None:
 
 
 def test_the_implicit_form_cannot_be_clipped_from_outside() -> None:
-    """After its backward the update has run: a norm of nothing would hide that."""
+    """After that backward the update has run: a returned norm of zero would hide it."""
     mine = mlp()
     call = torch.compile(mine, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT})
     F.cross_entropy(call(batch(0)[0]), batch(0)[1]).backward()
@@ -179,7 +179,7 @@ def test_parameters_without_an_owner_count_and_are_clipped(entry: dict[str, Any]
 
 
 def test_clipped_gradients_accumulate_like_pytorchs() -> None:
-    """What was clipped stays clipped, and what comes after is not."""
+    """Clipped gradients stay clipped, and later ones are added unclipped."""
     mine, reference = mlp(), mlp()
     optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT)
     adam = torch.optim.AdamW(reference.parameters(), **ADAM)
@@ -197,7 +197,7 @@ def test_clipped_gradients_accumulate_like_pytorchs() -> None:
 
 
 def test_a_clip_factor_ends_with_its_step() -> None:
-    """Also when the gradient is discarded."""
+    """The factor is dropped with the step, and with a discarded gradient."""
     mine, reference = mlp(), mlp()
     optimizer, adam = (
         ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT),
@@ -238,7 +238,7 @@ def test_norms_that_are_not_finite() -> None:
 
 
 def test_nan_norms_poison_every_gradient_as_in_pytorch() -> None:
-    """Whoever clips away a NaN in one layer would train the others unclipped and never notice."""
+    """A NaN in one layer makes all gradients NaN: training the other layers unclipped would hide it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     optimizer = ZenFlowAdamW(model.parameters(), update_interval=1, host_kernel="aten", min_offload_size=1)
@@ -252,7 +252,7 @@ def test_nan_norms_poison_every_gradient_as_in_pytorch() -> None:
 
 
 def written(build: Callable[[], nn.Module] = mlp) -> nn.Module:
-    """With ones in every ``.grad``."""
+    """Write ones into every ``.grad``."""
     model = build()
     for param in model.parameters():
         param.grad = torch.ones_like(param)

@@ -1,4 +1,4 @@
-"""The optimizer's state is allocated at its first use, so that the model may be changed before."""
+"""The optimizer allocates its state at the first use, so the model may be changed before."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_uses_that_build(use: str) -> None:
 @pytest.mark.parametrize("inner", COMPILED)
 @pytest.mark.parametrize("change", ["bfloat16", "double"])
 def test_model_changed_after_its_state_was_read(change: str, inner: str | None, tmp_path: Path) -> None:
-    """As Accelerate reads and loads the state, before it moves the model if ``prepare`` was given that one last."""
+    """Accelerate reads and loads the state before it moves the model, if ``prepare`` got the model last."""
     options = {**EXACT, "offload_device": "nvme", "nvme_path": tmp_path}
     model = model_of()
     optimizer = ZenFlowAdamW(model.parameters(), **options)
@@ -155,7 +155,7 @@ def test_model_changed_later_is_refused(change: str, inner: str | None) -> None:
 @pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": 4, "accumulate_on_device": True}])
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_close_after_a_change_names_the_loss(options: dict[str, Any], synchronized: bool) -> None:
-    """The weights that ``model.to()`` takes lack the updates on their way, and what update windows hold."""
+    """The weights that ``model.to()`` copies lack updates in flight and gradients in update windows."""
     model, expected = model_of(), model_of()
     optimizer = ZenFlowAdamW(model.parameters(), **{**EXACT, **options})
     reference = ZenFlowAdamW(expected.parameters(), **{**EXACT, **options, "overlap_step": False})
@@ -211,7 +211,7 @@ def test_parameter_unfrozen_before_first_use() -> None:
 
 
 def test_groups_keep_the_plan_of_their_calls() -> None:
-    """Groups added before the first use are planned as those that are added after it."""
+    """Groups added before the first use are planned like groups added after it."""
     states = []
     for use_first in (True, False):
         model = model_of()
@@ -225,7 +225,7 @@ def test_groups_keep_the_plan_of_their_calls() -> None:
 
 
 def test_dropped_optimizer_gives_its_parameters_up() -> None:
-    """Reference counts do not free an optimizer that is part of a cycle, as with a scheduler or in a trainer."""
+    """The garbage collector frees an optimizer in a reference cycle, as with a scheduler or a trainer."""
     model, expected_model = model_of(), model_of()
 
     def rounds(trained: nn.Module, make: Callable[[Any], Any]) -> list[Tensor]:
@@ -293,7 +293,7 @@ def test_failed_first_use_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_first_gradients_in_several_threads() -> None:
-    """All threads get the one engine, although each finds none."""
+    """Threads that find no engine at the same time build only one."""
     models = [model_of() for _ in range(4)]
     optimizer = ZenFlowAdamW([param for model in models for param in model.parameters()], **EXACT)
     barrier = threading.Barrier(4)
@@ -314,7 +314,7 @@ def test_first_gradients_in_several_threads() -> None:
 
 @pytest.mark.parametrize("repetition", range(3))
 def test_first_backwards_in_several_threads(repetition: int) -> None:
-    """Each of them finds the backward not compiled yet, and compiles it."""
+    """Several threads compile the first backward at the same time."""
     torch._dynamo.reset()
     model, expected = (nn.Sequential(*(model_of() for _ in range(4))) for _ in range(2))
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
@@ -396,7 +396,7 @@ class Wrapper(ZenFlowAdamW):
 
 
 class LateWrapper(ZenFlowAdamW):
-    """Reads attributes of an optimizer when asked, and keeps those that are set on it, as Lightning's wrapper does."""
+    """Forwards reads of attributes to the optimizer and keeps writes itself, as Lightning's wrapper does."""
 
     def __init__(self, optimizer: ZenFlowAdamW) -> None:
         self.wrapped = optimizer

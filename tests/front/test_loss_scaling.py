@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``: it unscales gradients as factors, and a skipped step is no step at all."""
+"""``torch.amp.GradScaler``: unscaling multiplies a gradient's factor, and a skipped step changes nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_max_grad_norm_bounds_unscaled_gradients() -> None:
 
 
 def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
-    """All that an update could change."""
+    """Everything that an update could change."""
     return [tensor for entry in optimizer.state_dict()["state"].values() for tensor in entry.values()]
 
 
@@ -118,7 +118,7 @@ def test_skipped_step_changes_nothing(
 
 
 def clear(optimizer: ZenFlowAdamW) -> None:
-    """Leave the coming step without a gradient of any offloaded parameter."""
+    """Clear the gradients of all offloaded parameters before the next step."""
     for offloaded in optimizer.engine.offloaded.values():
         offloaded.param.grad = None
 
@@ -126,7 +126,7 @@ def clear(optimizer: ZenFlowAdamW) -> None:
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_window_flushes_without_missing_gradients(staleness: int, summed: bool) -> None:
-    """A gradient and a step without one are one gradient. All windows flush at the end."""
+    """A window with one gradient and one missing gradient flushes as a window of one. All flush at the end."""
 
     def run(steps: int) -> list[Tensor]:
         options = {"update_interval": 4, "topk_ratio": 0.0, "staleness": staleness, "full_warm_up_rounds": 1}
@@ -162,7 +162,7 @@ def test_window_of_missing_gradients_is_not_flushed() -> None:
 
 
 def test_a_scale_that_is_not_there_any_more_counts_no_more() -> None:
-    """A loop that stops scaling goes on in plain units."""
+    """A loop may stop loss scaling: later gradients are unscaled."""
     ours, theirs = mlp(), mlp()
     optimizer, adam = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT), torch.optim.AdamW(theirs.parameters(), **ADAM)
     for model, each in ((ours, optimizer), (theirs, adam)):

@@ -1,4 +1,4 @@
-"""``ZenFlowAdamW`` as any PyTorch user expects an optimizer to behave, against ``torch.optim.AdamW``."""
+"""``ZenFlowAdamW`` behaves as PyTorch users expect of an optimizer; ``torch.optim.AdamW`` is the reference."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_empty_group_is_fine() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_adding_a_group(entry: dict[str, Any] | None) -> None:
-    """What was there keeps its phases and state; what is new starts where AdamW starts it."""
+    """Earlier parameters keep their phases and state; added ones start as in AdamW."""
     ours, theirs = mlp(), mlp()
     call = torch.compile(ours, **entry) if entry else ours
     optimizer = ZenFlowAdamW(ours[:3].parameters(), **ADAM, **EXACT)
@@ -171,7 +171,7 @@ def test_closures(entry: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("declared", [None, 1, 2, 3])
 def test_gradient_accumulation(entry: dict[str, Any] | None, declared: int | None) -> None:
-    """Any number of backwards per step, whatever was declared."""
+    """Any number of backwards per step, whether declared or not."""
     ours, theirs = mlp(), mlp()
     optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT, gradient_accumulation_steps=declared)
     adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
@@ -261,7 +261,7 @@ def test_gradients_that_are_cleared_by_right_are_not_warned_of(recwarn: pytest.W
         loss_of(ours, step).backward()  # accumulated
         optimizer.step()
         ours.zero_grad()  # they have been used
-    ours[0].weight.grad = torch.ones_like(ours[0].weight)  # alone, by hand
+    ours[0].weight.grad = torch.ones_like(ours[0].weight)  # without a backward, by hand
     torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
     optimizer.step()
     assert not [each for each in recwarn if "zero_grad" in str(each.message)]
@@ -350,7 +350,7 @@ def test_a_hook_may_change_what_is_loaded_in_place() -> None:
     assert state["extra"] == 1
 
 
-# The rest.
+# Representation and state.
 
 
 def test_repr_shows_the_groups() -> None:

@@ -1,6 +1,6 @@
 """PyTorch's own inputs for AdamW, and the cases of its ``test_optim.py``, under ``ZenFlowAdamW`` and under AdamW.
 
-What differs must be in docs/adamw.md, and what is there must differ.
+Every difference is documented in docs/adamw.md, and every documented difference is tested.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Case = Callable[[Make], Numbers]
 
 @cache
 def optimizer_info() -> Any:
-    """PyTorch's description of AdamW. Importing it forbids to set flags of ``torch.backends``, which is undone."""
+    """PyTorch's description of AdamW. Importing it freezes the flags of ``torch.backends``, which is undone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportWarning)  # of an optional package
         from torch.testing._internal.common_optimizers import optim_db
@@ -68,7 +68,7 @@ def ours(policy: str, made: list[ZenFlowAdamW]) -> Make:
 
 
 def compare(case: Case, policy: str) -> None:
-    """What ``case`` returns of both optimizers agrees, and depends on the optimizer."""
+    """The results of ``case`` agree for both optimizers, and depend on the optimizer."""
     made: list[ZenFlowAdamW] = []
     expected = outcome(case, torch.optim.AdamW)
     try:
@@ -89,7 +89,7 @@ def synchronized(optimizer: Optimizer, *tensors: Tensor) -> Numbers:
 
 
 class Problem:
-    """The problem of PyTorch's optimizer tests: an affine map whose outputs are to become zero."""
+    """The problem of PyTorch's optimizer tests: train the outputs of an affine map to zero."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, holes: bool = False) -> None:
         if holes:
@@ -137,7 +137,7 @@ def test_inputs_of_optim_db(tensor_lr: bool, policy: str) -> None:
 
 @both_policies
 def test_error_inputs_of_optim_db(policy: str) -> None:
-    """The same type of error, also where the text is another."""
+    """Errors have PyTorch's type; the text may differ."""
     given = optimizer_info().optim_error_inputs_func("cpu", torch.float32)
     assert len(given) >= 10
     for found in given:
@@ -255,7 +255,7 @@ def resumed(make: Make) -> Numbers:
 
 
 def older_state(make: Make) -> Numbers:
-    """A state from before some keywords were there."""
+    """A state saved before some keywords existed."""
     problem = Problem()
     optimizer = make(problem.params, lr=1e-2)
     problem.train(optimizer, 2)
@@ -345,7 +345,7 @@ def kept_gradients(make: Make) -> Numbers:
 
 
 def scheduler_before_training(make: Make) -> Numbers:
-    """The idiom of scheduler tests: no gradient has ever been there."""
+    """The idiom of scheduler tests: steps without any gradient."""
     problem = Problem()
     optimizer = make(problem.params, lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
@@ -389,7 +389,7 @@ def test_cases_of_test_optim(case: Case, policy: str) -> None:
     compare(case, policy)
 
 
-# What differs
+# Differences
 
 
 def sparse(make: Make) -> Numbers:

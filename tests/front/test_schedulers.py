@@ -1,4 +1,4 @@
-"""Schedulers write into param groups as into any optimizer's, and a window applies what was in force at its steps."""
+"""Schedulers write into param groups; an update window applies the coefficients of each of its steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_rate_that_is_a_tensor_is_not_shared_through_a_state_dict() -> None:
 
 
 def test_coefficients_of_a_window_are_those_of_their_steps() -> None:
-    """Rule P: the rate summed over the window, decay multiplied, whatever is in force when it closes."""
+    """Rule P: rates add up and decays multiply over the window; the values at its flush do not matter."""
     param = nn.Parameter(torch.full((20, 20), 2.0))
     optimizer = ZenFlowAdamW([param], lr=0.1, weight_decay=0.5, **{**OFFLOAD_ALL, "topk_ratio": 0.0}, update_interval=4)
     phase = optimizer.engine.plan.params[0].phase

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import zenflow_compile
 from examples.stdlib_text import load_text
-from tests.engine.training import EAGER_BACKEND, OFFLOAD_ALL, Training, assert_same, mlp
+from tests.engine.training import OFFLOAD_ALL, Training, assert_same, mlp
 from tests.gradients.loops import (
     ADAM,
     EXACT,
@@ -30,11 +30,13 @@ from tests.gradients.loops import (
     both_entries,
     compare,
     compare_runs,
+    in_backward,
     loss_of,
     plain,
     run_of,
     small,
     train,
+    weights_of,
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
@@ -74,8 +76,10 @@ def test_values_that_change_nothing_are_taken(name: str, value: bool | None) -> 
 
 @pytest.mark.parametrize("name", [name for name in SWITCHES if name != "maximize"])
 def test_switches_without_counterpart_are_refused(name: str) -> None:
-    """In a group, in one that is added, and set later; nothing is changed. A state keeps only ``amsgrad``: the others
-    say how the optimizer that saved it computed."""
+    """Refused in a group, in an added group and when set later; nothing changes.
+
+    Of a loaded state only ``amsgrad`` is refused: the other switches say how the saving optimizer computed.
+    """
     model, other = small(), nn.Parameter(torch.ones(8, 8))
     message = rf"{name}=True of torch\.optim\.AdamW is not supported: .*; use {name}="
     with pytest.raises(ValueError, match=message):
@@ -89,7 +93,7 @@ def test_switches_without_counterpart_are_refused(name: str) -> None:
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0][name] == SWITCHES[name]
     loss_of(model, 0).backward()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     optimizer.param_groups[0][name] = True
     with pytest.raises(ValueError, match=rf"in param_groups\[0\], {message}"):
         optimizer.step()
@@ -115,7 +119,7 @@ def ascending(step: int) -> bool:
 
 
 def toggling(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-    """The sign changes inside of update windows, and gradients are clipped."""
+    """Switch ``maximize`` inside update windows, and clip gradients."""
     norms = []
     for step in range(STEPS):
         optimizer.param_groups[0]["maximize"] = ascending(step)
@@ -187,18 +191,17 @@ def test_maximize_of_one_group_with_loss_scaling(entry: dict[str, Any] | None) -
 
 
 def test_maximize_in_backward() -> None:
-    """The form without an optimizer object, whose updates run inside the backward, with and without clipping."""
+    """The optimizer in backward, with and without clipping."""
     for clipping in ({}, {"max_grad_norm": 0.5}):
         weights = []
         for maximize in (True, False):
             model = small()
-            options = {**EAGER_BACKEND["options"], **ADAM, **WINDOWED, **clipping, "maximize": maximize}
-            call = torch.compile(model, backend="zenflow", options=options)
+            call = in_backward(model, {**WINDOWED, **clipping, "maximize": maximize})
             for step in range(STEPS):
                 loss = loss_of(call, step)
                 (loss if maximize else -loss).backward()
             zenflow_compile.optimizer_of(call).close()
-            weights.append([param.detach().clone() for param in model.parameters()])
+            weights.append(weights_of(model))
         assert_same(*weights)
 
 
@@ -252,7 +255,7 @@ LATER: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_value_set_later_stops_the_step(
     change: dict[str, Any], kind: type[Exception], message: str, entry: dict[str, Any] | None
 ) -> None:
-    """Before anything is changed; with the value put right the step is made as if nothing had been."""
+    """The error comes before any change; with the value restored the step works as usual."""
     training, reference = (Training(entry, {"update_interval": 2}).run(0, 3) for _ in range(2))
     group = training.optimizer.param_groups[0]
     good = dict(group)
@@ -283,14 +286,14 @@ def test_value_that_is_missing_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0}], ids=["unclipped", "clipped"])
 def test_bad_value_set_later_stops_the_backward(clipping: dict[str, Any]) -> None:
-    """In the form without an optimizer object nothing of the step is made, either."""
+    """With the optimizer in backward, too, nothing of the step is applied."""
     model = small()
-    call = torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT, **clipping})
+    call = in_backward(model, {**EXACT, **clipping})
     loss_of(call, 0).backward()
     loss_of(call, 1).backward()
     optimizer = zenflow_compile.optimizer_of(call)
     optimizer.synchronize()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     optimizer.param_groups[0]["lr"] = float("nan")
     with pytest.raises(ValueError, match=r"in param_groups\[0\], lr=nan"):
         loss_of(call, 2).backward()
@@ -380,7 +383,7 @@ def test_options_beside_an_optimizer_are_refused(options: dict[str, Any], named:
 
 
 def test_options_beside_a_frozen_model_are_no_error() -> None:
-    """Nothing is trained, and nothing is owned: the options wait for parameters that are."""
+    """Nothing is trained, and no optimizer owns the parameters."""
     model = small().requires_grad_(False)
     call = torch.compile(model, backend="zenflow", options={"inner": "eager", "lr": 1e-3})
     assert not loss_of(call, 0).requires_grad

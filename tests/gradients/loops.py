@@ -1,4 +1,4 @@
-"""Runs one training loop under ``ZenFlowAdamW`` and under ``torch.optim.AdamW``, and compares what comes out."""
+"""Runs one training loop under ``ZenFlowAdamW`` and under ``torch.optim.AdamW``, and compares the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tool = Callable[[nn.Module, Optimizer], Any]
 
 
 class Small(nn.Module):
-    """Three matrices of 192, 256 and 160 elements, one of them used at two places."""
+    """Three matrices of 192, 256 and 160 elements; ``inner`` is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +67,16 @@ def loss_of(call: Call, number: int) -> Tensor:
 def gradients(model: nn.Module) -> list[Tensor]:
     """Copies of all gradients, as plain tensors."""
     return [param.grad.detach().clone() for param in model.parameters() if param.grad is not None]
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Copies of all weights."""
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def in_backward(model: nn.Module, options: dict[str, Any] = EXACT) -> Call:
+    """The model compiled with an optimizer that steps in the backward."""
+    return torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **options})
 
 
 def synchronize(optimizer: Optimizer) -> None:
@@ -136,7 +146,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop left behind: copies of all weights, and the numbers that it returned."""
+    """The results of a loop: copies of all weights, and the returned numbers."""
 
     weights: list[Tensor]
     numbers: list[float | Tensor]
@@ -152,7 +162,7 @@ def train(run: Run, options: dict[str, Any] | None, entry: dict[str, Any] | None
         torch.manual_seed(2)
         model, numbers = run(side)
         side.synchronize()
-        return Trained([param.detach().clone() for param in model.parameters()], list(numbers or ()))
+        return Trained(weights_of(model), list(numbers or ()))
     finally:
         side.close()
 
@@ -201,7 +211,7 @@ def compare_runs(
     """Run under both optimizers and compare.
 
     Args:
-        effect: the same run without what is tested; AdamW must then end elsewhere, or the test would show nothing.
+        effect: the same run without the tested feature; under AdamW its weights must differ, or nothing is tested.
         rel: relative tolerance of returned numbers.
     """
     expected = train(run, None)
@@ -224,8 +234,8 @@ def compare(
     """Run ``loop(model, call, optimizer)`` under both optimizers, on equal models and data, and compare.
 
     Args:
-        groups: what the optimizer is given, of the model; None for its named parameters.
-        effect: the same loop without what is tested, as in :func:`compare_runs`.
+        groups: returns the optimizer's parameters or groups of the model; None for its named parameters.
+        effect: the same loop without the tested feature, as in :func:`compare_runs`.
     """
     without = None if effect is None else run_of(effect, build, groups)
     compare_runs(run_of(loop, build, groups), entry, options, effect=without, rel=rel)
@@ -251,14 +261,13 @@ def compare_in_backward(
     expected = train(reference, None)
     torch.manual_seed(2)
     model = build()
-    call = torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **options})
+    call = in_backward(model, options)
     numbers = loop(model, call, lambda: None)
     optimizer = zenflow_compile.optimizer_of(call)
     try:
         assert optimizer.engine.offloaded
         optimizer.synchronize()
-        weights = [param.detach().clone() for param in model.parameters()]
-        assert_close(Trained(weights, list(numbers or ())), expected)
+        assert_close(Trained(weights_of(model), list(numbers or ())), expected)
     finally:
         with suppress(RuntimeError):
             optimizer.close()

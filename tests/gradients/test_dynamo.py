@@ -223,7 +223,7 @@ def while_consumed(model: nn.Module, call: Call, optimizer: Optimizer) -> Number
 
 
 def zeroed_after_forward(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-    """Gradients are away during the forward, and None or zero in its backward."""
+    """Gradients are offloaded during the forward, and None or zero in its backward."""
     for step, size in enumerate(SIZES):
         loss_of(call, 10 * step + 1).backward()
         loss = part_of(call, 10 * step, size)

@@ -1,4 +1,4 @@
-"""Uses of ``.grad`` that once went wrong: what a tool returns is its own, and what it breaks stays as it was."""
+"""Regressions in uses of ``.grad``: results of a tool are its own memory, and a failed tool changes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_failed_copy_leaves_the_gradient(entry: dict[str, Any] | None) -> None:
 
 @both_entries
 def test_reading_arguments_stay_without_memory(entry: dict[str, Any] | None) -> None:
-    """Of an operator in place only what it writes becomes dense."""
+    """Only the arguments that an in-place operator writes become dense."""
     dense: list[int] = []
 
     def average(model: nn.Module, optimizer: Optimizer) -> list[float | Tensor]:
@@ -119,7 +119,7 @@ def test_gradient_outlives_a_deleted_optimizer(entry: dict[str, Any] | None) -> 
 
 @both_entries
 def test_cast_addition_in_a_hook_is_exact(entry: dict[str, Any] | None) -> None:
-    """A hook's own addition, of another dtype than autograd's would have."""
+    """A hook adds gradients in another dtype than autograd would."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         def add(param: Tensor) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +39,7 @@ from tests.gradients.loops import (
     train,
     with_tool,
 )
+from tests.support.processes import run_two_processes
 
 every_policy = pytest.mark.parametrize(
     "options", [EXACT, ZERO_OFFLOAD, SUMMED], ids=["exact", "zero_offload", "summed"]
@@ -63,7 +61,7 @@ class Gan(nn.Module):
 
 
 def dcgan(*, clipped: bool = False, clears: str = "module") -> Run:
-    """PyTorch's tutorial: the generator's backward adds to gradients that the discriminator's step has used."""
+    """PyTorch's tutorial: the generator's backward adds to gradients that the discriminator's step has consumed."""
 
     def run(side: Side) -> tuple[nn.Module, Numbers]:
         torch.manual_seed(1)
@@ -140,17 +138,17 @@ def task_losses(call: Call, number: int) -> tuple[Tensor, Tensor]:
 
 
 def surgery(project: bool, clear: str = "optimizer") -> Callable[[nn.Module, Call, Optimizer], Numbers]:
-    """PCGrad: of two tasks' gradients that conflict, each loses its part along the other."""
+    """PCGrad: conflicting gradients of two tasks are each projected off the other."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         products: list[float | Tensor] = []
         for step in range(STEPS):
-            held: list[list[Tensor | None]] = []
+            kept: list[list[Tensor | None]] = []
             for task in range(2):
                 task_losses(call, step)[task].backward()
-                held.append([param.grad for param in model.parameters()])
+                kept.append([param.grad for param in model.parameters()])
                 (optimizer if clear == "optimizer" else model).zero_grad()
-            for param, first, second in zip(model.parameters(), *held, strict=True):
+            for param, first, second in zip(model.parameters(), *kept, strict=True):
                 if first is None or second is None:
                     param.grad = first if second is None else second
                     continue
@@ -198,7 +196,7 @@ def gradnorm(*, weighted: bool = True) -> Callable[[nn.Module, Call, Optimizer],
 @both_entries
 @pytest.mark.parametrize("options", [EXACT, ZERO_OFFLOAD], ids=["exact", "zero_offload"])
 def test_gradnorm_equals_adamw(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
-    # Norms differ by what float32 rounding does to gradients of weights that differ in the last bit.
+    # Weights that differ in the last bit of float32 change the norms by about this much.
     compare(gradnorm(), entry, options, two_tasks, effect=gradnorm(weighted=False), rel=1e-5)
 
 
@@ -238,11 +236,11 @@ def test_sam_equals_adamw(entry: dict[str, Any] | None) -> None:
     compare(sam(0.5), entry, effect=sam(0.0))
 
 
-def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-    """The variant that adds both gradients; the first ones are held across ``zero_grad``."""
+def sam_with_kept_gradients(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
+    """The variant that adds both gradients; references to the first ones are kept across ``zero_grad``."""
     for step in range(STEPS):
         loss_of(call, step).backward()
-        held = [param.grad for param in model.parameters()]
+        kept = [param.grad for param in model.parameters()]
         synchronize(optimizer)
         with torch.no_grad():
             for param in model.parameters():
@@ -251,7 +249,7 @@ def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) 
         loss_of(call, step).backward()
         synchronize(optimizer)
         with torch.no_grad():
-            for param, grad in zip(model.parameters(), held, strict=True):
+            for param, grad in zip(model.parameters(), kept, strict=True):
                 param.sub_(grad, alpha=0.5)
                 param.grad.add_(grad)
         optimizer.step()
@@ -260,8 +258,8 @@ def sam_with_held_gradients(model: nn.Module, call: Call, optimizer: Optimizer) 
 
 
 @both_entries
-def test_sam_with_held_gradients_equals_adamw(entry: dict[str, Any] | None) -> None:
-    compare(sam_with_held_gradients, entry, effect=plain)
+def test_sam_with_kept_gradients_equals_adamw(entry: dict[str, Any] | None) -> None:
+    compare(sam_with_kept_gradients, entry, effect=plain)
 
 
 # Accumulation
@@ -321,7 +319,7 @@ def test_eager_and_compiled_uses_accumulate(entry: dict[str, Any] | None) -> Non
 
 
 def masked(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-    """Tensor hooks keep half of every matrix fixed, but for weight decay."""
+    """Tensor hooks zero the gradient of half of every matrix."""
     handles = []
     for param in model.parameters():
         mask = (torch.arange(param.numel()).view_as(param) % 2).to(param.dtype)
@@ -339,7 +337,7 @@ def test_masked_fine_tuning_equals_adamw(options: dict[str, Any], entry: dict[st
 
 
 def fgsm(how: str, strength: float) -> Callable[[nn.Module, Call, Optimizer], Numbers]:
-    """Each batch is moved along the sign of the loss's gradient by the inputs, then trained on."""
+    """Each batch is moved along the sign of the loss's gradient with respect to the inputs, then trained on."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         values: list[float | Tensor] = []
@@ -392,11 +390,11 @@ def test_pgd_after_accumulation_equals_adamw(entry: dict[str, Any] | None) -> No
     compare(loop, entry, effect=plain)
 
 
-# Gradients of gradients, which torch.compile does not have
+# Gradients of gradients, which torch.compile does not support
 
 
 def penalized_inputs(weight: float) -> Callable[[nn.Module, Call, Optimizer], Numbers]:
-    """WGAN-GP: the loss has a term of its own gradient by the inputs."""
+    """WGAN-GP: the loss has a term in its gradient with respect to the inputs."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         norms: list[float | Tensor] = []
@@ -540,12 +538,8 @@ CASES = [(name, entry) for name in BY_HAND for entry in range(2)] + [(name, 0) f
 CASE_IDS = [f"{name}-{ENTRY_IDS[entry]}" for name, entry in CASES]
 
 
-def work(rank: int, folder: str) -> None:
-    """One of two processes: runs every case under both optimizers and writes weights, or the error, to a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+def work(rank: int) -> dict[str, Any]:
+    """Train every case under both optimizers: by ``case-optimizer``, the weights or the text of the error."""
     results: dict[str, Any] = {}
     for (name, entry), key in zip(CASES, CASE_IDS, strict=True):
         scenario = {**BY_HAND, **REDUCERS}[name]
@@ -559,15 +553,12 @@ def work(rank: int, folder: str) -> None:
                 results[f"{key}-{label}"] = train(run, options, ENTRIES[entry]).weights
             except Exception:
                 results[f"{key}-{label}"] = traceback.format_exc()
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return run_two_processes(work, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASE_IDS)

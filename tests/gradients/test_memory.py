@@ -1,4 +1,4 @@
-"""Memory of gradients: which ones become dense, who is told, and what a gradient keeps alive."""
+"""Memory of gradients: which ones become dense, how that is reported, and what a gradient keeps alive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def offloaded_gradients(training: Training) -> list[Tensor | None]:
 @both_entries
 @pytest.mark.parametrize("backwards", [1, 3])
 def test_clip_and_scaler_make_nothing_dense(entry: dict[str, Any] | None, backwards: int) -> None:
-    """Nor do averaging, ``zero_grad(set_to_none=False)``, a backward after it, or norms after ``step()``."""
+    """Averaging, ``zero_grad(set_to_none=False)``, a backward after it and norms after ``step()`` do not, either."""
     training = Training(entry, {"update_interval": 2})
     params = list(training.model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -114,11 +114,11 @@ def test_dense_gradients_name_the_users_line(entry: dict[str, Any] | None, capsy
             training.optimizer.step()
             training.optimizer.zero_grad()
         training.backward(4)
-        held = [param.grad for param in params]
+        kept = [param.grad for param in params]
         cleared = line_here()
         training.optimizer.zero_grad()
     summary = profile.summary()
-    assert len(held) == 6
+    assert len(kept) == 6
     assert summary["dense_gradients"] == {clipped: 4, cleared: 3, edited: 2}
     assert training.optimizer.engine.registry.gradients.dense == 9
     profile.report()
@@ -133,7 +133,7 @@ class Made:
     """Weak references to a tiny model after one backward, and to its engine.
 
     Args:
-        way: what happens before the model and its optimizer are dropped; it returns the gradients that stay held.
+        way: runs before the model and its optimizer are dropped; it returns the gradients to keep.
     """
 
     def __init__(self, way: Callable[[nn.Module, ZenFlowAdamW], list[Tensor] | None]) -> None:
@@ -146,7 +146,7 @@ class Made:
         self.expected = [each.record.read().clone() for each in offloaded if each.record is not None]
         self.records = [weakref.ref(each.record) for each in offloaded if each.record is not None]
         self.others = [weakref.ref(each) for each in (engine, model, *model.parameters(), *offloaded)]
-        self.held = way(model, optimizer)
+        self.kept = way(model, optimizer)
 
     @property
     def alive(self) -> Counter[str]:
@@ -159,7 +159,7 @@ class Made:
 
 
 def dropped(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
-    """Gradients are in ``.grad`` when the model goes."""
+    """Gradients are in ``.grad`` when the model is dropped."""
 
 
 def closed(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
@@ -190,7 +190,7 @@ def second_backward(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
 
 
 def in_cycle(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
-    """Objects that refer to each other go with the garbage collector."""
+    """Objects in a reference cycle are freed by the garbage collector."""
     model.trainer = {"model": model, "optimizer": optimizer}
 
 
@@ -199,7 +199,7 @@ WAYS = [dropped, closed, failed, stepped, zeroed, edited, second_backward, in_cy
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_thousand_engines_leave_nothing(way: Callable[[nn.Module, ZenFlowAdamW], None]) -> None:
-    """Together the cases make a thousand engines."""
+    """All cases together make a thousand engines."""
     before = set(ops.live_engines())
     made = [Made(way) for _ in range(125)]
     gc.collect()
@@ -212,18 +212,18 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if isinstance(param.grad, OffloadedGradient)]
 
 
-def held(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+def kept(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     """The optimizer is collected."""
     return gradients_of(model)
 
 
-def held_and_closed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+def kept_and_closed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     grads = gradients_of(model)
     optimizer.close()
     return grads
 
 
-def held_and_failed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+def kept_and_failed(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     grads = gradients_of(model)
     optimizer.__exit__(RuntimeError, None, None)
     return grads
@@ -239,7 +239,7 @@ def cleared(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     return grads
 
 
-KEEPING = [held, held_and_closed, held_and_failed, detached, cleared]
+KEEPING = [kept, kept_and_closed, kept_and_failed, detached, cleared]
 
 
 @pytest.mark.parametrize("way", KEEPING, ids=lambda way: way.__name__)
@@ -248,13 +248,13 @@ def test_held_gradient_keeps_only_its_values(way: Callable[[nn.Module, ZenFlowAd
     gc.collect()
     assert made.alive == Counter()
     assert made.live_records == 2
-    assert made.held is not None
-    for grad, expected in zip(made.held, made.expected, strict=True):
+    assert made.kept is not None
+    for grad, expected in zip(made.kept, made.expected, strict=True):
         torch.testing.assert_close(grad.clone(), expected, atol=0, rtol=0)
         grad.mul_(2)  # without an engine, too
         torch.testing.assert_close(grad.norm(), 2 * expected.norm())
     del grad
-    made.held.clear()
+    made.kept.clear()
     assert made.live_records == 0
 
 
@@ -267,7 +267,7 @@ def test_held_consumed_gradient_says_so() -> None:
     made = Made(way)
     gc.collect()
     assert made.alive == Counter()
-    for grad in made.held or ():
+    for grad in made.kept or ():
         for read in (torch.clone, torch.norm, torch.sum):
             with pytest.raises(RuntimeError, match=r"the gradient of param\d: step\(\) has consumed it"):
                 read(grad)
@@ -277,7 +277,7 @@ def test_held_consumed_gradient_says_so() -> None:
 @both_entries
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_closing_leaves_values_in_grad(entry: dict[str, Any] | None, backwards: int) -> None:
-    """A gradient that no step has used is a plain tensor afterwards, to which the next backward adds."""
+    """An unused gradient is a plain tensor afterwards, and the next backward adds to it."""
     training, reference = Training(entry), Training(None).model
     for part in range(backwards):
         training.backward(part)

@@ -1,4 +1,4 @@
-"""What autograd, hooks, views and compilation of other parts do to AdamW's training, they do to ours."""
+"""Autograd calls, hooks, views and compiled training steps change training as they do under AdamW."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ every_policy = pytest.mark.parametrize(
 Ask = Callable[[Tensor, Tensor], Tensor]
 
 
-# A gradient that is not asked for does not train
+# Gradients of a loss that is not trained on
 
 
 def by_grad(loss: Tensor, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ asking = pytest.mark.parametrize("ask", [by_grad, by_inputs], ids=["autograd_gra
 
 
 def saliency(ask: Ask, call: Call, number: int) -> Tensor:
-    """The gradient of a loss that nothing trains on, by its inputs."""
+    """The gradient with respect to the inputs, of a loss that is not trained on."""
     inputs, targets = batch(number)
     x = inputs.clone().requires_grad_()
     return ask(5 * F.cross_entropy(call(x), targets), x)
@@ -94,7 +94,7 @@ def test_gradient_of_inputs_trains_nothing(options: dict[str, Any], entry: dict[
 
 @asking
 def test_windows_do_not_see_gradients_of_inputs(ask: Ask) -> None:
-    """At S = 4, weights are those of the run without saliency maps, bit for bit."""
+    """At S = 4, weights equal those of the run without saliency maps, bit for bit."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
@@ -139,7 +139,7 @@ def test_backward_steps_without_resident_parameters() -> None:
 
 @asking
 def test_gradient_of_inputs_between_accumulated_ones(ask: Ask) -> None:
-    """It is not counted among the declared backwards, after which the optimizer in backward steps."""
+    """It does not count as one of the declared backwards after which the optimizer in backward steps."""
 
     def loop(model: nn.Module, call: Call, step: Callable[[], None]) -> Numbers:
         values: list[float | Tensor] = []
@@ -222,7 +222,7 @@ def test_gradients_of_parameters_assigned_by_hand(options: dict[str, Any], entry
 
 @both_entries
 def test_gradients_of_some_parameters_train_nothing(entry: dict[str, Any] | None) -> None:
-    """Influence functions: captured gradients of offloaded and resident parameters, beside a usual backward."""
+    """Influence functions: captured gradients of offloaded and resident parameters, besides a usual backward."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         values: list[float | Tensor] = []
@@ -407,7 +407,7 @@ def test_value_clip_equals_adamw(options: dict[str, Any], entry: dict[str, Any] 
 
 
 class Views(nn.Module):
-    """Two matrices with one storage, or with one each."""
+    """Two matrices with one storage, or with separate ones."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
@@ -489,7 +489,7 @@ def hooked(build: Callable[[], nn.Module], hook: Any) -> Callable[[], nn.Module]
 
 
 def hooked_in_loop(hook: Any, at: int) -> Loop:
-    """Hooks that are registered at step ``at`` and removed four steps before the end."""
+    """Register hooks at step ``at`` and remove them four steps before the end."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         values: list[float | Tensor] = []

@@ -1,4 +1,4 @@
-"""Gradients in inference mode, behind raw addresses, in forked processes and other threads, and what is refused."""
+"""Gradients in inference mode, raw addresses, forked processes and other threads, and unsupported gradients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_norm_of_inference_mode_can_be_used_after_it() -> None:
 
 
 def test_address_without_memory_is_refused() -> None:
-    """The legacy function takes the address in C++."""
+    """A legacy C++ function asks for the address."""
     with waiting() as model, pytest.raises(RuntimeError):
         torch.utils.dlpack.to_dlpack(model.inner.weight.grad)
 
@@ -166,7 +166,7 @@ def test_eager_backwards_in_threads_are_refused() -> None:
         thread.start()
         thread.join()
 
-    # Behind the gradients of later layers.
+    # Computed after the gradients of later layers.
     handle = model.inner.register_forward_hook(lambda module, inputs, output: output.register_hook(run_other) and None)
     loss = loss_of(model, 0)
     handle.remove()
@@ -215,7 +215,7 @@ def test_changed_dtype_is_refused(entry: dict[str, Any] | None) -> None:
 
 def test_sharded_parameter_is_refused() -> None:
     class Sharded(Tensor):
-        """Memory is elsewhere, as for a DTensor."""
+        """A tensor subclass without memory of its own, as a DTensor."""
 
         def __tensor_flatten__(self) -> tuple[list[str], None]:
             return [], None

@@ -1,4 +1,4 @@
-"""What a gradient that ``step()`` has used cannot do, and what the optimizer in backward cannot, is said clearly."""
+"""Errors for uses of a gradient that ``step()`` has consumed, and for uses of the optimizer in backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 import zenflow_compile
-from tests.engine.training import EAGER_BACKEND
 from tests.gradients.loops import (
     ADAM,
     EXACT,
@@ -28,11 +27,13 @@ from tests.gradients.loops import (
     compare,
     compare_runs,
     difference,
+    in_backward,
     loss_of,
     plain,
     run_of,
     small,
     train,
+    weights_of,
     with_tool,
 )
 from zenflow_compile import ZenFlowAdamW
@@ -44,7 +45,7 @@ every_policy = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.
 
 @contextmanager
 def refusing(*words: str) -> Iterator[None]:
-    """A RuntimeError, not one that follows from a missing check, whose message has all of ``words``."""
+    """Expect a RuntimeError whose message has all of ``words``, raised by a check and not by a later failure."""
     with pytest.raises(RuntimeError) as caught:
         yield
     for word in words:
@@ -102,10 +103,10 @@ def test_consumed_gradient_can_be_printed() -> None:
 @both_entries
 @every_policy
 def test_second_step_on_one_gradient_is_refused(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
-    """Weights stay as they are, and the next usual step is possible."""
+    """Weights do not change, and the next usual step works."""
     with trained(options, entry) as (model, call, optimizer):
         optimizer.synchronize()
-        before = [param.detach().clone() for param in model.parameters()]
+        before = weights_of(model)
         with refusing("zero_grad()"):
             optimizer.step()
         optimizer.synchronize()
@@ -140,7 +141,7 @@ def test_backward_onto_used_gradient_raises_at_use(
 @both_entries
 @every_policy
 def test_backward_onto_used_gradient_can_be_cleared(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
-    """The backward that was cleared leaves nothing behind, in no update window either."""
+    """The cleared backward leaves no trace, in update windows neither."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
@@ -159,7 +160,7 @@ def test_backward_onto_used_gradient_can_be_cleared(options: dict[str, Any], ent
 @both_entries
 @every_policy
 def test_step_without_gradients_does_nothing(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
-    """Weights, step counts and update windows are those of the run without such steps, and closures still run."""
+    """Weights, step counts and update windows equal those of the run without such steps; closures still run."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         numbers: list[float | Tensor] = [optimizer.step(lambda: 3.0)]
@@ -200,7 +201,7 @@ class EmptyStepsBetween:
 
 @both_entries
 def test_two_optimizers_step_in_turns(entry: dict[str, Any] | None) -> None:
-    """As GANs are trained: each step is of one optimizer, whose gradients alone are there."""
+    """As in GAN training: each step is of one optimizer, and only its parameters have gradients."""
 
     def run(side: Side) -> tuple[nn.Module, Numbers]:
         model = nn.ModuleDict({"generator": small(), "critic": small()})
@@ -218,7 +219,7 @@ def test_two_optimizers_step_in_turns(entry: dict[str, Any] | None) -> None:
 
 
 def test_failed_optimizer_refuses_empty_step() -> None:
-    """A step that does nothing must not hide that an earlier one failed half-way."""
+    """A step without gradients must not hide that an earlier one failed half-way."""
     model = small()
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT)
     optimizer.engine.failure = MemoryError("half-way")
@@ -245,10 +246,6 @@ def test_closed_optimizer_leaves_no_gradients_behind() -> None:
 # The optimizer in backward
 
 
-def in_backward(model: nn.Module) -> Call:
-    return torch.compile(model, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT})
-
-
 @contextmanager
 def closing(call: Call) -> Iterator[None]:
     try:
@@ -264,7 +261,7 @@ def closing(call: Call) -> Iterator[None]:
 
 @pytest.mark.parametrize("at", [0, 2], ids=["before_compilation", "after_compilation"])
 def test_post_hook_in_backward_is_refused(at: int) -> None:
-    """The update runs before the hook would: what the hook did would be lost."""
+    """The update runs before the hook would, so the hook's changes would be lost."""
     model = small()
     call = in_backward(model)
     with closing(call):
@@ -287,7 +284,7 @@ def test_clip_after_backward_that_stepped_is_refused(clip: Callable[..., Any]) -
 
 
 def test_compiled_autograd_in_backward_is_refused() -> None:
-    """It calls nothing at the end of a backward, and the step is due then."""
+    """Compiled autograd runs no callback at the end of a backward, which the step needs."""
     model = small()
     call = in_backward(model)
     with closing(call):

@@ -1,4 +1,4 @@
-"""Tools that look at or change ``.grad`` between backward and step work on offloaded gradients as on AdamW's."""
+"""Tools that read or change ``.grad`` between backward and step work on offloaded gradients as under AdamW."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_clip_after_each_of_three_backwards(options: dict[str, Any], entry: dict
 
 
 def test_clip_without_effect_changes_nothing() -> None:
-    """A limit above the norm: the returned norm is right and the gradients stay as they are."""
+    """A limit above the norm: the returned norm is right and gradients do not change."""
     norms = with_tool(lambda model, _: clip_grad_norm_(model.parameters(), 1e6))
     compare(norms, None)
 
@@ -352,7 +352,7 @@ READERS: dict[str, Tool] = {
 
 
 def checked(tool: Tool) -> Tool:
-    """``tool``, whose tensors must be plain ones: they outlive the gradients that they were read from."""
+    """``tool``, whose results must be plain tensors: they outlive the gradients that they were read from."""
 
     def read(model: nn.Module, optimizer: Optimizer) -> Any:
         values = list(tool(model, optimizer))
@@ -381,7 +381,7 @@ def test_saved_gradients_load_as_plain_tensors() -> None:
 
 
 def test_copied_gradient_is_independent() -> None:
-    """A copy that is edited and put in place of the gradient is what trains; an edited copy alone is not."""
+    """An edited copy trains only if it replaces the gradient."""
 
     def tool(model: nn.Module, optimizer: Optimizer) -> None:
         for param in present(model):
@@ -503,7 +503,7 @@ def delete_rectangles(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def delete_now_and_then(model: nn.Module, optimizer: Optimizer) -> None:
-    """Each matrix misses other steps: every missing gradient stays missing."""
+    """Each matrix misses the gradient of other steps: every missing gradient stays missing."""
     optimizer.calls = getattr(optimizer, "calls", -1) + 1
     for index, layer in enumerate(model.children()):
         if (optimizer.calls + index) % 3 == 0:
@@ -552,7 +552,7 @@ def test_edits_under_other_policies(options: dict[str, Any], tool: Tool, entry: 
 @both_entries
 @parametrize({name: EDITS[name] for name in ("mask", "data_clamp", "divide", "assign_sum", "zero", "none_for_some")})
 def test_edit_between_backwards_equals_adamw(tool: Tool, entry: dict[str, Any] | None) -> None:
-    """What was edited stays so, and the next backward adds to it."""
+    """Edited gradients stay edited, and the next backward adds to them."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
@@ -605,11 +605,11 @@ def test_windowed_whole_edit_equals_scaled_loss() -> None:
         assert difference(train(run_of(with_tool(each(double))), WINDOWED), expected) <= 1e-6
 
 
-# Clearing, holding and replacing
+# Clearing, keeping and replacing
 
 
 def discarding(clear: Any) -> Loop:
-    """Every step has a batch whose gradients ``clear`` drops, and one that counts."""
+    """Every step has a batch whose gradients ``clear`` discards, and one that is trained on."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
@@ -713,11 +713,11 @@ def test_held_gradients_keep_their_values(clear: str, entry: dict[str, Any] | No
         values: list[float | Tensor] = []
         for step in range(STEPS):
             loss_of(call, 10 * step).backward()
-            held = [param.grad for param in present(model)]
+            kept = [param.grad for param in present(model)]
             CLEARS[clear](model, optimizer)
             loss_of(call, 10 * step + 1).backward()
-            values += [grad.clone() for grad in held]
-            for param, grad in zip(present(model), held, strict=True):
+            values += [grad.clone() for grad in kept]
+            for param, grad in zip(present(model), kept, strict=True):
                 param.grad.add_(grad, alpha=2.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -728,16 +728,16 @@ def test_held_gradients_keep_their_values(clear: str, entry: dict[str, Any] | No
 
 @both_entries
 def test_gradients_taken_out_and_put_back(entry: dict[str, Any] | None) -> None:
-    """A batch between the two does not count."""
+    """A batch between the two calls is discarded."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
             loss_of(call, 10 * step).backward()
-            held = [param.grad for param in present(model)]
+            kept = [param.grad for param in present(model)]
             for param in model.parameters():
                 param.grad = None
             loss_of(call, 10 * step + 1).backward()
-            for param, grad in zip(model.parameters(), held, strict=True):
+            for param, grad in zip(model.parameters(), kept, strict=True):
                 param.grad = grad
             optimizer.step()
             optimizer.zero_grad()

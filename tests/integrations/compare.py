@@ -1,4 +1,4 @@
-"""What the tests of frameworks share: options, data, and comparisons of weights with those that AdamW gives."""
+"""Shared by the tests of frameworks: options, data, and comparisons of weights with AdamW's."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ def assert_bitwise(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> No
 
 
 def assert_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Every weight of ``after`` moved: a comparison of two runs that do nothing would pass as well."""
+    """Every weight of ``after`` changed: two runs that train nothing would agree as well."""
     assert before.keys() == after.keys()
     still = [name for name in before if torch.equal(before[name], after[name])]
     assert not still, f"{still[:3]} did not change"
 
 
 def dense_gradients(profile: Any) -> dict[str, int]:
-    """How many gradients took memory of their own while ``zf.profile()`` ran, by the line that asked."""
+    """How many gradients became dense during ``zf.profile()``, by the line of code that caused it."""
     counted: dict[str, int] = profile.summary()["dense_gradients"]
     return counted
 
@@ -155,7 +155,7 @@ def spread(variants: Iterable[Mapping[str, Tensor]]) -> float:
 
 
 def nudge(model: nn.Module, towards: float) -> None:
-    """Change every weight in its last place: a forward in half precision may round it differently."""
+    """Change every weight in its last digit: a forward in half precision may round it differently."""
     with torch.no_grad():
         for param in model.parameters():
             param.nextafter_(torch.full_like(param, towards))

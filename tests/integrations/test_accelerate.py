@@ -55,7 +55,7 @@ def accelerate_remembers_no_loader() -> Iterator[None]:
 
 @dataclass
 class Run:
-    """What a run gives to compare."""
+    """The compared results of a run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Run:
 
 
 def accelerator_of(precision: str = "no", accumulate: int = 1, **keywords: Any) -> Accelerator:
-    """A new Accelerator on the CPU, whatever those before it set for the process."""
+    """A new Accelerator on the CPU, without the settings of earlier ones."""
     forget_accelerate()
     return Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate, **keywords)
 
@@ -77,7 +77,7 @@ def loader_of(steps: int = STEPS) -> DataLoader[dict[str, Tensor]]:
 
 
 def entered(model: nn.Module, entry: str) -> Any:
-    """The model as it is given to ``prepare``."""
+    """The model as it is passed to ``prepare``."""
     if entry == "torch.compile":
         return torch.compile(model, **EAGER_BACKEND)
     if entry == "model.compile":
@@ -98,7 +98,7 @@ def train(
     """A loop as Accelerate's documentation has it. The gradients of batch ``bad`` are infinite."""
     accelerator = accelerator_of(precision, accumulate)
     if precision == "fp16":
-        # Accelerate makes a scaler on accelerators alone. This is what it does there.
+        # Accelerate makes a scaler on accelerators only; this does the same on the CPU.
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=256.0), True
     model, run = tiny_llama(), Run()
     run.before, run.optimizer = weights(model), make(model)
@@ -158,7 +158,7 @@ def references(
 def assert_as_adamw(run: Run, expected: Run, *variants: Run) -> None:
     """Equal to ``expected`` within 1e-5, norms and losses within 1e-6, or within twice the spread of AdamW's variants.
 
-    Twice, since in half precision the few variants are a sample of what roundings do.
+    Twice, since the few variants are only a sample of the effects of rounding in half precision.
     """
     assert_trained(run.before, run.after)
     bound = max(1e-5, 2 * spread(each.after for each in (expected, *variants)))
@@ -237,7 +237,7 @@ def test_scaler_on_the_cpu_is_not_made() -> None:
 
 
 def test_model_cast_after_prepare() -> None:
-    """``prepare`` was the optimizer's first use. State is made again for the model as it is when training begins."""
+    """``prepare`` is the optimizer's first use. State is allocated again for the cast model when training begins."""
 
     def run(make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Tensor]:
         accelerator, model = accelerator_of(), tiny_llama()
@@ -460,11 +460,11 @@ def test_autocast_context_and_local_sgd() -> None:
     assert difference(run(zenflow), foreach) <= max(1e-5, spread([foreach, fused]))
 
 
-# What cannot work.
+# Unsupported uses.
 
 
 def test_launcher_does_not_know_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    """It checks names in a process of its own."""
+    """The launcher checks names in a separate process."""
     from accelerate.commands.launch import launch_command_parser
 
     register_backend()

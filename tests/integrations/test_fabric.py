@@ -53,7 +53,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Trained(SimpleNamespace):
-    """What one loop leaves."""
+    """The results of one loop."""
 
 
 class Loop:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
-import socket
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -59,11 +57,12 @@ from tests.integrations.compare import (
     spread,
     weights,
 )
+from tests.support.processes import run_two_processes
 from zenflow_compile.integrations.lightning import ZenFlowCallback
 
 pytestmark = [
     pytest.mark.timeout(120),
-    # What Lightning says about tiny data sets, missing loggers and its own use of PyTorch.
+    # Warnings of Lightning about tiny data sets, missing loggers and its own use of PyTorch.
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
     pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
 ]
@@ -250,7 +249,7 @@ def test_trainer_equals_adamw(setting: str, entry: str) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_bf16_weights_stay_within_the_spread(entry: str) -> None:
-    """In bf16 one rounding moves a weight by 2^-8 of it: AdamW's own variants differ by that, and so do we."""
+    """One rounding moves a bf16 weight by 2^-8 of it: AdamW's own variants differ as much as ZenFlowAdamW."""
     variants = [
         fit("bf16_weights", **{name: flag}) for name, flag in (("foreach", False), ("foreach", True), ("fused", True))
     ]
@@ -305,7 +304,7 @@ def test_compiled_lightning_module(backend: dict[str, Any]) -> None:
 
 
 class Scheduled(Regression):
-    """The rate falls whenever the loss does not."""
+    """The learning rate falls whenever the loss does not."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -332,7 +331,7 @@ def test_plateau_scheduler_and_rate_monitor(entry: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_validate_and_test_see_current_weights(entry: str) -> None:
-    """Between two fits as well. Without ZenFlowCallback the optimizer of the first one is to be closed."""
+    """Between two fits as well. Without ZenFlowCallback, the first fit's optimizer must be closed by hand."""
     modules = [Regression(), compiled(Regression(EXACT), entry)]
     for module in modules:
         trainer = new_trainer(max_epochs=1)
@@ -380,7 +379,7 @@ def test_resume_is_bitwise(interval: int, entry: str, callback: bool, tmp_path: 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_best_checkpoint_is_what_was_validated(entry: str, tmp_path: Path) -> None:
-    """The best model is of the middle of a window: saved weights are those whose loss was measured."""
+    """The best model is in the middle of a window: the saved weights are those that were validated."""
     module = compiled(Regression(WINDOWED), entry)
     saves = ModelCheckpoint(
         tmp_path, "{step}", monitor="val_loss", mode="max", save_top_k=2, save_last=True, save_weights_only=True
@@ -420,7 +419,7 @@ class StopsAt(Callback):
 
 
 class StepClock(Timer):
-    """Its seconds are steps."""
+    """A clock whose seconds are steps."""
 
     steps = 0
 
@@ -433,7 +432,7 @@ class StepClock(Timer):
 
 
 class SavesAtTheEnd(Regression):
-    """Saves by hand, in the last hook of the training that it has."""
+    """Saves by hand in the last hook of training."""
 
     path: Path
 
@@ -489,7 +488,7 @@ SHORT_ENDINGS = ("max_steps", "max_epochs", "max_time", "stopped_early", "stoppe
 
 @pytest.mark.parametrize("ending", some(ENDINGS, SHORT_ENDINGS))
 def test_last_model_holds_every_gradient(ending: str, tmp_path: Path) -> None:
-    """In the file that Lightning saves last, and in the module; the steps before are those without the callback."""
+    """In the last saved file and in the module; earlier steps equal those without the callback."""
     entry = "compiled" if ending in ("max_steps", "last") else "hooks"
     plain = end(ENDINGS[ending], entry, tmp_path / "plain", [], WINDOWED)
     ours = end(ENDINGS[ending], entry, tmp_path / "ours", [ZenFlowCallback()], WINDOWED)
@@ -541,7 +540,7 @@ def test_save_without_open_windows_does_not_warn(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_module_have_no_flush() -> None:
-    """The state dict of a copy that a callback keeps flushes nothing, and the copy does not copy the optimizer."""
+    """A copy that a callback keeps does not copy the optimizer, and its state dict flushes nothing."""
     copies: list[LightningModule] = []
 
     class Copies(Callback):
@@ -599,7 +598,7 @@ def test_second_fit_with_the_callback(entry: str, same: bool) -> None:
 
 
 def test_one_optimizer_for_two_fits() -> None:
-    """A module that keeps its optimizer goes on with its state."""
+    """A module that keeps its optimizer continues with its state."""
 
     class Keeps(Regression):
         optimizer: torch.optim.Optimizer | None = None
@@ -632,7 +631,7 @@ def find_batch_size(trainer: Trainer, module: LightningModule) -> Any:
 @pytest.mark.parametrize("entry", some(ENTRIES, ["hooks"]))
 @pytest.mark.parametrize("find", [find_rate, find_batch_size])
 def test_tuner_leaves_no_trace(find: Callable[..., Any], entry: str, tmp_path: Path) -> None:
-    """It trains, and restores weights and state. The fit behind it makes a new optimizer."""
+    """The tuner trains, and restores weights and state. The fit after it makes a new optimizer."""
     modules, found = [Regression(), compiled(Regression(EXACT), entry)], []
     for module in modules:
         before = weights(module)
@@ -654,7 +653,7 @@ def test_tuner_leaves_no_trace(find: Callable[..., Any], entry: str, tmp_path: P
     ids=["rate", "batch_size"],
 )
 def test_finders_restore_weights_and_state(find: Callable[[], Callback], interval: int, tmp_path: Path) -> None:
-    """As callbacks they run with the optimizer that trains afterwards: without them the run is the same, bit by bit."""
+    """As callbacks they use the optimizer that trains afterwards: the run equals one without them, bit for bit."""
     ends, batch_size = [], 8
     for callbacks in ([find()], []):
         module = compiled(Regression(INTERVALS[interval]), "compiled")
@@ -663,7 +662,7 @@ def test_finders_restore_weights_and_state(find: Callable[[], Callback], interva
         trainer.fit(module)
         ends.append(weights(module))
         optimizer_of(trainer)
-        batch_size = module.batch_size  # of the run that found one
+        batch_size = module.batch_size  # of the run whose finder suggested a rate
     assert_bitwise(ends[0], ends[1])
 
 
@@ -693,7 +692,7 @@ def averaged(
 @pytest.mark.parametrize("entry", some(ENTRIES, ["compiled"]))
 @pytest.mark.parametrize("average", some(AVERAGES, ["ema", "swa"]))
 def test_averages_equal_those_of_adamw(average: str, entry: str, way: str, tmp_path: Path) -> None:
-    """Averages, the model that they replace, and validation on them. Eager training needs neither of the two ways."""
+    """Averages, the model that they replace, and validation on them. Eager training needs neither workaround."""
     expected = averaged(average, "hooks", None, tmp_path / "adamw")
     if way == "overlap_step":
         fitted = averaged(average, entry, {**EXACT, "overlap_step": False}, tmp_path / "ours")
@@ -707,7 +706,7 @@ def test_averages_equal_those_of_adamw(average: str, entry: str, way: str, tmp_p
 
 
 def test_average_is_kept_when_windows_are_flushed() -> None:
-    """The flush precedes the copy of the average, whose writes through ``.data`` go unnoticed."""
+    """The flush comes before the average is copied into the model: writes through ``.data`` are not detected."""
     module, average = compiled(Regression(WINDOWED), "compiled"), EMAWeightAveraging(decay=0.8)
     trainer = new_trainer(callbacks=[average, ZenFlowCallback()], max_epochs=3)
     trainer.fit(module, loader())
@@ -724,7 +723,7 @@ def test_eager_averages_need_nothing(tmp_path: Path) -> None:
 
 
 class Adversarial(Regression):
-    """Two optimizers; the second network reads the first, whose gradients its turn discards."""
+    """Two optimizers. The second network uses the first one's outputs, and its turn discards the first's gradients."""
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         super().__init__(options)
@@ -797,7 +796,7 @@ def adamw_by_hand() -> Wrapped:
 @pytest.mark.parametrize("first", some(FIRST_USES, ["state_dict", "flush"]))
 @pytest.mark.parametrize("entry", some(ENTRIES, ["hooks"]))
 def test_first_use_through_the_wrapper(entry: str, first: str) -> None:
-    """The engine that a method of the wrapper builds is the optimizer's, and there is one."""
+    """A method of the wrapper builds the one engine of the optimizer."""
     module, expected = compiled(Wrapped(EXACT, FIRST_USES[first]), entry), adamw_by_hand()
     trainer = new_trainer()
     trainer.fit(module, loader())
@@ -848,13 +847,9 @@ def test_callback_refuses_sharding(strategy: type) -> None:
     trainer.callbacks[0].setup(trainer, Regression(EXACT), "test")
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    """One of two processes under ``strategy="ddp"``: AdamW, ours, and ours compiled, whose error is its result."""
-    torch.set_num_threads(1)
+def work(rank: int) -> dict[str, Any]:
+    """Train under ``strategy="ddp"``: with AdamW, with ours, and with ours compiled, whose error is the result."""
     warnings.simplefilter("ignore")
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2"
-    )
     results: dict[str, Any] = {}
     for name, options, entry in (
         ("adamw", None, "hooks"),
@@ -874,21 +869,16 @@ def work(rank: int, port: int, folder: str) -> None:
                 assert offloaded(trainer.optimizers[0]) == 2
         except ValueError as error:
             results[name] = str(error)
-    torch.save(results, f"{folder}/{rank}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return run_two_processes(work, tmp_path_factory.mktemp("ranks"), process_group=False)
 
 
 def test_eager_data_parallel_equals_adamw(ranks: list[dict[str, Any]]) -> None:
-    """Every process averages gradients before its optimizer sees them, and updates the same weights alike."""
+    """All processes see the averaged gradients, and their updates are equal."""
     for results in ranks:
         assert difference(results["exact"]["weights"], results["adamw"]["weights"]) < TOLERANCE
         assert results["exact"]["losses"] == pytest.approx(results["adamw"]["losses"], rel=RELATIVE)

@@ -88,7 +88,7 @@ def estimate_loss(model: nn.Module, call: Any) -> dict[str, float]:
 
 @dataclass
 class Run:
-    """What a script leaves behind; ``windows`` are its weights after ``flush()``."""
+    """The results of a script; ``windows`` are its weights after ``flush()``."""
 
     weights: dict[str, Tensor]
     losses: list[float] = field(default_factory=list)

@@ -49,7 +49,7 @@ LIMIT = 0.05  # below each norm of these adapters, so that clipping scales
 
 @dataclass
 class Run:
-    """What a run gives to compare."""
+    """The compared results of a run."""
 
     norms: list[float] = field(default_factory=list)
     adapter: dict[str, Tensor] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def train(make: Make, name: str, *, compiled: bool = False, everything: bool = False) -> Run:
-    """Train adapters, look at the model without them in mid-training, train on, and merge.
+    """Train adapters, evaluate the model without them in mid-training, train on, and merge.
 
     Args:
         everything: frozen parameters are given to the optimizer, too.
@@ -177,7 +177,7 @@ def test_inductor_lora(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def switching(make: Make, compiled: bool) -> tuple[dict[str, Tensor], list[float]]:
-    """Two adapters that take turns: those of the other one are frozen meanwhile."""
+    """Two adapters train in turns; the other one is frozen meanwhile."""
     model = adapted("r64")
     model.add_adapter("second", LoraConfig(r=32, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     optimizer = make([(name, param) for name, param in model.named_parameters() if "lora" in name])
@@ -227,7 +227,7 @@ def test_two_adapters(several: Callable[..., tuple[dict[str, Tensor], list[float
 
 
 def check_resume(options: dict[str, Any], compiled: bool, folder: Path) -> None:
-    """As adapters are saved: their weights with ``save_pretrained``, and the optimizer's state."""
+    """Resume from the adapters' weights, saved by ``save_pretrained``, and the optimizer's state."""
     model = adapted("r64")
     optimizer = zf.ZenFlowAdamW(trainable(model), **options)
     if compiled:

@@ -1,21 +1,17 @@
-"""Strategies for several devices, in two processes: they train as under AdamW, or are refused with an alternative."""
+"""Strategies for several devices, in two processes: they equal AdamW, or an error names an alternative."""
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,6 +31,7 @@ from tests.integrations.compare import (
     tiny_llama,
     weights,
 )
+from tests.support.processes import run_two_processes
 from zenflow_compile import ZenFlowAdamW
 
 STEPS = 6
@@ -74,7 +71,7 @@ def train(call: Callable[[Tensor], Tensor], optimizer: Any, rank: int, steps: in
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> Weights:
-    """The model's weights with every gradient in them."""
+    """The model's weights after a flush."""
     if isinstance(optimizer, ZenFlowAdamW):
         assert offloaded(optimizer)
         optimizer.flush()
@@ -201,7 +198,7 @@ def fsdp1_of_a_used_optimizer(rank: int) -> None:
 
 
 def accelerate_fsdp2(rank: int, *, compiled: bool = False) -> None:
-    """Accelerate shards on accelerators only: its state is told that it is on one."""
+    """Accelerate shards on accelerators only, so its state is patched to that."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -247,14 +244,8 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def work(rank: int, folder: str) -> None:
-    """One of two processes: runs everything and writes weights, or errors, to a file."""
-    torch.set_num_threads(1)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 0}
-    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=30)
-    )
+def work(rank: int) -> dict[str, Any]:
+    """Run every strategy: by its name, the weights or the text of the error."""
     runs: dict[str, Callable[[int], Any]] = {name: run for name, (run, _) in REFUSED.items()}
     for name, run in EXACT_RUNS.items():
         for label, options in (("adamw", None), ("exact", EXACT), ("windowed", WINDOWED)):
@@ -267,15 +258,12 @@ def work(rank: int, folder: str) -> None:
             results[name] = each(rank)
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return run_two_processes(work, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", EXACT_RUNS)
@@ -293,7 +281,7 @@ def test_two_processes_equal_adamw(name: str, ranks: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_strategy_is_refused_with_an_alternative(name: str, ranks: list[dict[str, Any]]) -> None:
-    """In every process, so that none waits for another."""
+    """Every process raises, so that none hangs."""
     for results in ranks:
         text = results[name]
         assert isinstance(text, str), "nothing was raised"

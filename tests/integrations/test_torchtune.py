@@ -198,7 +198,7 @@ WAYS = {"per_parameter": per_parameter, "per_layer": per_layer, "apply_in_backwa
 def train_in_backward(
     way: str, options: dict[str, Any] | None, entry: dict[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """Neither clipping nor accumulation is possible in this form, in torchtune as here."""
+    """This form supports neither clipping nor accumulation, in torchtune as here."""
     model = build(entry)
     made = WAYS[way](
         model,

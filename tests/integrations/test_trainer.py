@@ -79,7 +79,7 @@ class InnerEagerTrainer(Trainer):
 
 @dataclass
 class Run:
-    """A training that has ended."""
+    """The results of a training."""
 
     trainer: Trainer
     weights: dict[str, Tensor]
@@ -150,7 +150,7 @@ def adamw(trainer: type[Trainer] = Trainer, **arguments: Any) -> Run:
 
 
 LOGGED = ("loss", "grad_norm", "eval_loss", "learning_rate")
-# What a rounding of half precision may change: the implementation of AdamW, and the last place of the first weights.
+# Runs that differ by a rounding of half precision: implementations of AdamW, and the last digit of the first weights.
 HALF_VARIANTS: list[dict[str, Any]] = [
     {"optim": "adamw_torch"},
     {"optim": "adamw_torch", "nudged": math.inf},
@@ -160,7 +160,7 @@ HALF_VARIANTS: list[dict[str, Any]] = [
 
 
 def half_precision_bounds(variants: Sequence[Run]) -> dict[str, float]:
-    """Twice the spread of AdamW's own variants, since the few variants are a sample of what roundings do."""
+    """Twice the spread of AdamW's own variants, since they are only a sample of the effects of rounding."""
     logged = [torch.tensor([value for name in LOGGED for value in each.logged(name)]).double() for each in variants]
     finite = torch.stack(logged).isfinite().all(0)
     relative = (torch.stack(logged) / logged[0])[:, finite & (logged[0] != 0)]
@@ -186,7 +186,7 @@ def assert_as_adamw(run: Run, reference: Run, within: float = 1e-5, logged: floa
 
 @pytest.fixture(autouse=True)
 def closed_optimizers() -> Iterator[None]:
-    """No engine of one test, kept alive by a cycle or a failure, is there in the next."""
+    """Close engines that a cycle or a failure keeps alive after a test."""
     yield
     for engine in ops.live_engines():
         engine.close(flush=False)  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def test_small_max_grad_norm_clips(entry: str) -> None:
     clipped, free = adamw(max_grad_norm=0.05), adamw(max_grad_norm=0.0)
     assert difference(clipped.weights, free.weights) > 1e-3
     assert_as_adamw(train(entry, EXACT, max_grad_norm=0.05), clipped)
-    assert_as_adamw(train("eager", EXACT, max_grad_norm=0.0), free)  # the norm is logged all the same
+    assert_as_adamw(train("eager", EXACT, max_grad_norm=0.0), free)  # the norm is logged without clipping, too
 
 
 def test_optimizers_argument_and_a_model_cast_later() -> None:
@@ -245,7 +245,7 @@ def test_bf16(entry: str) -> None:
 
 
 class ScalingTrainer(InnerEagerTrainer):
-    """fp16 with a live GradScaler, which Accelerate makes for accelerators alone. Its first step is skipped."""
+    """fp16 with a live GradScaler, which Accelerate makes for accelerators only. Its first step is skipped."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -297,7 +297,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("entry", "interval"), [("eager", 1), ("compiled", 4)])
 def test_best_model_is_the_one_that_was_evaluated(entry: str, interval: int, tmp_path: Path) -> None:
-    """Ascending losses: the best model is the first one, whose checkpoint has what its evaluation saw."""
+    """Ascending losses: the best model is the first one, whose checkpoint has the evaluated weights."""
     every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     arguments = {**every, "load_best_model_at_end": True, "greater_is_better": True, "max_steps": 6}
     run = train(entry, INTERVALS[interval], folder=tmp_path, callbacks=[ZenFlowCallback()], **arguments)
@@ -345,7 +345,7 @@ def test_gradient_checkpointing_compiled() -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_features(entry: str, feature: str, bf16: bool) -> None:
-    # The Trainer does not shift labels for its label smoother under torch_compile_backend=, whatever the backend.
+    # The Trainer does not shift labels for its label smoother under torch_compile_backend=, with any backend.
     unshifted = entry == "named" and feature == "label_smoothing"
     compiled = {"torch_compile_backend": "aot_eager"} if unshifted else {}
     if not bf16:
@@ -471,7 +471,7 @@ def test_earlier_trainer_owns_until_closed() -> None:
 
 
 def test_earlier_trainer_in_a_cycle_owns_nothing() -> None:
-    gc.disable()  # by chance, it would have collected the first one
+    gc.disable()  # otherwise it could collect the first one by chance
     try:
         model = model_of()
         first = another_trainer(model)
@@ -631,7 +631,7 @@ class StopAt(TrainerCallback):
 
 @pytest.mark.parametrize("stop", [None, StopAt(6, "on_epoch_end")], ids=["max_steps", "late_stop"])
 def test_model_after_training_holds_every_gradient(stop: StopAt | None, tmp_path: Path) -> None:
-    """Also where a callback after ours ends training in the last event before on_train_end."""
+    """Also if a callback after ours ends training in the last event before on_train_end."""
     stops, steps = ([], 5) if stop is None else ([stop], 12)
     without = train("eager", WINDOWED, callbacks=stops, max_steps=steps)
     run = train("eager", WINDOWED, callbacks=[ZenFlowCallback(), *stops], max_steps=steps)
@@ -646,7 +646,7 @@ def test_model_after_training_holds_every_gradient(stop: StopAt | None, tmp_path
 @pytest.mark.parametrize("event", ["on_evaluate", "on_step_end", "on_log"])
 @pytest.mark.parametrize("last", [False, True], ids=["our_callback_first", "our_callback_last"])
 def test_checkpoint_after_a_stop_holds_all(event: str, last: bool, tmp_path: Path) -> None:
-    """The Trainer writes it directly after the event that ended training, whatever the order of callbacks."""
+    """The Trainer saves directly after the event that ended training, for any order of callbacks."""
     arguments = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "max_steps": 9}
     stop = StopAt(3, event)
     without = train("eager", WINDOWED, callbacks=[stop], folder=tmp_path / "without", **arguments)
@@ -660,7 +660,7 @@ def test_checkpoint_after_a_stop_holds_all(event: str, last: bool, tmp_path: Pat
 
 
 def test_early_stopping_loads_the_best_model(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """The flush comes before the best model is loaded over the last one, and so changes nothing of it."""
+    """The flush comes before the best model is loaded, and does not change it."""
     run = train(
         "eager",
         WINDOWED,
@@ -693,7 +693,7 @@ class FlushAt(TrainerCallback):
 
 
 def test_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
-    """A longer run goes on with empty update windows, as one that called flush() there."""
+    """A longer run continues with empty update windows, as one that called flush() there."""
     arguments = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     train("eager", WINDOWED, callbacks=[ZenFlowCallback()], folder=tmp_path, max_steps=5, **arguments)
     resumed = train("eager", WINDOWED, resume=str(tmp_path / "checkpoint-5"), max_steps=9, **arguments)
@@ -761,7 +761,7 @@ def test_callback_is_used_again_and_leaves_no_hook() -> None:
     assert not any("integrations" in type(hook).__module__ for hook in hooks)
 
 
-# What cannot work.
+# Unsupported uses.
 
 
 @pytest.fixture
@@ -778,7 +778,7 @@ def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_model_wrapped_by_torch_compile_gets_no_batch() -> None:
-    """The Trainer drops the columns that the wrapper's signature does not name: all. The same with any backend."""
+    """The Trainer drops all columns, as the wrapper's signature names none; the same with any backend."""
     trainer = Trainer(
         model=torch.compile(model_of(), backend="eager"),
         args=TrainingArguments(output_dir=tempfile.mkdtemp(), **ARGUMENTS),

@@ -120,7 +120,7 @@ CASES = {
 
 @dataclass
 class Run:
-    """What a run gives to compare."""
+    """The compared results of a run."""
 
     logs: list[dict[str, float]]
     before: dict[str, Tensor]
@@ -131,7 +131,7 @@ class Run:
 def trainer_of(
     case: Case, optimizer: tuple[Any, dict[str, Any]], folder: Path, *, compiled: bool = False, **changes: Any
 ) -> Any:
-    """A trainer, with everything that its process remembers of others forgotten."""
+    """A new trainer; the process's settings of earlier ones are cleared."""
     forget_accelerate()
     model = tiny_llama()
     if compiled:
@@ -269,7 +269,7 @@ def test_grpo_with_an_optimizer_object(tmp_path: Path) -> None:
 
 
 def test_state_stays_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate copies a prepared optimizer's state to the device and back, unless the trainer's is told not to."""
+    """By default Accelerate copies a prepared optimizer's state to the device and back; the trainer must not."""
     copies = []
     save = zf.ZenFlowAdamW.state_dict
     monkeypatch.setattr(zf.ZenFlowAdamW, "state_dict", lambda self: copies.append(self) or save(self))

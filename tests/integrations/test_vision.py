@@ -80,7 +80,7 @@ def batch(name: str, number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What timm's train.py is told.
+    """Arguments of timm's train.py.
 
     Attributes:
         clip: mode and value of ``dispatch_clip_grad``; None for no clip.
@@ -160,7 +160,7 @@ def train(
 
 @cache
 def reference(name: str, recipe: Recipe) -> tuple[Trained, float]:
-    """AdamW's weights, and the spread of its variants."""
+    """Weights of AdamW, and the spread of its variants."""
     torch.manual_seed(0)
     before = weights(MODELS[name]())
     runs = [train(name, recipe, None, foreach=True), train(name, recipe, None, fused=True)]
@@ -181,7 +181,7 @@ FEW = [("vit", ENTRIES[1]), ("resnet", ENTRIES[0]), ("resnet", ENTRIES[1]), ("co
 
 
 def cases(build: Callable[[str, dict[str, Any] | None], bool]) -> list[Any]:
-    """Every model under both entries; those that ``build`` does not name are long."""
+    """Every model with both entries; models that ``build`` does not name are marked long."""
     return [
         pytest.param(name, entry, id=f"{name}-{label}", marks=[] if build(name, entry) else [pytest.mark.long])
         for name in MODELS

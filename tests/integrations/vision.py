@@ -13,7 +13,7 @@ _BOXES = "(Tensor dets, Tensor scores, float threshold) -> Tensor"
 
 
 def import_timm() -> Any:
-    """``timm``. Where ``scripts/setup_env.sh`` set a torchvision apart, its Python parts alone are used.
+    """``timm``. Where ``scripts/setup_env.sh`` set a torchvision apart, only its Python parts are used.
 
     Importing it registers rules for operators that were not loaded: two of them are declared, without kernels.
     """

@@ -1,0 +1,46 @@
+"""Starts two processes on this machine, as a distributed run would, and collects their results."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Results = dict[str, Any]
+
+
+def _run(rank: int, work: Callable[[int], Results], folder: str, port: int, process_group: bool) -> None:
+    """The body of one process."""
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if process_group:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        )
+    torch.save(work(rank), f"{folder}/{rank}.pt")
+    if process_group:
+        dist.destroy_process_group()
+
+
+def run_two_processes(work: Callable[[int], Results], folder: Path, *, process_group: bool = True) -> list[Results]:
+    """Run ``work(rank)`` in two new processes and return both results, by rank.
+
+    Args:
+        work: a function of a module; it returns a dict that ``torch.load(weights_only=True)`` can read.
+        folder: an empty folder for the rendezvous and the results.
+        process_group: make a gloo process group first; without it, only the environment variables for one are set.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_run, args=(work, str(folder), port, process_group), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
