@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.column_ops import Selection, SliceState
+from zenflow_compile.runtime.device.column_ops import SliceState
+from zenflow_compile.runtime.device.selection import Selection
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import AUTO_SELECT_INTERVAL, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.schedule import ENTRY_MARGIN, RESELECT_BELOW, STATE_BUDGET, Schedule
@@ -45,7 +45,7 @@ class Run:
         self.device = DeviceState.allocate(plan, CPU)
 
     def select(self, slices: Tensor, at: int) -> None:
-        self.device.selection = column_ops.Selection.of(slices, self.plan.slices, CPU)
+        self.device.selection = Selection.of(slices, self.plan.slices, CPU)
         self.device.selected_at = at
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.partition import group_count
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.device.column_ops import Selection
+from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.device.selection_groups import best_slices, better_slices, count_swaps, swaps_per_group
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 

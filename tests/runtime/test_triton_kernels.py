@@ -18,7 +18,8 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.column_ops import Selection, SliceState
+from zenflow_compile.runtime.device.column_ops import SliceState
+from zenflow_compile.runtime.device.selection import Selection
 
 pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

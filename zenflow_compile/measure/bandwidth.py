@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.resident_adam import ResidentState, update_on_device
+from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
@@ -180,7 +181,7 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     k = max(1, slices // _COLUMNS_PER_SELECTED)
     matrix = torch.zeros(length, slices, dtype=torch.bfloat16, device=device)
     spread = torch.arange(k, dtype=torch.int32) * (slices // k)  # selections spread over the matrix, too
-    selection = column_ops.Selection.of(spread, slices, device)
+    selection = Selection.of(spread, slices, device)
     gradient = torch.ones(k, length, dtype=torch.bfloat16, device=device)
     master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))
     state = column_ops.SliceState(matrix, 1, selection, gradient, master, exp_avg, exp_avg_sq, step=1)

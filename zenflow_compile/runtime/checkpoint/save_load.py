@@ -27,8 +27,8 @@ from zenflow_compile.runtime.checkpoint.format import (
     window_places,
 )
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
-from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.resident_adam import ResidentState
+from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.gradients.compression import Residual, scales_and_values
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
@@ -274,7 +274,7 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
     selected = torch.arange(plan.k)
     if "mask" in entry:
         selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
-    device.selection = column_ops.Selection.of(selected.to(torch.int32), plan.slices, engine.device)
+    device.selection = Selection.of(selected.to(torch.int32), plan.slices, engine.device)
     on_device_side, on_host_side = device.selection.selected.cpu().long(), device.selection.deferred.cpu().long()
     flushed = [at for at in entry["visible_at"].tolist() if at != NONE] if "visible_at" in entry else []
     uploads = [host.next_upload() for _ in flushed]

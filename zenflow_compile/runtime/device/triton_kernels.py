@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
-from zenflow_compile.runtime.device.column_ops import Selection, row_major
+from zenflow_compile.runtime.device.selection import Selection, row_major
 
 if TYPE_CHECKING:
     # Under these names mypy sees plain functions; the decorators of Triton are untyped.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device import column_ops, selection_groups
+from zenflow_compile.runtime.device.selection import Selection
 
 SCORE_DECAY = 0.9
 """Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten
@@ -33,7 +34,7 @@ class DeviceState:
     """
 
     plan: ParamPlan
-    selection: column_ops.Selection
+    selection: Selection
     gradient: Tensor
     master: Tensor
     exp_avg: Tensor
@@ -52,7 +53,7 @@ class DeviceState:
         state = [torch.zeros(block, dtype=torch.float32, device=device) for _ in range(3)]
         return cls(
             plan=plan,
-            selection=column_ops.Selection.of(torch.arange(plan.k, dtype=torch.int32), plan.slices, device),
+            selection=Selection.of(torch.arange(plan.k, dtype=torch.int32), plan.slices, device),
             gradient=torch.zeros(block, dtype=plan.dtype, device=device),
             master=state[0],
             exp_avg=state[1],
@@ -120,9 +121,7 @@ def feed_scores(states: Sequence[DeviceState], unscale: Sequence[float]) -> None
     torch._foreach_lerp_(scores, norms, 1.0 - SCORE_DECAY)
 
 
-def count_leaving(
-    states: Sequence[DeviceState], selections: Sequence[column_ops.Selection], margin: float
-) -> list[Tensor]:
+def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection], margin: float) -> list[Tensor]:
     """Count the selected slices that would leave if swaps cost nothing: f32[] on the device for each parameter.
 
     Args:
@@ -143,9 +142,9 @@ def count_leaving(
 def exchange_slices(
     device_side: tuple[Tensor, ...],
     host_side: tuple[Tensor, ...],
-    selection: column_ops.Selection,
+    selection: Selection,
     wanted: Tensor,
-) -> tuple[column_ops.Selection, int]:
+) -> tuple[Selection, int]:
     """Make ``wanted`` the selection, and move the state of slices that change sides, in both directions.
 
     Entering slices take the rows of leaving ones on either side, so no other row moves.
@@ -177,4 +176,4 @@ def exchange_slices(
     leaving_slices = selected[device_rows]
     selected[device_rows] = deferred[host_rows]
     deferred[host_rows] = leaving_slices
-    return column_ops.Selection.of(selected, selection.slices, device, deferred=deferred), moved
+    return Selection.of(selected, selection.slices, device, deferred=deferred), moved

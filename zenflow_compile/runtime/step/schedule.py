@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
-from zenflow_compile.runtime.device.column_ops import Selection
+from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.readback import Readback
