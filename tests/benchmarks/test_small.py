@@ -34,7 +34,7 @@ def test_op_overhead(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for row, offloaded in zip(written["rows"], (12, 8), strict=True):
         assert (row["tensors"], row["offloaded"]) == (24, offloaded)
         assert row["parts"]["offload_gradients"]["calls"] == 1
-        assert row["parts"]["update_parameters"]["calls"] == 1
+        assert row["parts"]["step"]["calls"] == 1
         assert 0 < row["operators_cpu_ms"] < row["cpu_ms"]
     assert len(written["targets"]) == 4
 

@@ -210,7 +210,7 @@ def test_gradient_returned_by_a_failed_backward(monkeypatch: pytest.MonkeyPatch)
         raise ArithmeticError
 
     with monkeypatch.context() as patch:
-        patch.setattr(first, "offload", fail)
+        patch.setattr(first, "receive", fail)
         with pytest.raises(ArithmeticError):
             training.backward(3)
     hook.remove()

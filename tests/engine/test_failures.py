@@ -213,7 +213,7 @@ def test_every_job_fails_and_the_ring_keeps_its_blocks(monkeypatch: pytest.Monke
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     saved = training.optimizer.state_dict()
     ring = training.optimizer.engine.registry.transport.up_ring
-    blocks = len(ring._buffers)
+    blocks = len(ring.buffers)
 
     def always(*args: Any, **keywords: Any) -> Any:
         raise BrokenError("on purpose")

@@ -236,7 +236,7 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_before_an_upload() -> None:
 
     training.optimizer.synchronize()
     go_on()
-    functions = {"start_upload", "next_free", "view"}
+    functions = {"start_upload", "next_free", "view", "apply", "_apply_next", "due"}
     assert every_point(training.optimizer.synchronize, functions, go_on) > 5
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, steps[0]).weights()
     assert_same(training.weights(), expected)

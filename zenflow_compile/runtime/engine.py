@@ -1,4 +1,4 @@
-"""The engine: owns the runtime state of one optimizer, and implements the ops of compiled graphs.
+"""The engine: backward, optimizer step and forward of one optimizer, as compiled graphs and autograd call them.
 
 Order of a training step, for graph nodes and for hooks on ``.grad``:
 
@@ -11,187 +11,36 @@ Order of a training step, for graph nodes and for hooks on ``.grad``:
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.parameters.capacity import free_device_bytes
-from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
-from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
-from zenflow_compile.runtime.step.min_window import ShortestWindow
 from zenflow_compile.runtime.step.optimizer_step import StepContext, commit_gradient, update_slices
-from zenflow_compile.runtime.step.schedule import Schedule
-from zenflow_compile.runtime.step.stale_gradients import StaleGradients
-from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
-from zenflow_compile.timeline.events import AdaptiveWindows, Timeline
 from zenflow_compile.torch_internals import torch_private
 
-_ids = itertools.count()
 
-
-class Engine:
-    """Streams, workers, host memory and update windows of one optimizer.
-
-    Attributes:
-        id: by which graph nodes name the engine.
-        groups: the optimizer's ``param_groups``, read at every optimizer step.
-        params: all parameters, in the plan's order.
-        offloaded: runtime state of the parameters that the host updates, by index.
-        step: number of optimizer steps so far.
-        graphs: what the backend rewrote for this engine, for ``explain``.
-        failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
-        closed: ``close`` has completed.
-        used: a graph, a gradient or an optimizer step depends on this engine.
-        in_child: this is a forked child's copy, which has neither the threads nor the host memory.
-    """
+class Engine(OptimizerRuntime):
+    """Implements the ops of compiled graphs, the hooks on ``.grad``, and the optimizer step."""
 
     def __init__(
         self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, in_backward: bool
     ) -> None:
-        self.id = next(_ids)
-        self.groups = groups
-        self.options = options
-        self.in_backward = in_backward
-        self.device = device
-        self.recorder = Recorder(device)
-        self.registry = ParamRegistry(
-            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
-        )
-        self.params = self.registry.params
-        self.offloaded = self.registry.offloaded
-        self.uploads = UploadScheduler(self.registry, self.recorder)
-        self.stale = StaleGradients(self.registry)
-        self.holders = Holders(self.registry.params)
-        self.schedule = Schedule(options, device, self.recorder)
-        self.backward = BackwardPass()
-        self.step = 0
-        self.windows_flushed = 0
-        self.graphs: list[Any] = []
-        self.closed = False
-        self.used = False
-        self.in_child = False
-        self.failure: BaseException | None = None
-        self._closing = False  # close() has begun; after an interrupt in it only another close() may follow
-        self._finished = False  # in close(): all work has ended
-        self._module_hooks: list[RemovableHandle] = []
-        self._min_window = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
-        self._claim: Claim | None = None
-        self._on_backward_end: Callable[[Any], None] | None = None
+        super().__init__(groups, options, device, in_backward=in_backward)
         self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
-        self._updating = False  # between begin_update and end_update: all gradients are final
         ops.register_engine(self)
-
-    def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
-        """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
-        self._claim = claim
-        self._on_backward_end = on_backward_end
-        claim.serving = weakref.ref(self)
-
-    def detach(self) -> None:
-        """Serve no optimizer any longer: ``close()`` leaves the parameters to the engine that replaces this one."""
-        self._claim = None
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the model was changed and nothing depends on this engine yet, so that another one may replace it."""
-        return not self.used and self.timeline is None and any(map(self.registry.changed, range(len(self.params))))
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that this engine serves; None while the engine is built, or when it was collected."""
-        return None if self._claim is None else self._claim.optimizer
-
-    # Parameters.
-
-    def add_params(self, named: Sequence[Sequence[tuple[str, Parameter]]], first_group: int = 0) -> None:
-        """Plan and allocate further parameters, by param group. Those that exist keep their phases.
-
-        Args:
-            first_group: index of the first of these groups among the optimizer's.
-
-        Raises:
-            ValueError: more host memory is needed than the machine has; nothing has been changed then.
-        """
-        if self.params:
-            self.synchronize()
-        self.registry.add(named, first_group)
-        self.schedule.make_room(len(self.params))
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of all parameters."""
-        return self.registry.plan
-
-    def index_of(self, param: Tensor) -> int | None:
-        """The index of ``param`` in the plan; None if it is not this engine's."""
-        return self.registry.index_of(param)
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of all parameters of the optimizer, in their own dtype."""
-        return self.registry.model_bytes
-
-    @property
-    def adaptive_windows(self) -> AdaptiveWindows | None:
-        """Limits of adaptive window lengths; None where the length is fixed."""
-        return self.schedule.adaptive_windows
-
-    @property
-    def worker_cores(self) -> tuple[int, ...]:
-        """The logical core of each worker."""
-        return self.registry.transport.workers.cores
-
-    @property
-    def selections(self) -> int:
-        """Number of re-selections so far."""
-        return self.uploads.selections
-
-    @property
-    def backwards(self) -> int:
-        """Number of backwards with gradients since the last optimizer step."""
-        return self.backward.count
-
-    @property
-    def finalizes_in_backward(self) -> bool:
-        """Whether updates may sit in the backward graph."""
-        return self.in_backward and self.options.max_grad_norm is None
-
-    @property
-    def weight_grad_bytes(self) -> int:
-        """Device memory for the inputs of reordered weight gradients; 0: they are not reordered."""
-        if self.options.weight_grad_order == "asap":
-            return 0
-        given = self.options.weight_grad_bytes
-        return free_device_bytes(self.device) // 4 if given is None else given
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Where events are recorded; None without a profiler."""
-        return self.recorder.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.recorder.attach(timeline)
 
     # Ops of backward graphs, and hooks on ``.grad``.
 
@@ -587,193 +436,6 @@ class Engine:
     def inference(self) -> AbstractContextManager[None]:
         """The context in which a forward graph without gradients runs."""
         return self.recorder.inference()
-
-    def remember_models(self, models: Sequence[nn.Module]) -> None:
-        """Note where these compiled models hold parameters."""
-        self.used = True
-        self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
-
-    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None:
-        """Remove these hooks of modules in ``close()``."""
-        self._module_hooks += hooks
-
-    def check_models(self, models: Sequence[nn.Module]) -> None:
-        """Check that those of ``models`` that are compiled hold the engine's parameters.
-
-        Raises:
-            RuntimeError: a parameter was replaced.
-        """
-        self.holders.check_models(self.plan.params, models)
-
-    def check_parameters(self) -> None:
-        """``check_unchanged``, and ``check_models`` of the modules that hold the parameters directly: cheap enough for
-        every step.
-        """
-        self.registry.check_unchanged()
-        self.holders.check(self.plan.params)
-
-    def before_load(self) -> None:
-        """Apply due updates before weights are loaded into the model, so that the loaded weights win."""
-        if self.in_child:
-            return
-        self.uploads.before_load(self.step)
-
-    def synchronize(self) -> None:
-        """Wait for work in flight and make due updates visible. The trajectory stays what it would have been.
-
-        Raises:
-            RuntimeError: work in flight failed.
-        """
-        if self.in_child:
-            self._check_weights_in_child()
-            return
-        self._check()
-        self.check_unchanged()
-        self.uploads.apply_due(self.step)
-        for offloaded in self.uploads.by_deadline():
-            offloaded.host.wait()
-            offloaded.host.wait_for_copies()
-        self.registry.streamed.wait()
-
-    def check_unchanged(self) -> None:
-        """
-        Raises:
-            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
-        """
-        self.registry.check_unchanged()
-
-    def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make due updates visible to code that reads weights without a fetch. Cheap when nothing is due.
-
-        It runs as outside of inference mode, tracing, functorch transforms and dispatch modes, which belong to the
-        reader and not to the updates.
-
-        Args:
-            params: only the updates of these; None: all.
-
-        Raises:
-            RuntimeError: work in flight failed, a weight was written while an update of it was in flight, or an update
-                is due in a forked child.
-        """
-        if self.in_child:
-            self._check_weights_in_child()
-            return
-        self._check()
-        if not self.uploads.is_current(self.step):
-            only = None
-            if params is not None:
-                only = {index for param in params if (index := self.index_of(param)) is not None}
-            with torch_private.outside_of_transforms():
-                self.uploads.apply_due(self.step, only)
-
-    def apply_in_step(self) -> None:
-        """Apply due updates in ``step()`` from now on: code without a fetch, and without a hook of ours, reads the
-        weights.
-        """
-        self.uploads.read_elsewhere = True
-        self.apply_due()
-
-    # Lifetime.
-
-    def flush(self) -> None:
-        """Apply the gradients in update windows and make every update visible. Training may continue.
-
-        Raises:
-            RuntimeError: work in flight failed; no step runs then until a state is loaded. Or a weight was written
-                while an update of it was in flight; training may continue then.
-            ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
-        """
-        self._check()
-        self.check_parameters()
-        for index in self.offloaded:
-            self.registry.eps(index)
-        try:
-            self.schedule.restart_windows()
-            self.uploads.finish(self.step, flush=True)
-            self.registry.streamed.wait()
-        except errors.LostUpdateError:
-            raise
-        except BaseException as error:
-            self.failure = error
-            raise
-
-    def abandon(self) -> None:
-        """Drop everything in flight, gradients and failed work too, before a state is loaded."""
-        self.failure = None
-        self._check()
-        self._updating = False
-        self.backward.reset()
-        self.backward.task = None
-        self.uploads.abandon()
-        self.schedule.forget()
-        self._min_window.forget()
-        self.registry.drop_grads()
-        self.stale.forget()
-        self.registry.abandon()
-
-    def _check(self) -> None:
-        """Raise if the engine must not be used: forked, closed, or failed."""
-        if self.in_child:
-            errors.refuse_in_child()
-        if self.closed or self._closing:
-            errors.refuse_closed()
-        if self.failure is not None:
-            errors.refuse_failed(self.failure)
-
-    def enter_child(self) -> None:
-        """Refuse everything but reading weights: this process was forked from the engine's."""
-        self.in_child = True
-        self.registry.enter_child()
-
-    def _check_weights_in_child(self) -> None:
-        if any(offloaded.due(self.step) for offloaded in self.offloaded.values()):
-            errors.refuse_in_child("an update of the weights was on its way when the process was forked")
-
-    def close(self, *, flush: bool) -> None:
-        """Apply all updates, stop the threads, free host memory. Safe to call twice.
-
-        After an interrupt (``KeyboardInterrupt``) only another call of ``close`` may follow, which completes it.
-
-        Args:
-            flush: apply the gradients in update windows, too.
-
-        Raises:
-            RuntimeError: work in flight failed. The engine is closed all the same.
-        """
-        if self.closed:
-            return
-        if self.in_child:
-            self.closed = True
-            return
-        self._closing = True
-        for hook in self._module_hooks:
-            hook.remove()
-        error: Exception | None = None
-        # Each part may be repeated.
-        for part in (partial(self._finish, flush=flush), self._release_gradients, self.registry.close):
-            try:
-                part()
-            except Exception as raised:
-                error = error or raised
-        ops.unregister_engine(self.id)
-        if self._claim is not None:
-            self._claim.release()
-        self.closed = True  # last: an interrupt above leaves the rest to the next call
-        if error is not None:
-            raise error
-
-    def _finish(self, *, flush: bool) -> None:
-        if not self._finished:
-            try:
-                self.uploads.finish(self.step, flush=flush and self.failure is None)
-                self.registry.streamed.wait()
-            except Exception:
-                self._finished = True
-                raise
-            self._finished = True
-
-    def _release_gradients(self) -> None:
-        self.registry.release_gradients(keep=self.failure is None)
 
 
 def _enter_child() -> None:

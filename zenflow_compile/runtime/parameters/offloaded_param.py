@@ -63,20 +63,19 @@ class Upload:
     ticket: Ticket
 
 
-class OffloadedParam:
-    """Runtime state of one parameter whose optimizer state lives, in part or completely, on the host.
+class IncomingGradient:
+    """The gradient of one parameter, from its first contribution until the optimizer step consumes it.
 
     Attributes:
         record: the engine's gradient, or the one that the last optimizer step has consumed; None without one.
-        deadline: position among the first uses of the next forward; jobs and uploads run in this order.
         accumulates: several contributions per step were seen: split only when the gradient is final.
         eager: a contribution came through autograd, so first uses are unknown and updates are applied inside
             ``step()``.
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
-        uses: how often graphs were about to read it since the last optimizer step.
-        single: in the last step its gradient came in one piece from a graph, so it may be final before the backward
+        uses: how often graphs were about to read the parameter since the last optimizer step.
+        single: in the last step the gradient came in one piece from a graph, so it may be final before the backward
             ends.
-        pending: its deferred gradient, where that stays on the device until it is final.
+        pending: the deferred gradient, where that stays on the device until it is final.
     """
 
     def __init__(
@@ -87,14 +86,12 @@ class OffloadedParam:
         device: DeviceState,
         transport: Transport,
         gradients: Gradients,
-        counter: VersionCounter,
     ) -> None:
         self.plan = plan
         self.param = param
-        self.weights = Weights(plan, param, counter)
         self.host = host
         self.device = device
-        self.deadline = plan.index
+        self.transport = transport
         self.record: GradientRecord | None = None
         self.accumulates = False
         self.eager = False
@@ -102,7 +99,6 @@ class OffloadedParam:
         self.uses = 0
         self.single = False
         self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
-        self.transport = transport
         self._gradients = gradients
         self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
         self._me: weakref.ref[GradientSource] = weakref.ref(self)
@@ -110,12 +106,9 @@ class OffloadedParam:
         self._accumulate_grad = torch_private.accumulate_grad_node(param)
         self._in_backward: OffloadedGradient | None = None
         self._accumulator: Tensor | None = None
-        # Each of the three is the only record of its stage: a buffer is in use by whatever refers to it here.
+        # Each of the two is the only record of its stage: see [Note: one assignment] in ``staging_ring``.
         self._staged: StagingBuffer | None = None  # split, and its copy has not started
         self._copy: tuple[int, Ticket] | None = None  # index of a gradient buffer, and the copy into it
-        self._upload: Upload | None = None
-        self._partially_applied: BaseException | None = None
-        self.weights.reseed(device, host)
 
     # 1. Receive.
 
@@ -317,7 +310,10 @@ class OffloadedParam:
 
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
-        self._assemble(self._accumulator_like(self.weights.matrix), record)
+        if self._accumulator is None:
+            like = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+            self._accumulator = like.view(self._like.shape[0], -1)
+        self._assemble(self._accumulator, record)
         record.state, record.norm = _ON_DEVICE, None
         self._release_parts()
 
@@ -340,6 +336,186 @@ class OffloadedParam:
         if self._accumulator is None:
             self._accumulator = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         return self._accumulator
+
+    # The gradient in ``.grad``: see [Note: .grad is the truth].
+
+    @property
+    def state(self) -> GradientState | None:
+        """The state of the engine's gradient; None without one."""
+        return None if self.record is None else self.record.state
+
+    @property
+    def unscale(self) -> float:
+        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
+        unscale = 1.0 if self.record is None else self.record.unscale
+        assert isinstance(unscale, float)
+        return unscale
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
+        consumed_in_backward = not self._gradients.visible and self.record is not None
+        return consumed_in_backward or self._grad_of_user() is not None
+
+    def _grad_of_user(self) -> Tensor | None:
+        """The tensor in ``.grad``, unless the optimizer-in-backward form has put it there."""
+        grad = self.param.grad
+        if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.IN_BACKWARD:
+            return None
+        return grad
+
+    def check_gradient(self) -> None:
+        """
+        Raises:
+            TypeError: the gradient is sparse.
+            RuntimeError: no optimizer step can use the gradient in ``.grad``.
+        """
+        grad, name = self.param.grad, self.plan.name
+        if type(grad) is OffloadedGradient and grad._record is self.record and grad._record.state.away:
+            return  # the usual case, at every step
+        grad = self._grad_of_user()
+        if grad is None:
+            return
+        if isinstance(grad, OffloadedGradient):
+            grad._record.check_usable()
+        errors.refuse_sparse_grad(self.param, name)
+        if not self._gradients.visible and self.record is not None:
+            errors.refuse_second_grad(name)
+
+    def _zeroed(self, grad: Tensor) -> bool:
+        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
+        if not isinstance(grad, OffloadedGradient):
+            return False
+        return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
+
+    def look(self) -> GradientRecord | None:
+        """The engine's gradient if it is in ``.grad``. Otherwise drop it, and return None."""
+        record = self.record
+        if record is not None and self._gradients.visible:
+            grad = self.param.grad
+            # An interrupt may come after a gradient became dense or zero and before the engine gave it up.
+            given_up = record.state in (GradientState.DENSE, GradientState.ZERO)
+            if given_up or type(grad) is not OffloadedGradient or grad._record is not record:
+                self.drop()
+                return None
+        return record
+
+    def drop(self) -> None:
+        """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive."""
+        if self.record is not None:
+            self.record.dropped()
+            self.record = None
+        self._release_parts()
+
+    def discard(self) -> None:
+        """Forget what no optimizer step will use: visible gradients that are not in ``.grad``, and all others."""
+        if self._gradients.visible:
+            if self.record is not None:
+                self.look()
+        elif self.state is not GradientState.CONSUMED:
+            self.drop()
+
+    def release_gradient(self, *, keep: bool) -> None:
+        """Leave nothing in ``.grad`` that needs the engine.
+
+        Args:
+            keep: a gradient that no step has used becomes a dense tensor there.
+        """
+        grad = self.param.grad
+        if isinstance(grad, OffloadedGradient):
+            self.param.grad = grad._record.values_at_close(keep=keep)
+        self.drop()
+
+    def show_consumed(self) -> None:
+        """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
+        if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
+            record = GradientRecord(self._like, self._me)
+            record.state = GradientState.IN_BACKWARD
+            self._in_backward = OffloadedGradient.of(record)
+        if self.param.grad is None:
+            self.param.grad = self._in_backward
+
+    # ``GradientSource``, for the record.
+
+    def values_of(self, record: GradientRecord) -> Tensor:
+        """A new dense tensor of the gradient without its factors.
+
+        Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
+
+        Raises:
+            RuntimeError: this is a forked process, which does not have the host memory of the gradient.
+        """
+        if os.getpid() != self._gradients.process:
+            errors.refuse_forked(self.plan.name)
+        if record is not self.record:
+            record.refuse("read")
+        values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        matrix = values.view(self._like.shape[0], -1)
+        if record.state is _ON_DEVICE:
+            assert self._accumulator is not None
+            matrix.copy_(self._accumulator)
+        else:
+            self._assemble(matrix, record)
+        return values
+
+    def norm_of(self, record: GradientRecord) -> Tensor | None:
+        """f32[], L2 norm without factors, also of the gradient that was consumed last."""
+        if record is not self.record:
+            return None
+        if record.norm is None:
+            if record.state is _ON_DEVICE:
+                assert self._accumulator is not None
+                record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
+            else:
+                self._gradients.measure()
+        return record.norm
+
+    def give_up(self, record: GradientRecord) -> None:
+        """Free the parts of a gradient that is no longer the engine's."""
+        if record is self.record:
+            self.record = None
+            self._release_parts()
+
+    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
+        """Add ``grad``, which autograd accumulates into ``.grad``."""
+        if (engine := self._gradients.engine()) is None:
+            record.refuse("add to")
+        engine.accumulate_grad(self.plan.index, record, grad)
+
+    def became_dense(self) -> None:
+        """Count a gradient that became dense."""
+        self._gradients.became_dense()
+
+    @property
+    def factors(self) -> Factors:
+        """See :class:`Gradients`."""
+        return self._gradients.factors
+
+
+class OffloadedParam(IncomingGradient):
+    """Runtime state of one parameter whose optimizer state lives, in part or completely, on the host.
+
+    Attributes:
+        weights: the parameter as a matrix, and whether it was written elsewhere.
+        deadline: position among the first uses of the next forward; jobs and uploads run in this order.
+    """
+
+    def __init__(
+        self,
+        plan: ParamPlan,
+        param: Parameter,
+        host: HostState,
+        device: DeviceState,
+        transport: Transport,
+        gradients: Gradients,
+        counter: VersionCounter,
+    ) -> None:
+        super().__init__(plan, param, host, device, transport, gradients)
+        self.weights = Weights(plan, param, counter)
+        self.deadline = plan.index
+        self._upload: Upload | None = None
+        self._partially_applied: BaseException | None = None
+        self.weights.reseed(device, host)
 
     # 4. Commit.
 
@@ -516,160 +692,6 @@ class OffloadedParam:
         if (upload := self._upload) is not None:
             upload.ticket.settle()
             self._upload, upload.buffer.in_use = None, False
-
-    # The gradient in ``.grad``: see [Note: .grad is the truth].
-
-    @property
-    def state(self) -> GradientState | None:
-        """The state of the engine's gradient; None without one."""
-        return None if self.record is None else self.record.state
-
-    @property
-    def unscale(self) -> float:
-        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
-        unscale = 1.0 if self.record is None else self.record.unscale
-        assert isinstance(unscale, float)
-        return unscale
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
-        consumed_in_backward = not self._gradients.visible and self.record is not None
-        return consumed_in_backward or self._grad_of_user() is not None
-
-    def _grad_of_user(self) -> Tensor | None:
-        """The tensor in ``.grad``, unless the optimizer-in-backward form has put it there."""
-        grad = self.param.grad
-        if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.IN_BACKWARD:
-            return None
-        return grad
-
-    def check_gradient(self) -> None:
-        """
-        Raises:
-            TypeError: the gradient is sparse.
-            RuntimeError: no optimizer step can use the gradient in ``.grad``.
-        """
-        grad, name = self.param.grad, self.plan.name
-        if type(grad) is OffloadedGradient and grad._record is self.record and grad._record.state.away:
-            return  # the usual case, at every step
-        grad = self._grad_of_user()
-        if grad is None:
-            return
-        if isinstance(grad, OffloadedGradient):
-            grad._record.check_usable()
-        errors.refuse_sparse_grad(self.param, name)
-        if not self._gradients.visible and self.record is not None:
-            errors.refuse_second_grad(name)
-
-    def _zeroed(self, grad: Tensor) -> bool:
-        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
-        if not isinstance(grad, OffloadedGradient):
-            return False
-        return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
-
-    def look(self) -> GradientRecord | None:
-        """The engine's gradient if it is in ``.grad``. Otherwise drop it, and return None."""
-        record = self.record
-        if record is not None and self._gradients.visible:
-            grad = self.param.grad
-            # An interrupt may come after a gradient became dense or zero and before the engine gave it up.
-            given_up = record.state in (GradientState.DENSE, GradientState.ZERO)
-            if given_up or type(grad) is not OffloadedGradient or grad._record is not record:
-                self.drop()
-                return None
-        return record
-
-    def drop(self) -> None:
-        """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive."""
-        if self.record is not None:
-            self.record.dropped()
-            self.record = None
-        self._release_parts()
-
-    def discard(self) -> None:
-        """Forget what no optimizer step will use: visible gradients that are not in ``.grad``, and all others."""
-        if self._gradients.visible:
-            if self.record is not None:
-                self.look()
-        elif self.state is not GradientState.CONSUMED:
-            self.drop()
-
-    def release_gradient(self, *, keep: bool) -> None:
-        """Leave nothing in ``.grad`` that needs the engine.
-
-        Args:
-            keep: a gradient that no step has used becomes a dense tensor there.
-        """
-        grad = self.param.grad
-        if isinstance(grad, OffloadedGradient):
-            self.param.grad = grad._record.values_at_close(keep=keep)
-        self.drop()
-
-    def show_consumed(self) -> None:
-        """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
-        if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
-            record = GradientRecord(self._like, self._me)
-            record.state = GradientState.IN_BACKWARD
-            self._in_backward = OffloadedGradient.of(record)
-        if self.param.grad is None:
-            self.param.grad = self._in_backward
-
-    # ``GradientSource``, for the record.
-
-    def values_of(self, record: GradientRecord) -> Tensor:
-        """A new dense tensor of the gradient without its factors.
-
-        Its dtype and device are the plan's: ``model.to()`` reads ``.grad`` after it has moved the parameter.
-
-        Raises:
-            RuntimeError: this is a forked process, which does not have the host memory of the gradient.
-        """
-        if os.getpid() != self._gradients.process:
-            errors.refuse_forked(self.plan.name)
-        if record is not self.record:
-            record.refuse("read")
-        values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-        matrix = values.view(self._like.shape[0], -1)
-        if record.state is _ON_DEVICE:
-            assert self._accumulator is not None
-            matrix.copy_(self._accumulator)
-        else:
-            self._assemble(matrix, record)
-        return values
-
-    def norm_of(self, record: GradientRecord) -> Tensor | None:
-        """f32[], L2 norm without factors, also of the gradient that was consumed last."""
-        if record is not self.record:
-            return None
-        if record.norm is None:
-            if record.state is _ON_DEVICE:
-                assert self._accumulator is not None
-                record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
-            else:
-                self._gradients.measure()
-        return record.norm
-
-    def give_up(self, record: GradientRecord) -> None:
-        """Free the parts of a gradient that is no longer the engine's."""
-        if record is self.record:
-            self.record = None
-            self._release_parts()
-
-    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
-        """Add ``grad``, which autograd accumulates into ``.grad``."""
-        if (engine := self._gradients.engine()) is None:
-            record.refuse("add to")
-        engine.accumulate_grad(self.plan.index, record, grad)
-
-    def became_dense(self) -> None:
-        """Count a gradient that became dense."""
-        self._gradients.became_dense()
-
-    @property
-    def factors(self) -> Factors:
-        """See :class:`Gradients`."""
-        return self._gradients.factors
 
     # External writes, and failures.
 
