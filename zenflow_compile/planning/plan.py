@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.dtypes import FLOAT32
-from zenflow_compile.planning.partition import group_count
+from zenflow_compile.planning.slice_groups import group_count
 
 if TYPE_CHECKING:
     import torch
