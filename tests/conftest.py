@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.runtime.transfer import cpu_lane
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.cli.test_plan import FINDINGS
-from tests.planning.machines import llama
+from tests.support.machines import llama
 from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.options.options import Options
 from zenflow_compile.prediction import auto_policy

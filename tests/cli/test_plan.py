@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import zenflow_compile as zf
-from tests.planning.machines import SLOW_HOST, llama, machine
+from tests.support.machines import SLOW_HOST, llama, machine
 from zenflow_compile.cli import main, plan
 from zenflow_compile.cli.plan import _explained
 from zenflow_compile.options.options import Options

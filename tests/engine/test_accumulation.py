@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.training import EAGER_BACKEND, Training
+from tests.support.training import EAGER_BACKEND, Training
 
 
 @pytest.mark.parametrize(("declared", "copied_after"), [(None, [True, False]), (2, [False, True])])

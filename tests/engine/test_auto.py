@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile.options import options as options_module
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
 from zenflow_compile.runtime.step import min_window, schedule

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.training import (
+from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
     OFFLOAD_ALL,

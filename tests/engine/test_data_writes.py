@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, mlp
 
 pytestmark = pytest.mark.timeout(60)
 

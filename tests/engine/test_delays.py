@@ -9,25 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
+from tests.support.settings import settings
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.transfer import cpu_lane
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "windows": {"update_interval": 4},
-    "stale": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
-    "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
-    "summed": {"accumulate_on_device": True, "update_interval": 2},
-    "compressed": {"gradient_compression": "int8", "update_interval": 2, "staleness": 1},
-    "summed_stale": {"accumulate_on_device": True, "update_interval": 2, "staleness": 1, "full_warm_up_rounds": 3},
-}
-STREAMED: dict[str, dict[str, Any]] = {
-    "streamed": {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1},
-    "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1, "ratio": 0.8},
-    "windows_and_streamed": {"update_stride": 2, "sub_group_size": 1, "update_interval": 2},
-}
+SETTINGS = settings(
+    "windows", "stale_every_step", "reselecting", "auto", "summed", "compressed_stale", "summed_stale_warm_up"
+)
+STREAMED = settings("streamed", "every_second_streamed", "windows_and_streamed")
 THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.training import ADAM, OFFLOAD_ALL, mlp
+from tests.support.training import ADAM, OFFLOAD_ALL, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import autograd_hooks, ops
 from zenflow_compile.runtime.device import streamed_adam

@@ -24,7 +24,8 @@ from rich.console import Console
 from torch import nn
 
 from tests.engine.test_failures import root_of, train_until_it_fails
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.support.settings import settings
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
@@ -34,15 +35,9 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 
 pytestmark = pytest.mark.timeout(120)
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "zero_infinity": {"policy": "zero_infinity"},
-    "windows": {"update_interval": 4},
-    "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
-    "stale": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
-    "summed": {"accumulate_on_device": True, "update_interval": 2, "full_warm_up_rounds": 2},
-    "compressed": {"gradient_compression": "int8", "update_interval": 2, "staleness": 1},
-}
+SETTINGS = settings(
+    "zero_infinity", "windows", "reselecting", "auto", "stale_every_step", "summed_warm_up", "compressed_stale"
+)
 LAYERS = 8
 CHUNK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
 
@@ -399,7 +394,7 @@ def test_bad_input_is_refused_before_training(case: str, tmp_path: Path, monkeyp
 SCRIPT = """
 import os, sys, torch
 from tests.engine.test_files import deep
-from tests.engine.training import EAGER_BACKEND, Training
+from tests.support.training import EAGER_BACKEND, Training
 directory, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 options = {"reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2}}.get(name)
 options = options or {"policy": name}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.host import host_adam
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 
 pytestmark = [

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import zenflow_compile
-from tests.engine.training import (
+from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
     ENTRIES,

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.training import (
+from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
     ENTRIES,
@@ -196,7 +196,7 @@ def test_collected_by_its_own_worker() -> None:
 def test_leaving_the_interpreter_with_work_in_flight() -> None:
     """Nothing hangs, and PyTorch is not called when it has been taken apart already."""
     script = """
-from tests.engine.training import EAGER_BACKEND, Training
+from tests.support.training import EAGER_BACKEND, Training
 training = Training(EAGER_BACKEND, {"update_interval": 1, "staleness": 1}).run(0, 3)
 other = Training(None, {"staleness": 1})
 other.run(0, 3)
@@ -212,7 +212,7 @@ print("end")
 def test_error_before_the_first_use_ends_cleanly() -> None:
     """The traceback keeps the optimizer until the interpreter has cleared modules."""
     script = """
-from tests.engine.training import Training
+from tests.support.training import Training
 training = Training()
 raise KeyboardInterrupt
 """

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import zenflow_compile as zf
-from tests.engine.training import EAGER_BACKEND, Training
+from tests.support.training import EAGER_BACKEND, Training
 from zenflow_compile.runtime.transfer import cpu_lane
 
 SLOW_MS = 30.0

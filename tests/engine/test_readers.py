@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.engine.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.host import host_adam

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.training import EAGER_BACKEND, Training
+from tests.support.training import EAGER_BACKEND, Training
 from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,36 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
+from tests.support.settings import settings
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.transfer import cpu_lane
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "windows": {"update_interval": 4},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
-    "stale": {"update_interval": 4, "staleness": 1},
-    "stale_short": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
-    "reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2},
-    "device_share": {"device_share": 0.6},
-    "zero_offload": {"policy": "zero_offload"},
-    "resident": {"policy": "resident"},
-    "twinflow": {"policy": "twinflow", "ratio": 0.6},
-    "streamed": {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1},
-    "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1, "ratio": 0.8},
-    "windows_and_streamed": {"update_stride": 2, "sub_group_size": 1, "update_interval": 2},
-    "clipped": {"max_grad_norm": 0.1},
-    "summed": {"accumulate_on_device": True, "max_grad_norm": 0.1},
-    "summed_auto": {"accumulate_on_device": True, "update_interval": "auto", "auto_ratio": 0.6},
-    "compressed": {"gradient_compression": "int8", "max_grad_norm": 0.1},
-    "compressed_reselecting": {
-        "gradient_compression": "int8",
-        "update_interval": 2,
-        "select_strategy": "step",
-        "select_interval": 2,
-        "staleness": 1,
-    },
-    "summed_stale": {"accumulate_on_device": True, "staleness": 1, "update_interval": 3},
-}
+SETTINGS = settings(
+    "windows",
+    "auto",
+    "stale_windows",
+    "stale_every_step",
+    "reselecting",
+    "device_share",
+    "zero_offload",
+    "resident",
+    "twinflow",
+    "streamed",
+    "every_second_streamed",
+    "windows_and_streamed",
+    "clipped",
+    "summed_clipped",
+    "summed_auto",
+    "compressed_clipped",
+    "compressed_reselecting",
+    "summed_stale",
+)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.engine.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL
+from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.device.selection import Selection

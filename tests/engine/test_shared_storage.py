@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, assert_same
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, assert_same
 from zenflow_compile import ZenFlowAdamW, optimizer_of
 
 pytestmark = pytest.mark.timeout(120)

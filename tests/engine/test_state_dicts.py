@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
 from zenflow_compile.runtime.checkpoint.format import ADAMW, layout
 
 # A single process may save and load without a process group.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zenflow_compile as zf
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.profiling import summary
 from zenflow_compile.runtime.transfer import cpu_lane
 

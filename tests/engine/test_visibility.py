@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.training import (
+from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
     ENTRIES,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
-from tests.exactness.zoo import BY_NAME, Member
+from tests.support.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
+from tests.support.zoo import BY_NAME, Member
 from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.parameters import offloaded_param
 from zenflow_compile.runtime.parameters.device_state import exchange_slices

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.exactness.trajectories import seeded
+from tests.support.trajectories import seeded
 from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.exactness.trajectories import each_member, largest_difference, train, train_implicitly
-from tests.exactness.zoo import Member
+from tests.support.trajectories import each_member, largest_difference, train, train_in_backward
+from tests.support.zoo import Member
 
 
 @each_member()
 def test_all_entries_give_the_same_trajectory(member: Member) -> None:
     in_graph = train(member, "eager", 30)
     through_grad = train(member, None, 30)
-    in_backward = train_implicitly(member, "eager", 30)
+    in_backward = train_in_backward(member, "eager", 30)
     assert in_graph.through_grad == in_backward.through_grad == ()
     assert in_graph.inserted >= 2
     assert in_backward.inserted >= 2
@@ -40,7 +40,7 @@ def test_all_entries_give_the_same_trajectory(member: Member) -> None:
 def test_entries_agree_whatever_the_schedule(member: Member, options: dict[str, object]) -> None:
     in_graph = train(member, "eager", 24, **options)
     assert in_graph.windows_flushed > 0
-    for other in (train(member, None, 24, **options), train_implicitly(member, "eager", 24, **options)):
+    for other in (train(member, None, 24, **options), train_in_backward(member, "eager", 24, **options)):
         assert other.windows_flushed == in_graph.windows_flushed
         assert largest_difference(in_graph, other, member) < 1e-5
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.exactness.trajectories import ADAM, OFFLOAD_ALL, compiled, seeded
-from tests.exactness.zoo import generator, gpt, tokens
+from tests.support.trajectories import ADAM, OFFLOAD_ALL, compiled, seeded
+from tests.support.zoo import generator, gpt, tokens
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 STEPS = 40

@@ -8,8 +8,8 @@ import torch
 from tests.exactness.test_adamw import RESELECTING, check_in_graph, with_moments_reset
 from tests.exactness.test_policies import MIXTURES, STRIDES, TWINFLOW
 from tests.exactness.test_rule_p import CASES, Runs, check
-from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train, train_implicitly
-from tests.exactness.zoo import BY_NAME, Member
+from tests.support.trajectories import each_member, largest_difference, plain_adamw, train, train_in_backward
+from tests.support.zoo import BY_NAME, Member
 from zenflow_compile.runtime.parameters import offloaded_param
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_zenflow_follows_rule_p(member: Member) -> None:
 
 @each_member(COMPILED)
 def test_implicit_and_explicit_form_agree(member: Member) -> None:
-    explicit, in_backward = train(member, "inductor", 24), train_implicitly(member, "inductor", 24)
+    explicit, in_backward = train(member, "inductor", 24), train_in_backward(member, "inductor", 24)
     check_in_graph(in_backward)
     assert in_backward.windows_flushed == explicit.windows_flushed
     torch.testing.assert_close(in_backward.losses, explicit.losses, rtol=0, atol=1e-5)

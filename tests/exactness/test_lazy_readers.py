@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.exactness.trajectories import Trajectory, largest_difference, train, train_implicitly
-from tests.exactness.zoo import CONTEXT, VOCABULARY, Member, cross_entropy, tokens, vectors
+from tests.support.trajectories import Trajectory, largest_difference, train, train_in_backward
+from tests.support.zoo import CONTEXT, VOCABULARY, Member, cross_entropy, tokens, vectors
 from zenflow_compile import backend
 from zenflow_compile.passes import update_parameters
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -120,7 +120,7 @@ BY_NAME = {member.name: member for member in MEMBERS}
 
 
 def run(member: Member, inner: str, *, in_backward: bool) -> Trajectory:
-    return (train_implicitly if in_backward else train)(member, inner, STEPS, **OPTIONS)
+    return (train_in_backward if in_backward else train)(member, inner, STEPS, **OPTIONS)
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["optimizer", "in_backward"])

@@ -10,8 +10,8 @@ import torch
 
 from tests.exactness.test_half_precision import Given as OneOfEach
 from tests.exactness.test_half_precision import MasterAdamW, trained, zenflow_adamw
-from tests.exactness.trajectories import each_member, largest_difference, plain_adamw, train
-from tests.exactness.zoo import BY_NAME, Member, generator
+from tests.support.trajectories import each_member, largest_difference, plain_adamw, train
+from tests.support.zoo import BY_NAME, Member, generator
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime.transfer import cpu_lane
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.exactness.rule_p import Hyper, RuleP
-from tests.exactness.trajectories import OFFLOAD_ALL, compiled, each_member, loss_of, seeded, snapshot
-from tests.exactness.zoo import BY_NAME, Member
+from tests.support.trajectories import OFFLOAD_ALL, compiled, each_member, loss_of, seeded, snapshot
+from tests.support.zoo import BY_NAME, Member
 from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.planning.plan import ParamPlan
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.backend import ServedGraph, zenflow
 from zenflow_compile.compiler.ownership import engines_of, optimizer_of
 from zenflow_compile.planning.plan import Placement

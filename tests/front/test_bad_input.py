@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import zenflow_compile
-from tests.engine.training import (
+from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
     ENTRIES,

@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import json, sys
 import torch
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import zenflow_compile
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, batch, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 
 EXACT = {**OFFLOAD_ALL, "update_interval": 1}

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.backend import zenflow
 from zenflow_compile.explanation import explain

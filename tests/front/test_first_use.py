@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.training import OFFLOAD_ALL
+from tests.support.training import OFFLOAD_ALL
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 

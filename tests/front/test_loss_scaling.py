@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from tests.engine.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
+from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 
 EXACT = {**OFFLOAD_ALL, "update_interval": 1}

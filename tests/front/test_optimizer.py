@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 
 EXACT = {**OFFLOAD_ALL, "update_interval": 1}

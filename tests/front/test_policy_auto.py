@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
-from tests.planning.machines import SLOW_HOST, scenario
+from tests.support.machines import SLOW_HOST, scenario
+from tests.support.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW, lazy_engine
 from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.options.backend_options import split_backend_options

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 
-from tests.engine.training import OFFLOAD_ALL, batch, mlp
+from tests.support.training import OFFLOAD_ALL, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 
 EXACT = {**OFFLOAD_ALL, "update_interval": 1}

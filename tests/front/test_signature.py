@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 import zenflow_compile
 from examples.stdlib_text import load_text
-from tests.engine.training import OFFLOAD_ALL, Training, assert_same, mlp
-from tests.gradients.loops import (
+from tests.support.loops import (
     ADAM,
     EXACT,
     PLACEMENT,
@@ -38,6 +37,7 @@ from tests.gradients.loops import (
     train,
     weights_of,
 )
+from tests.support.training import OFFLOAD_ALL, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
 

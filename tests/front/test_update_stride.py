@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.training import Training, assert_same
-from tests.planning.machines import machine
+from tests.support.machines import machine
+from tests.support.training import Training, assert_same
 from zenflow_compile import lazy_engine
 from zenflow_compile.performance import performance_model
 from zenflow_compile.performance.hardware import Hardware

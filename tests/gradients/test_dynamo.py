@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from tests.engine.training import EAGER_BACKEND, batch
-from tests.gradients.loops import (
+from tests.support.loops import (
     EXACT,
     WINDOWED,
     ZERO_OFFLOAD,
@@ -29,6 +28,7 @@ from tests.gradients.loops import (
     train,
     with_tool,
 )
+from tests.support.training import EAGER_BACKEND, batch
 from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from tests.gradients.loops import (
+from tests.support.loops import (
     ADAM,
     EXACT,
     Call,

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from tests.engine.training import batch
-from tests.gradients.loops import (
+from tests.support.loops import (
     ENTRIES,
     ENTRY_IDS,
     EXACT,
@@ -40,6 +39,7 @@ from tests.gradients.loops import (
     with_tool,
 )
 from tests.support.processes import run_two_processes
+from tests.support.training import batch
 
 every_policy = pytest.mark.parametrize(
     "options", [EXACT, ZERO_OFFLOAD, SUMMED], ids=["exact", "zero_offload", "summed"]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zenflow_compile as zf
-from tests.engine.training import OFFLOAD_ALL, Training, batch
-from tests.gradients.loops import ENTRIES, ENTRY_IDS
+from tests.support.loops import ENTRIES, ENTRY_IDS
+from tests.support.training import OFFLOAD_ALL, Training, batch
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientState

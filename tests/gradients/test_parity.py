@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from tests.engine.training import EAGER_BACKEND, batch
-from tests.gradients.loops import (
+from tests.support.loops import (
     ENTRIES,
     EXACT,
     INDUCTOR,
@@ -39,6 +38,7 @@ from tests.gradients.loops import (
     train,
     with_tool,
 )
+from tests.support.training import EAGER_BACKEND, batch
 
 every_policy = pytest.mark.parametrize(
     "options", [EXACT, ZERO_OFFLOAD, SUMMED], ids=["exact", "zero_offload", "summed"]

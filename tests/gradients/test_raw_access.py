@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from tests.engine.training import EAGER_BACKEND, batch
-from tests.gradients.loops import (
+from tests.support.loops import (
     ADAM,
     EXACT,
     ZERO_OFFLOAD,
@@ -30,6 +29,7 @@ from tests.gradients.loops import (
     small,
     with_tool,
 )
+from tests.support.training import EAGER_BACKEND, batch
 from zenflow_compile import ZenFlowAdamW
 
 

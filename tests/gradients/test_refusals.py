@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 import zenflow_compile
-from tests.gradients.loops import (
+from tests.support.loops import (
     ADAM,
     EXACT,
     STEPS,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from tests.gradients.loops import (
+from tests.support.loops import (
     ENTRIES,
     ENTRY_IDS,
     EXACT,

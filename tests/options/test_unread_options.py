@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.training import mlp
-from tests.planning.machines import scenario
+from tests.support.machines import scenario
+from tests.support.training import mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import POLICIES, Options
 from zenflow_compile.performance.hardware_catalog import hardware

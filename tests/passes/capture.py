@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import GraphPass, PassContext, Phase
 from zenflow_compile.passes.group_nodes import group_nodes
 from zenflow_compile.passes.pipeline import PIPELINES, PassReport, run_pipeline

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from tests.engine.training import EAGER_BACKEND, Training, assert_same
-from tests.exactness.trajectories import largest_difference, train_implicitly
-from tests.exactness.zoo import BY_NAME
 from tests.passes.capture import OFFLOADED, UNFUSED, Capture, Small, inputs, reference_gradients
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
+from tests.support.training import EAGER_BACKEND, Training, assert_same
+from tests.support.trajectories import largest_difference, train_in_backward
+from tests.support.zoo import BY_NAME
 from zenflow_compile.passes import group_nodes as grouping
 from zenflow_compile.passes import pipeline
 from zenflow_compile.passes.base import PassContext, Phase
@@ -300,9 +300,9 @@ def test_fused_ops_have_the_bits_of_unfused_ops(
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_updates_in_backward_have_the_same_bits(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     member = BY_NAME["mlp"]
-    fused = train_implicitly(member, inner, 10)
+    fused = train_in_backward(member, inner, 10)
     torch._dynamo.reset()
     monkeypatch.setattr(pipeline, "PIPELINES", UNFUSED)
-    unfused = train_implicitly(member, inner, 10)
+    unfused = train_in_backward(member, inner, 10)
     assert fused.windows_flushed == unfused.windows_flushed > 0
     assert largest_difference(fused, unfused, member) == 0.0

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from tests.passes.capture import UNFUSED, Capture, Small, inputs
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import GraphPass, Phase
 from zenflow_compile.passes.merge_gradients import MERGED, merge_gradients
 from zenflow_compile.runtime import ops

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.offload_gradients import offload_gradients
 from zenflow_compile.passes.pipeline import check_order

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.passes.capture import UNFUSED, Capture, reference_gradients
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.order_gradients import exclusive_cone, order_gradients, written_memory
 from zenflow_compile.passes.pipeline import PIPELINES

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.select_columns import select_columns
 from zenflow_compile.runtime import ops

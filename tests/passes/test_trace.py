@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zenflow_compile
 from tests.passes.capture import Capture, Small, inputs
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.backend import zenflow
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.pipeline import PIPELINES

@@ -7,7 +7,7 @@ import torch
 from torch.fx import GraphModule
 
 from tests.passes.capture import OFFLOADED, UNFUSED, Capture, Small, inputs, reference_gradients
-from tests.recording import RecordingEngine
+from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.graph_edits import written_inputs
 from zenflow_compile.passes.offload_gradients import offload_gradients

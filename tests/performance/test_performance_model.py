@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import SLOW_HOST, llama, scenario
+from tests.support.machines import SLOW_HOST, llama, scenario
 from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.performance import equations
 from zenflow_compile.performance.equations import PLAN_TRAFFIC, STRIDE_RATIO, TRAFFIC

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planning.machines import llama, machine
+from tests.support.machines import llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import model_catalog, model_config, workload
 from zenflow_compile.performance.hardware_catalog import hardware

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.planning.machines import SLOW_HOST, layers, llama, machine, scenario
+from tests.support.machines import SLOW_HOST, layers, llama, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import performance_model
 from zenflow_compile.performance.hardware import Hardware

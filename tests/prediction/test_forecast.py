@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import layers, machine, scenario
+from tests.support.machines import layers, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.prediction import auto_policy

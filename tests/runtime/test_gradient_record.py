@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from tests.engine.training import Training, assert_same
-from tests.gradients.loops import (
+from tests.support.loops import (
     EXACT,
     SUMMED,
     ZERO_OFFLOAD,
@@ -27,6 +26,7 @@ from tests.gradients.loops import (
     loss_of,
     with_tool,
 )
+from tests.support.training import Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.gradient_record import Factors, GradientLike, GradientRecord, GradientState

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.training import OFFLOAD_ALL, Training, mlp
+from tests.support.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.host import cores

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.runtime.device import streamed_adam

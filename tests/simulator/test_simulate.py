@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.planning.machines import ELEMENTS, layers, llama, machine
+from tests.support.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import model_catalog
 from zenflow_compile.performance.model_shapes import flops_per_token

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.machines import layers, machine
+from tests.support.machines import layers, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import model_catalog
 from zenflow_compile.performance.hardware_catalog import hardware

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import zenflow_compile
-from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, batch
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, batch
 from zenflow_compile import ZenFlowAdamW
 
 STEPS = 12

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile
-from tests.exactness.zoo import BY_NAME, MEMBERS, Member
+from tests.support.zoo import BY_NAME, MEMBERS, Member
 from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
@@ -103,7 +103,7 @@ def grad_state(grad: Tensor) -> GradientState | None:
     return grad._record.state if isinstance(grad, OffloadedGradient) else None
 
 
-def train_implicitly(member: Member, inner: str, steps: int, **options: Any) -> Trajectory:
+def train_in_backward(member: Member, inner: str, steps: int, **options: Any) -> Trajectory:
     """Train with the optimizer in backward."""
     model = seeded(member.build)
     run = compiled(model, inner, **{**ADAM, **OFFLOAD_ALL, **options})
