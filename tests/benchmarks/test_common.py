@@ -47,7 +47,7 @@ def test_ratios_pair_rounds() -> None:
 
 
 @pytest.mark.parametrize(("measured", "at_least", "met"), [(2.0, True, True), (1.0, True, False), (1.0, False, True)])
-def test_a_target_says_whether_it_is_met(measured: float, at_least: bool, met: bool) -> None:
+def test_target_knows_whether_it_is_met(measured: float, at_least: bool, met: bool) -> None:
     target = Target("speed", measured, 1.5, at_least)
     assert target.met is met
     assert target.row()["met"] is met
@@ -92,14 +92,14 @@ def test_shared_options_have_defaults() -> None:
     assert vars(given) == {"out": Path("a/b.json")}
 
 
-def test_the_runner_lists_what_has_a_main() -> None:
+def test_runner_lists_the_benchmarks() -> None:
     known = runner.benchmarks()
     assert {"gil_gap", "host_adam", "level_steps", "peers", "profiler_overhead"} <= known.keys()
     assert not {"common", "__main__"} & known.keys()
     assert all(known.values()), "every benchmark says in one line what it is"
 
 
-def test_the_runner_runs_one_with_its_options(
+def test_runner_passes_options_to_a_benchmark(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "benchmarks.host_adam", raising=False)

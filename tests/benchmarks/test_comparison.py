@@ -64,7 +64,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, *systems: str, **fields: Any) -> d
     return {outcome.case.system: outcome for outcome in found}
 
 
-def test_each_goes_on_with_its_fastest_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_continue_with_their_fastest_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(monkeypatch, "adamw", "zero_offload", "zenflow")
     assert found["zero_offload"].tried_ms == {2: 200.0, 1: 100.0}
     assert found["zero_offload"].case.threads == 1
@@ -98,7 +98,7 @@ def test_failed_system_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch)
     assert len(found["adamw"].rounds_ms) == SCHEDULE.rounds
 
 
-def test_without_the_reference_there_are_no_quotients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ratios_without_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(monkeypatch, "adamw", "zenflow", missing=frozenset({"adamw"}))
     assert found["zenflow"].rounds_over_reference == []
     assert len(found["zenflow"].rounds_ms) == SCHEDULE.rounds

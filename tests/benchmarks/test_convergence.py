@@ -81,7 +81,7 @@ def losses(values: Mapping[str, list[float]]) -> dict[str, dict[int, float]]:
     return {name: dict(enumerate(row)) for name, row in values.items()}
 
 
-def test_runs_of_one_seed_differ_in_the_rule_alone(study: Study) -> None:
+def test_runs_of_one_seed_differ_in_the_rule_only(study: Study) -> None:
     runs = list(plan(study, PHASES, range(2)))
     for phase, own in (("scratch", set()), ("finetune", {S8})):
         for seed in range(2):
@@ -105,7 +105,7 @@ def test_fine_tuning_alone_trains_its_reference(study: Study) -> None:
     assert second.start == first
 
 
-def test_the_models_are_as_large_as_they_say() -> None:
+def test_model_sizes_are_as_named() -> None:
     for name, millions in (("10m", 10), ("tiny", 1)):
         gpt = STUDIES[name].configs["scratch"].gpt()
         parameters = gpt.layers * (12 * gpt.width**2 + 4 * gpt.width) + (512 + gpt.context + 2) * gpt.width
@@ -266,7 +266,7 @@ def test_fine_tuning_claims_eight_steps_too() -> None:
     assert S8 in verdicts[2].sentence
 
 
-def test_tables_show_what_was_measured(study: Study, tmp_path: Path) -> None:
+def test_tables_show_the_measurements(study: Study, tmp_path: Path) -> None:
     runs = list(plan(study, PHASES, range(1)))
     outcomes = Outcomes()
     for index, run in enumerate([*runs, *sweep(study, PHASES, 0)]):
@@ -296,7 +296,7 @@ def test_tables_show_what_was_measured(study: Study, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "render"), [("docs/guide/benchmarks.md", summary), ("docs/convergence.md", markdown)])
-def test_documents_say_what_the_results_file_says(
+def test_documents_agree_with_the_results_file(
     page: str, render: Callable[[Study, Outcomes, Sequence[int]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "RESULTS", ROOT / "benchmarks" / "results")

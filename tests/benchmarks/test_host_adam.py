@@ -50,7 +50,7 @@ def test_end_to_end(results: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_kernel_decides_the_targets(results: Path) -> None:
+def test_compiled_kernel_decides_the_targets(results: Path) -> None:
     sizes = ["--params", "0.01", "--slots", "2", "--dtype", "bf16", "--threads", "1", "--rounds", "2"]
     assert host_adam.main([*sizes, "--kernel", "copy", "ours", "fused"]) == 0
     written = json.loads((results / "host_adam.json").read_text())

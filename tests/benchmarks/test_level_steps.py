@@ -12,14 +12,14 @@ import pytest
 from benchmarks import level_steps
 
 
-def test_a_long_step_in_every_window_shows() -> None:
+def test_periodic_long_step_is_detected() -> None:
     turns = [[10.0, 10.0, 10.0, 30.0] * 6] * 3
     assert level_steps.autocorrelation(turns, 4) > 0.8
     assert level_steps.autocorrelation(turns, 2) < 0
     assert level_steps.slowest_phase(turns, 4) == 3.0
 
 
-def test_noise_does_not() -> None:
+def test_noise_is_not_detected() -> None:
     noise = random.Random(0)
     turns = [[10.0 + noise.random() for _ in range(24)] for _ in range(20)]
     assert abs(level_steps.autocorrelation(turns, 4)) < 3 / math.sqrt(20 * 24)
@@ -31,7 +31,7 @@ def test_constant_steps_have_no_autocorrelation() -> None:
     assert math.isnan(level_steps.autocorrelation([[1.0, 2.0]], 2))
 
 
-def test_a_turn_must_hold_whole_windows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_turn_must_hold_whole_windows(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         level_steps.main(["--steps", "10"])
     assert "--steps 10 must be a multiple of S = 4" in capsys.readouterr().err

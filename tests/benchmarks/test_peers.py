@@ -44,7 +44,7 @@ def printed(table: Table) -> str:
     return capture.get()
 
 
-def test_targets_are_quotients_within_rounds() -> None:
+def test_targets_are_ratios_within_rounds() -> None:
     found = peers.targets("optimizer-bound", measured())
     assert [(target.measured, target.met) for target in found] == [(1.5, True), (1.1, True)]
     # Peers that took turns with the reference alone are compared through it.
@@ -53,7 +53,7 @@ def test_targets_are_quotients_within_rounds() -> None:
     assert peers.targets("gpt", measured()) == []
 
 
-def test_a_target_without_its_peer_is_left_out() -> None:
+def test_target_without_its_baseline_is_left_out() -> None:
     alone = {"zenflow": outcome("zenflow", [11.0], turns_with=("adamw",)), "adamw": outcome("adamw", [10.0])}
     assert len(peers.targets("optimizer-bound", alone)) == 1
     assert peers.targets("optimizer-bound", {"adamw": alone["adamw"]}) == []
@@ -86,7 +86,7 @@ def test_capped_run_is_compared_with_free_reference() -> None:
         (["--memory", "capped", "--device", "cpu"], "on the CPU leave it out"),
     ],
 )
-def test_wrong_options(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         peers.main(arguments)
     assert says in capsys.readouterr().err

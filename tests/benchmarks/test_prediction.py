@@ -15,7 +15,7 @@ from zenflow_compile.measure.bandwidth import DeviceRate, HostRates, LinkRates
 from zenflow_compile.measure.disk import DiskRates
 
 
-def test_what_is_validated_is_what_users_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_uses_the_public_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def measure(device: torch.device, threads: list[int], *args: Any, dtype: torch.dtype) -> Findings:

@@ -68,7 +68,7 @@ def test_worker_is_frozen_between_requests() -> None:
 
 
 @pytest.mark.parametrize(("command", "kind", "says"), [("fail", "failure", "the log"), ("die", "died", "no answer")])
-def test_a_failure_comes_with_the_end_of_the_log(command: str, kind: str, says: str) -> None:
+def test_failure_shows_the_end_of_the_log(command: str, kind: str, says: str) -> None:
     with Worker([sys.executable, "-c", ECHO], {}) as worker:
         child = worker.first_answer()["child"]
         with pytest.raises(WorkerError, match=says) as error:
@@ -77,7 +77,7 @@ def test_a_failure_comes_with_the_end_of_the_log(command: str, kind: str, says: 
     wait_until(lambda: gone(child))
 
 
-def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path) -> None:
+def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import sys, time\n"
@@ -96,7 +96,7 @@ def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: gone(child))
 
 
-def test_without_deepspeed_its_systems_say_what_to_do(tmp_path: Path) -> None:
+def test_missing_deepspeed_names_the_remedy(tmp_path: Path) -> None:
     case = Case(system="deepspeed_zenflow", model="tiny")
     with pytest.raises(WorkerError, match=r"setup_deepspeed\.sh") as error:
         TrainingWorker(case, warm_up=1, deepspeed_python=tmp_path / "python")

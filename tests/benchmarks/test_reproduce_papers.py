@@ -81,7 +81,7 @@ def test_every_place_has_rows(place: str) -> None:
         ("column norms", 5875),
     ],
 )
-def test_what_arithmetic_gives(text: str, predicted: float) -> None:
+def test_rows_of_plain_arithmetic(text: str, predicted: float) -> None:
     assert named(text).predicted == pytest.approx(predicted, rel=2e-3)
 
 
@@ -98,13 +98,13 @@ def test_deviation_is_from_the_nearest_number(given: Claim, deviation: float) ->
     assert given.deviation == pytest.approx(deviation)
 
 
-def test_a_sentence_stands_only_where_it_is_needed() -> None:
+def test_explanation_only_for_larger_deviations() -> None:
     assert claim(2.0, 3.0, sentence="because").row()["sentence"] == "because"
     assert claim(2.0, 2.2, sentence="because").row()["sentence"] == ""
     assert not claim(2.0, 3.0).explained
 
 
-def test_updates_on_h100_are_those_of_the_logs() -> None:
+def test_h100_updates_equal_the_logs() -> None:
     updates = [each for each in found() if "Figure 10" in each.where]
     assert len(updates) == 12
     assert all(abs(each.deviation) < 0.2 for each in updates)
@@ -117,14 +117,14 @@ def test_unpinned_copy_takes_the_stated_time() -> None:
 
 
 def test_stated_host_rate_is_reached() -> None:
-    """The first block's gradient is the last to come, so that nearly all of the update is behind the backward."""
+    """The first block's gradient is the last to arrive, so nearly the whole update comes after the backward."""
     update = phases("dos-7b", H100, final_at_step=True, policy="zero_offload").update
     assert update == pytest.approx(5.95e9 / 4 * (1 / 2e9 + 1 / 15.5e9), rel=0.15)
     faster = with_host_rate(H100, 3e9, "a test")
     assert phases("dos-7b", faster, final_at_step=True, policy="zero_offload").update < 0.8 * update
 
 
-def test_a_slower_link_changes_the_predictions() -> None:
+def test_slower_link_changes_the_predictions() -> None:
     node = replace(H100, link_to_device=H100.link_to_device / 4)
     before = {(each.where, each.claim): each.predicted for each in found()}
     slower = {(each.where, each.claim): each.predicted for each in deep_optimizer_states.claims(node)}
@@ -136,14 +136,14 @@ def test_a_slower_link_changes_the_predictions() -> None:
     assert all(slower[key] > before[key] for key in interleaved)
 
 
-def test_a_faster_disk_brings_zero_infinity_nearer() -> None:
+def test_faster_disk_brings_zero_infinity_closer() -> None:
     a100 = hardware("4xa100-40g-pcie4")
     faster = replace(a100, disk_read=10 * 6.4e9, disk_write=10 * 4.0e9)
     (infinity,) = (each for each in zenflow.claims(faster) if "ZeRO-Infinity" in each.claim)
     assert infinity.predicted < 0.5 * named("ZeRO-Infinity").predicted
 
 
-def test_a_part_of_a_node_keeps_what_each_device_has() -> None:
+def test_part_of_a_node_keeps_each_devices_share() -> None:
     single = with_devices(H100, 1)
     assert (single.devices, single.cores, single.host_bandwidth) == (1, 24, H100.host_bandwidth)
     few = with_cores(H100, 4)
@@ -151,7 +151,7 @@ def test_a_part_of_a_node_keeps_what_each_device_has() -> None:
     assert few.adam_per_core * 24 == pytest.approx(1 / (1 / 2e9 + 1 / 15.5e9))
 
 
-def test_the_table_is_printed_and_written(
+def test_table_is_printed_and_written(
     results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"
@@ -170,6 +170,6 @@ def test_the_table_is_printed_and_written(
     assert "old" not in text
 
 
-def test_the_page_has_the_committed_results() -> None:
+def test_page_has_the_committed_results() -> None:
     rows = json.loads(COMMITTED.read_text())["rows"]
     assert reproduce_papers.page_tables() == reproduce_papers.tables(rows)

@@ -8,7 +8,7 @@ import torch
 from benchmarks import slack
 
 
-def test_a_placement_changes_time_and_never_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_changes_time_but_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slack, "WIDTH", 16)
     monkeypatch.setattr(slack, "STATE_BYTES", 8 * 16 * 16)
     weights = {}

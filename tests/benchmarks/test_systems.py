@@ -45,7 +45,7 @@ def test_zenflow_trains_nearly_as_adamw(adamw: list[float]) -> None:
     assert losses("zenflow", update_interval=1) == pytest.approx(adamw, rel=1e-5)
 
 
-def test_masters_keep_what_bf16_weights_would_lose(adamw: list[float]) -> None:
+def test_masters_keep_updates_that_bf16_would_lose(adamw: list[float]) -> None:
     assert losses("adamw", dtype="bf16") == pytest.approx(adamw, rel=0.01)
 
 
@@ -54,7 +54,7 @@ def test_forward_and_backward_alone_train_nothing() -> None:
     assert untrained[:4] == pytest.approx(untrained[4:8])
 
 
-def test_facts_say_where_state_is() -> None:
+def test_facts_name_the_place_of_state() -> None:
     trainer = Trainer(Case(system="zenflow", model="tiny", inner="eager"))
     with closing(trainer.system):
         trainer.run(settle=0, steps=4)
@@ -78,7 +78,7 @@ def test_deepspeed_configs_differ_in_one_section() -> None:
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("system", DEEPSPEED)
-def test_deepspeed_trains_beside(system: str, adamw: list[float]) -> None:
+def test_deepspeed_trains_comparably(system: str, adamw: list[float]) -> None:
     case = Case(system=system, model="tiny", inner="eager", cores=(0,))
     with TrainingWorker(case, warm_up=STEPS) as worker:
         worker.start()
@@ -113,7 +113,7 @@ def test_exact_systems_train_alike_on_cuda(system: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_capped_process_runs_out_of_memory() -> None:
+def test_capped_process_runs_out_of_memory() -> None:
     case = Case(system="adamw", model="optimizer-bound", inner="eager", device="cuda", memory_bytes=64 * 2**20)
     with TrainingWorker(case, warm_up=2) as worker, pytest.raises(WorkerError) as error:
         worker.start()

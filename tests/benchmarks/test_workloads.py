@@ -22,7 +22,7 @@ def test_sizes_of_the_language_models(name: str, billions: float) -> None:
     assert sum(parameters.values()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-def test_batches_depend_on_the_seed_alone() -> None:
+def test_batches_depend_on_the_seed_only() -> None:
     def batches(seed: int) -> list[tuple[torch.Tensor, ...]]:
         return WORKLOADS["tiny"].batches(seed, torch.float32, torch.device("cpu"))
 
@@ -43,7 +43,7 @@ def test_tokens_become_sequences() -> None:
         WORKLOADS["tiny"].with_tokens(8)
 
 
-def test_the_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_equals_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.systems.workloads._HEAD_TOKENS", 24)
     model = WORKLOADS["llama-tiny"].build()
     assert isinstance(model, CausalLM)
@@ -53,12 +53,12 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(model(tokens, targets), expected)
 
 
-def test_a_case_survives_its_command_line() -> None:
+def test_case_survives_its_command_line() -> None:
     case = Case(system="zenflow", model="tiny", cores=(0, 1), clip=1.0, options={"device_share": 0.5})
     assert Case.from_json(case.to_json()) == case
 
 
 @pytest.mark.parametrize(("name", "value"), [("system", "zenflw"), ("model", "gtp"), ("dtype", "fp8")])
-def test_a_case_names_what_it_does_not_know(name: str, value: str) -> None:
+def test_unknown_values_of_a_case_are_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='{value}' must be one of"):
         Case(**{"system": "zenflow", "model": "tiny", name: value})

@@ -56,7 +56,7 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert part in text, part
 
 
-def test_doctor_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*QUICK, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"machine", "kernel", "host", "link", "device", "resident", "matmul_flops", "disk"}
@@ -110,14 +110,14 @@ def test_bad_arguments_exit_with_2(
 
 
 @pytest.mark.parametrize("arguments", [[], ["heal"]])
-def test_a_command_is_needed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main.main(arguments)
     assert caught.value.code == 2
     assert "command" in capsys.readouterr().err
 
 
-def test_it_runs_as_a_module_and_as_a_script() -> None:
+def test_command_runs_as_module_and_as_script() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "zenflow_compile", "doctor", "--help"],

@@ -11,7 +11,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.prediction import auto_policy
 
 
-def test_each_number_is_what_its_name_says() -> None:
+def test_every_number_comes_from_its_measurement() -> None:
     one = {"threads": 1, "copy": 9e9, "add": 1e10, "adam": 2.8e9, "parameters": 1e8}
     all_of_them = {"threads": 4, "copy": 3e10, "add": 2e10, "adam": 2.1e10, "parameters": 8e8}
     found = hardware_of(FINDINGS | {"host": [all_of_them, one]})

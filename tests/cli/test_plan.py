@@ -55,7 +55,7 @@ def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_json_has_the_same_numbers_as_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_numbers_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(SMALL, capsys)
     assert {each["policy"] for each in found["policies"]} == POLICIES
     for each in found["policies"]:
@@ -102,7 +102,7 @@ def test_attention_work_follows_the_sequence(capsys: pytest.CaptureFixture[str])
     assert "in sequences of 512" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         found = answer([*SMALL, "--policy", "resident", "--dtype", dtype], capsys)
         assert found["dtype"] == dtype
@@ -113,7 +113,7 @@ def test_the_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert "parameters in fp32" in capsys.readouterr().out
 
 
-def test_several_devices_are_a_prediction_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:
     node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
     (note,) = answer(node, capsys)["notes"]
     assert note.startswith("This version trains on one device; for 4 ")
@@ -122,7 +122,7 @@ def test_several_devices_are_a_prediction_only(capsys: pytest.CaptureFixture[str
     assert answer([*node, "--devices", "1"], capsys)["notes"] == []
 
 
-def test_rows_say_what_was_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     given = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
     assert main.main([*SMALL, *given, "--device-bytes", "1e12"]) == 0
@@ -159,17 +159,17 @@ def test_placeholder_directory_is_not_recommended(capsys: pytest.CaptureFixture[
         ({"policy": "zero_offload", "update_interval": 4}, None),
     ],
 )
-def test_a_recommendation_says_whether_it_is_adamw(options: dict[str, Any], said: str | None) -> None:
+def test_recommendation_says_whether_it_is_adamw(options: dict[str, Any], said: str | None) -> None:
     notes = zf.plan(llama(), machine(), tokens=1, **{"policy": "zenflow"} | options)["notes"]
     assert notes == ([] if said is None else [f"Not exactly AdamW: deferred columns are updated {said}"])
 
 
-def test_the_note_on_exactness_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_note_on_exactness_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*SMALL, "--policy", "zenflow"]) == 0
     assert "Not exactly AdamW: " in capsys.readouterr().out
 
 
-def test_the_recommended_block_is_made_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommended_block_holds_valid_options(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(SMALL, capsys)
     recommended = Options.from_keywords(**found["recommended"])
     row = next(each for each in found["policies"] if each["options"] == found["recommended"])
@@ -202,7 +202,7 @@ def test_devices_share_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     assert state[1] == state[0] // 4
 
 
-def test_the_trace_is_the_recommended_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_is_the_recommended_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     assert main.main([*SMALL, "--policy", "zero_offload", "--trace", str(path)]) == 0
     events = json.loads(path.read_text())["traceEvents"]
@@ -250,13 +250,13 @@ def test_nearest_policy_is_explained_and_traced(tmp_path: Path, capsys: pytest.C
     assert "Nothing fits. zero_offload comes nearest" in text
 
 
-def test_a_name_is_a_name_whatever_the_directory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama2-7b").mkdir()
     monkeypatch.chdir(tmp_path)
     assert zf.plan("llama2-7b", "h200", policy="resident")["parameters"] == 6_738_415_616
 
 
-def test_a_configuration_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     keys = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     path.write_text(json.dumps({"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 128} | keys))
@@ -267,7 +267,7 @@ def test_a_configuration_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(json.dumps(zf.plan(path, "h200"))) == by_option
 
 
-def test_a_saved_measurement_is_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_measurement_is_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
     path.write_text(json.dumps(FINDINGS))
     arguments = ["plan", "--params", "1e8", "--doctor-json", str(path)]
@@ -338,13 +338,13 @@ def test_invalid_doctor_file_is_refused(content: str, tmp_path: Path, capsys: py
     assert "doctor --json" in capsys.readouterr().err
 
 
-def test_a_trace_without_a_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_without_a_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main([*SMALL, "--policy", "resident", "--trace", str(tmp_path / "missing" / "trace.json")])
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_hardware_without_a_needed_number() -> None:
+def test_missing_hardware_number_is_named() -> None:
     model = llama()
     with pytest.raises(ValueError, match="peer_bandwidth=None of hardware 'round' must be bytes per second"):
         zf.plan(model, machine(devices=2), tokens=1)
@@ -365,7 +365,7 @@ def test_hardware_without_a_needed_number() -> None:
         ("llama2-7b", "h200", {"sequence": 1.5}, r"sequence=1\.5 must be an integer in \[1, 8192\]"),
     ],
 )
-def test_values_of_the_wrong_type(model: Any, hardware: Any, options: dict[str, Any], message: str) -> None:
+def test_values_of_the_wrong_type_are_refused(model: Any, hardware: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         zf.plan(model, hardware, **options)
 
@@ -378,7 +378,7 @@ def test_only_the_command_line_measures() -> None:
         zf.plan(-1.0, "h200")
 
 
-def test_the_timeline_of_named_things() -> None:
+def test_timeline_of_a_named_model_and_machine() -> None:
     recording = zf.simulate(llama(), machine(), tokens=1, policy="zero_offload", steps=3)
     assert summarize(recording)["steps"] == 3
     assert recording.blocking
@@ -393,7 +393,7 @@ def test_planning_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=120, check=False).returncode == 0
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in zf.__all__:
         assert callable(getattr(zf, name)), name
     with pytest.raises(AttributeError, match="has no attribute 'plans'"):

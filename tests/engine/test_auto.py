@@ -30,7 +30,7 @@ AUTO: dict[str, Any] = {"update_interval": "auto", "auto_ratio": 0.0, "max_updat
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_time_bounds_windows_from_the_third_step_on(entry: dict[str, Any] | None, rates: list[float]) -> None:
+def test_time_bounds_windows_from_the_third_step(entry: dict[str, Any] | None, rates: list[float]) -> None:
     rates += [SLOW_HOST, FAST_HOST]
     slow, fast = Training(entry, AUTO), Training(entry, AUTO)
     count = len(slow.optimizer.engine.offloaded)
@@ -48,7 +48,7 @@ def test_time_bounds_windows_from_the_third_step_on(entry: dict[str, Any] | None
 
 
 @pytest.mark.parametrize("option", [1, 3, 5])
-def test_nothing_is_measured_where_the_bound_is_given(option: int, rates: list[float]) -> None:
+def test_given_bound_measures_nothing(option: int, rates: list[float]) -> None:
     training = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": option}).run(0, 12)
     assert training.optimizer.engine.adaptive_windows == AdaptiveWindows(option, 5, measured=False)
     again = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": option}).run(0, 12)
@@ -56,13 +56,13 @@ def test_nothing_is_measured_where_the_bound_is_given(option: int, rates: list[f
 
 
 @pytest.mark.parametrize("options", [{"update_interval": 3}, {"policy": "zero_offload"}, {"policy": "resident"}])
-def test_nothing_is_measured_where_windows_are_fixed(options: dict[str, Any], rates: list[float]) -> None:
+def test_fixed_windows_measure_nothing(options: dict[str, Any], rates: list[float]) -> None:
     training = Training(EAGER_BACKEND, options).run(0, 4)
     assert training.optimizer.engine.adaptive_windows is None
 
 
 @pytest.mark.parametrize("position", [1, 2, 3, 6])
-def test_a_measured_bound_goes_with_the_state(position: int, rates: list[float]) -> None:
+def test_measured_bound_is_saved_in_the_state(position: int, rates: list[float]) -> None:
     """Resumed where it is known, the bound is not measured again; before that, it is."""
     rates += [SLOW_HOST]
     whole = Training(EAGER_BACKEND, AUTO).run(0, 16)
@@ -79,7 +79,7 @@ def test_a_measured_bound_goes_with_the_state(position: int, rates: list[float])
         assert_same(resumed.weights(), whole.weights())
 
 
-def test_a_state_goes_into_an_optimizer_that_has_trained(rates: list[float]) -> None:
+def test_trained_optimizer_takes_a_loaded_state(rates: list[float]) -> None:
     rates += [SLOW_HOST, FAST_HOST]
     slow, fast = Training(EAGER_BACKEND, AUTO).run(0, 6), Training(EAGER_BACKEND, AUTO).run(0, 9)
     saved = slow.saved()
@@ -87,7 +87,7 @@ def test_a_state_goes_into_an_optimizer_that_has_trained(rates: list[float]) -> 
     assert_same(fast.load(saved).run(6, 14).weights(), expected)
 
 
-def test_an_option_wins_over_the_state(rates: list[float]) -> None:
+def test_option_overrides_the_state(rates: list[float]) -> None:
     rates += [SLOW_HOST]
     saved = Training(EAGER_BACKEND, AUTO).run(0, 6).saved()
     resumed = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": 2}).load(saved)
@@ -116,7 +116,7 @@ DRIFTING: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", DRIFTING.values(), ids=DRIFTING)
-def test_drifting_selections_resume_bit_for_bit(entry: dict[str, Any] | None, options: dict[str, Any]) -> None:
+def test_drifting_selections_resume_bitwise(entry: dict[str, Any] | None, options: dict[str, Any]) -> None:
     whole = Training(entry, options).run(0, 14)
     expected = whole.weights()
     for position in (5, 6, 9):
@@ -128,7 +128,7 @@ def test_drifting_selections_resume_bit_for_bit(entry: dict[str, Any] | None, op
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("options", DRIFTING.values(), ids=DRIFTING)
-def test_delays_change_no_selection(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_leave_selections_unchanged(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(EAGER_BACKEND, options).run(0, 12)
     delays = Delays(0, 4.0)
     monkeypatch.setattr(cpu_lane, "copy_without_gil", delays.before(cpu_lane.copy_without_gil))
@@ -139,8 +139,8 @@ def test_delays_change_no_selection(options: dict[str, Any], monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("often")
-def test_what_was_seen_and_not_used_yet_is_in_the_state() -> None:
-    """A drift that has crossed waits for the next close: without it the resumed run would go its own way."""
+def test_unused_drift_is_saved_in_the_state() -> None:
+    """A drift that was read back but not used decides the next flush: a run resumed without it would differ."""
     options = DRIFTING["windows"]
     position = 4  # closes at 3 and 4 have looked, those at 5 and 6 decide
     saved = torch.load(io.BytesIO(Training(None, options).run(0, position).saved()), weights_only=True)

@@ -37,7 +37,7 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_failed_backward_of_the_implicit_form_is_dropped(max_grad_norm: float | None) -> None:
+def test_failed_backward_is_dropped_with_in_backward(max_grad_norm: float | None) -> None:
     """Parameters that were updated before it failed have made their step; nothing is applied twice or kept."""
     torch.manual_seed(1)
     model = Product()
@@ -133,7 +133,8 @@ class Cut:
 
 
 @pytest.mark.parametrize("has_out", [False, True], ids=["offloaded", "resident"])
-def test_the_gradient_that_tells_of_the_backward_after_a_failed_one_counts(has_out: bool) -> None:
+def test_first_gradient_detects_a_failed_backward(has_out: bool) -> None:
+    """The first gradient of the next backward reveals that the previous backward failed; it is itself applied."""
     cut = Cut()
     for step in range(3):
         cut.run(step)
@@ -156,7 +157,7 @@ def test_first_gradient_after_failed_backward_is_kept() -> None:
     assert (engine.step, first.device.steps, head.device.steps) == (5, 5, 4)
 
 
-def test_a_gradient_that_was_added_to_a_failed_backwards_is_refused_once() -> None:
+def test_gradient_added_to_a_failed_one_raises_once() -> None:
     cut = Cut()
     cut.model.has_out = True
     for step in range(3):
@@ -248,7 +249,7 @@ def test_reentrant_checkpointing(declared: int | None) -> None:
     torch.testing.assert_close(training.weights(), list(reference.parameters()), atol=1e-5, rtol=0)
 
 
-def test_reentrant_checkpointing_of_compiled_blocks_without_an_optimizer_object() -> None:
+def test_reentrant_checkpointing_in_backward_raises() -> None:
     torch.manual_seed(1)
     model = Reentrant()
     options = {"inner": "eager", **ADAM, **OFFLOAD_ALL}

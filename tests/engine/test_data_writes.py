@@ -81,7 +81,7 @@ def clipped(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_clipped_weights_equal_adamws(
+def test_clipped_weights_equal_adamw(
     policy: str, write: Callable[[Parameter], None], dtype: torch.dtype, entry: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     assert clipped(policy, entry, write, dtype, tmp_path) < (1e-6 if dtype == torch.float32 else 1e-3)
@@ -89,7 +89,7 @@ def test_clipped_weights_equal_adamws(
 
 @pytest.mark.filterwarnings("ignore:policy=:UserWarning")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_writes_in_place_through_data(policy: str, tmp_path: Path) -> None:
+def test_in_place_data_writes_reach_residents_only(policy: str, tmp_path: Path) -> None:
     """The documented exception: only weights that are their own masters take these writes."""
     difference = clipped(policy, None, in_place, torch.float32, tmp_path)
     if policy == "resident":
@@ -100,7 +100,7 @@ def test_writes_in_place_through_data(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("interval", [1, 4])
-def test_vector_to_parameters_is_a_write(interval: int, entry: dict[str, Any] | None) -> None:
+def test_vector_to_parameters_is_an_external_write(interval: int, entry: dict[str, Any] | None) -> None:
     training = Training(entry, {"update_interval": interval}).run(0, 3)
     twin = Training(entry, {"update_interval": interval}).run(0, 3)
     for each in (training, twin):
@@ -115,7 +115,7 @@ def test_vector_to_parameters_is_a_write(interval: int, entry: dict[str, Any] | 
     assert torch.equal(parameters_to_vector(training.weights()), parameters_to_vector(twin.weights()))
 
 
-def test_replaced_memory_over_an_update_raises() -> None:
+def test_replaced_data_over_an_update_raises() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     param = next(training.model.parameters())
     param.data = param.data.clone()
@@ -123,7 +123,7 @@ def test_replaced_memory_over_an_update_raises() -> None:
         training.step(3)
 
 
-def test_to_the_same_dtype_is_no_write() -> None:
+def test_cast_to_the_same_dtype_is_no_write() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     twin = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     training.model.to(device="cpu", dtype=torch.float32)

@@ -33,7 +33,7 @@ def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", [*SETTINGS.values(), *STREAMED.values()], ids=[*SETTINGS, *STREAMED])
-def test_delays_change_nothing(
+def test_delays_leave_weights_unchanged(
     entry: dict[str, Any] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Training(entry, {**options, **THREE_WORKERS}).run(0, 10).weights()
@@ -46,7 +46,7 @@ def test_delays_change_nothing(
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_overlap_changes_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_leaves_weights_unchanged(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     overlapped = Training(EAGER_BACKEND, options).run(0, 10).weights()
     assert_same(Training(EAGER_BACKEND, {**options, "overlap_step": False}).run(0, 10).weights(), overlapped)
     delay(monkeypatch, 3)
@@ -85,9 +85,7 @@ def chain_weights(compiled: dict[str, Any] | None, options: dict[str, Any]) -> l
 @pytest.mark.parametrize(
     "compiled", [EAGER_BACKEND, pytest.param({"backend": "zenflow"}, marks=pytest.mark.slow)], ids=["eager", "inductor"]
 )
-def test_a_gradient_whose_memory_is_reused_while_its_copy_is_slow(
-    compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_copy_survives_reused_gradient_memory(compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies start 10 ms late, when the compiler has long given the gradient's memory to the next layer's."""
     options = {"update_interval": 1}
     expected = chain_weights(compiled, options)
@@ -99,7 +97,7 @@ def test_a_gradient_whose_memory_is_reused_while_its_copy_is_slow(
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_synchronizing_changes_nothing(entry: dict[str, Any] | None, staleness: int) -> None:
+def test_synchronize_leaves_weights_unchanged(entry: dict[str, Any] | None, staleness: int) -> None:
     options = {"update_interval": 2, "staleness": staleness, "select_strategy": "step", "select_interval": 2}
     expected = Training(entry, options).run(0, 9).weights()
     training = Training(entry, options)

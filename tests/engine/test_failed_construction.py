@@ -101,7 +101,7 @@ def threads() -> set[int | None]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_failure_gives_everything_back(name: str, tmp_path: Path) -> None:
+def test_failed_construction_releases_everything(name: str, tmp_path: Path) -> None:
     options = dict(OPTIONS[name])
     if name in ("zenflow_files", "zero_infinity"):
         options["nvme_path"] = tmp_path

@@ -77,7 +77,7 @@ def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeE
 )
 @pytest.mark.parametrize("break_it", [break_kernel, break_scratch, break_copy])
 @pytest.mark.parametrize("calls", [0, 1, 4])
-def test_failure_surfaces_and_the_saved_state_continues(
+def test_saved_state_continues_after_a_failure(
     entry: dict[str, Any] | None,
     options: dict[str, Any],
     break_it: Callable[[pytest.MonkeyPatch, int], None],
@@ -99,7 +99,7 @@ def test_failure_surfaces_and_the_saved_state_continues(
     training.optimizer.close()
 
 
-def test_the_original_error_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_original_error_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     for break_it in (break_kernel, break_copy):
         training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
         training.optimizer.synchronize()
@@ -110,8 +110,8 @@ def test_the_original_error_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_a_failed_copy_raises_at_the_next_call(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only when its window closes, steps later."""
+def test_failed_copy_raises_at_the_next_call(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next call, not when the update window is flushed steps later."""
     training = Training(EAGER_BACKEND, {"update_interval": interval}).run(0, 5)
     training.optimizer.synchronize()
     lane = training.optimizer.engine.registry.transport.to_host
@@ -124,7 +124,7 @@ def test_a_failed_copy_raises_at_the_next_call(interval: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_a_failure_is_not_forgotten(entry: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_raised_by_every_later_call(entry: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(entry, {"update_interval": 1}).run(0, 3)
     with monkeypatch.context() as patch:
         break_kernel(patch, 0)
@@ -140,7 +140,7 @@ def test_a_failure_is_not_forgotten(entry: dict[str, Any] | None, monkeypatch: p
     optimizer.close()  # it is closed all the same
 
 
-def test_other_parameters_land_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_parameters_are_applied_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     training.optimizer.synchronize()
@@ -154,8 +154,8 @@ def test_other_parameters_land_when_one_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
-def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocation in the training thread: some parameters' windows have the gradient, others' not."""
+def test_half_done_step_stops_training(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation fails in the training thread after some parameters have taken the gradient."""
     training = Training(EAGER_BACKEND).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
@@ -172,7 +172,7 @@ def test_a_step_that_breaks_half_way_stops_training(calls: int, monkeypatch: pyt
     assert_same(training.load(saved).run(3, 6).weights(), expected)
 
 
-def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_thread_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1})
     saved = training.saved()
 
@@ -187,7 +187,7 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(training.load(saved).run(0, 3).weights(), expected)
 
 
-def test_an_error_in_the_block_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_the_with_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     training.optimizer.synchronize()
     break_kernel(monkeypatch, 0)
@@ -196,7 +196,7 @@ def test_an_error_in_the_block_is_not_hidden(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyError("theirs")
 
 
-def test_a_backward_that_raises_leaves_a_trainable_optimizer() -> None:
+def test_training_continues_after_a_failed_backward() -> None:
     training = Training(EAGER_BACKEND).run(0, 3)
     expected = Training(EAGER_BACKEND).run(0, 6).weights()
     loss = training.loss(3)
@@ -208,8 +208,8 @@ def test_a_backward_that_raises_leaves_a_trainable_optimizer() -> None:
     assert_same(training.run(3, 6).weights(), expected)
 
 
-def test_every_job_fails_and_the_ring_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More failures than the ring has blocks: still the failure is what one hears of, and loading is the way out."""
+def test_failed_jobs_return_their_ring_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More jobs fail than the ring has buffers; the error is still the jobs', and loading a state recovers."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     saved = training.optimizer.state_dict()
     ring = training.optimizer.engine.registry.transport.up_ring
@@ -231,7 +231,7 @@ def test_every_job_fails_and_the_ring_keeps_its_blocks(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("policy", [{"update_interval": 1}, {"policy": "deep_optimizer_states", "update_stride": 1}])
-def test_copies_that_cannot_start_keep_their_buffers(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstarted_copies_keep_their_buffers(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there are buffers."""
     training = Training(None, policy)
     saved = training.saved()

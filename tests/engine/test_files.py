@@ -100,7 +100,7 @@ def cache_of(training: Training) -> NvmeCache:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_files_and_memory_train_to_the_same_bits(
+def test_files_train_to_the_bits_of_memory(
     entry: dict[str, Any] | None, options: dict[str, Any], dtype: torch.dtype, files: Directories
 ) -> None:
     expected = in_memory(options, entry, dtype).run(0, 12)
@@ -120,7 +120,7 @@ def test_files_and_memory_train_to_the_same_bits(
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_late_reads_and_writes_change_nothing(
+def test_late_file_access_leaves_weights_unchanged(
     entry: dict[str, Any] | None, options: dict[str, Any], files: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
@@ -320,7 +320,7 @@ def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(4, 4).parameters(), **options)  # so small that it has no file
     optimizer.synchronize()
@@ -351,7 +351,7 @@ def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert needed[-2] - needed[-1] == CHUNK_BYTES
 
 
-def test_reads_and_writes_are_recorded_and_reported(files: Directories, tmp_path: Path) -> None:
+def test_reads_and_writes_are_reported(files: Directories, tmp_path: Path) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     with profile(training.optimizer) as recorded:
         training.run(2, 5)
@@ -377,7 +377,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_before_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_raises_before_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, message = BAD[case]
     (tmp_path / "a_file").write_text("theirs")
     monkeypatch.chdir(tmp_path)
@@ -424,7 +424,7 @@ os.replace(directory + "/weights.new", directory + "/weights")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
 def test_killed_process_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """``ZENFLOW_TEST_KILLS=20`` kills it as often, which takes four minutes."""
+    """``ZENFLOW_TEST_KILLS=20`` kills the process 20 times, which takes four minutes."""
     kills = int(os.environ.get("ZENFLOW_TEST_KILLS", "1"))
     (tmp_path / "swap").mkdir()
     steps = 60 * (kills + 1)

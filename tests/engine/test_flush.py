@@ -32,7 +32,7 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_flush_leaves_what_close_leaves(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
     for steps in (3, 6):
         (folders := (tmp_path / f"a{steps}", tmp_path / f"b{steps}"))[0].mkdir()
         folders[1].mkdir()
@@ -68,7 +68,7 @@ def test_training_resumes_after_a_flush(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
-def test_flush_keeps_gradients_of_no_step(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
     training = Training(entry, settings(name, tmp_path)).run(0, 6)
     training.backward(6)
     before = [param.grad.clone() for param in training.model.parameters()]
@@ -88,7 +88,7 @@ def test_flush_keeps_gradients_of_no_step(name: str, entry: dict[str, Any] | Non
 
 
 @pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
-def test_flush_leaves_weights_that_were_loaded(name: str, tmp_path: Path) -> None:
+def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
     """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains. A state that is saved
     then continues as this run does."""
     training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)

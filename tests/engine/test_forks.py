@@ -126,7 +126,7 @@ os._exit(0)
 """
 
 
-def test_child_of_a_killed_run_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_killed_runs_child_releases_the_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", ORPHAN, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

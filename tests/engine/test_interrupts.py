@@ -87,7 +87,7 @@ def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", ["zenflow", "zero_infinity"])
-def test_a_loaded_state_goes_on_after_an_interrupt_while_windows_close(policy: str, tmp_path: Path) -> None:
+def test_interrupted_flush_recovers_from_a_state(policy: str, tmp_path: Path) -> None:
     training = Training(None, options_of(policy, tmp_path)).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 5).weights()
@@ -103,8 +103,8 @@ def test_a_loaded_state_goes_on_after_an_interrupt_while_windows_close(policy: s
     training.optimizer.close()
 
 
-def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
-    """An update that was closed and never queued is not lost without a word."""
+def test_close_raises_after_an_interrupted_flush() -> None:
+    """An update that was flushed but never queued is reported, not lost silently."""
     made = [Training(None, {"policy": "zero_offload"})]
     raised = []
 
@@ -125,8 +125,8 @@ def test_closing_ends_after_an_interrupt_while_windows_close() -> None:
     assert all("host update" in str(error) or "half-way" in str(error) for error in raised)
 
 
-def test_an_interrupt_in_a_backward_that_updates_stops_training() -> None:
-    """In the optimizer-in-backward form no step() of the user's hears of it."""
+def test_interrupt_in_an_updating_backward_stops() -> None:
+    """With the optimizer in backward there is no ``step()`` call that could raise: the next forward does."""
     model = nn.Linear(16, 32)
     keywords = {"inner": "eager", "policy": "zero_offload", "min_offload_size": 100, "host_kernel": "aten"}
     call = torch.compile(model, backend="zenflow", options=keywords)
@@ -148,8 +148,8 @@ ENDING = {
 }  # fmt: skip
 
 
-def test_an_interrupt_at_the_end_of_a_backward_never_sums_two_batches() -> None:
-    """In the optimizer-in-backward form: the interrupted step is complete, or absent, or training stops."""
+def test_interrupt_at_backward_end_sums_no_batches() -> None:
+    """With the optimizer in backward: the interrupted step is complete, or absent, or training stops."""
     keywords = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, "policy": "zero_offload", "max_grad_norm": 1e3}
     model = mlp()
     call = torch.compile(model, backend="zenflow", options=keywords)
@@ -188,7 +188,7 @@ def test_an_interrupt_at_the_end_of_a_backward_never_sums_two_batches() -> None:
 
 
 @pytest.mark.parametrize("functions", [{"_apply_next", "_merge", "_reselect"}, {"exchange_slices"}])
-def test_an_interrupt_while_updates_land_is_repaired_or_raises(functions: set[str]) -> None:
+def test_interrupted_apply_is_repaired_or_raises(functions: set[str]) -> None:
     options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
     training = Training(EAGER_BACKEND, options).run(0, 3)
     saved = training.saved()
@@ -224,8 +224,8 @@ def each_buffer_is_somewhere_once(training: Training) -> None:
         assert sorted(map(id, in_use)) == sorted(map(id, buffers))
 
 
-def test_no_buffer_is_lost_where_an_interrupt_comes_before_an_upload() -> None:
-    """No state is loaded in between, which would free them all."""
+def test_interrupted_upload_loses_no_buffer() -> None:
+    """No state is loaded between the interrupts, which would free all buffers."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     steps = [3]
 
@@ -243,7 +243,7 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_before_an_upload() -> None:
     training.optimizer.close()
 
 
-def test_no_buffer_is_lost_where_an_interrupt_comes_while_gradients_are_taken() -> None:
+def test_interrupted_gradient_copy_loses_no_buffer() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     training.optimizer.synchronize()
 
@@ -402,7 +402,7 @@ EDITS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_interrupted_edit_is_made_or_not(edit: Callable[[torch.Tensor], object], backwards: int) -> None:
+def test_interrupted_edit_is_complete_or_absent(edit: Callable[[torch.Tensor], object], backwards: int) -> None:
     """Readers and the step see the old gradient or the edited one, and nothing in between."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     weight = training.model[2].weight
@@ -454,7 +454,7 @@ def test_interrupted_step_takes_the_same_gradients(backwards: int, edited: bool)
     made.close()
 
 
-def test_no_buffer_is_lost_where_an_interrupt_comes_while_state_is_prefetched() -> None:
+def test_interrupted_prefetch_loses_no_buffer() -> None:
     training = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 2)
     training.optimizer.synchronize()
     interleaved = training.optimizer.engine.registry.streamed
@@ -473,8 +473,8 @@ def test_no_buffer_is_lost_where_an_interrupt_comes_while_state_is_prefetched() 
 
 
 @pytest.mark.parametrize("method", ["begin_update", "synchronize"])
-def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: str, tmp_path: Path) -> None:
-    """A block that stayed held would stop the next job on it."""
+def test_interrupted_job_unlocks_its_file_block(method: str, tmp_path: Path) -> None:
+    """A block that stayed locked would block the next job on it."""
     training = Training(None, options_of("zero_infinity", tmp_path)).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 5).weights()

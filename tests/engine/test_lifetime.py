@@ -51,7 +51,7 @@ def threads_before() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_closing_applies_waiting_windows(entry: dict[str, Any] | None) -> None:
+def test_close_applies_open_windows(entry: dict[str, Any] | None) -> None:
     training = Training(entry, {"update_interval": 4}).run(0, 4)
     waiting = {i for i, each in training.optimizer.engine.offloaded.items() if each.host.open}
     before = training.weights()
@@ -63,7 +63,7 @@ def test_closing_applies_waiting_windows(entry: dict[str, Any] | None) -> None:
     assert threads_of_ours() == []
 
 
-def test_closing_leaves_weights_that_somebody_loaded() -> None:
+def test_close_keeps_loaded_weights() -> None:
     """The best checkpoint, loaded at the end of training, is what remains."""
     training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
@@ -75,7 +75,7 @@ def test_closing_leaves_weights_that_somebody_loaded() -> None:
 
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_closing_applies_the_windows_of_a_loaded_state(weights_first: bool, dtype: torch.dtype) -> None:
+def test_close_applies_windows_of_a_loaded_state(weights_first: bool, dtype: torch.dtype) -> None:
     training = Training(None, {"update_interval": 4}, dtype).run(0, 6)
     saved = training.saved()
     training.optimizer.close()
@@ -86,7 +86,8 @@ def test_closing_applies_the_windows_of_a_loaded_state(weights_first: bool, dtyp
     assert not all(torch.equal(a, b) for a, b in zip(resumed.weights_as_they_are(), before, strict=True))
 
 
-def test_closing_applies_no_window_of_a_loaded_state_to_other_weights() -> None:
+def test_close_flushes_no_window_to_other_weights() -> None:
+    """A state was loaded without its weights: its open windows are not applied to these."""
     training = Training(None, {"update_interval": 4}).run(0, 6)
     saved = training.optimizer.state_dict()
     resumed = Training(None, {"update_interval": 4})
@@ -97,7 +98,7 @@ def test_closing_applies_no_window_of_a_loaded_state_to_other_weights() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_a_closed_optimizer_refuses_everything(entry: dict[str, Any] | None) -> None:
+def test_closed_optimizer_refuses_every_call(entry: dict[str, Any] | None) -> None:
     training = Training(entry).run(0, 2)
     optimizer = training.optimizer
     state = optimizer.state_dict()
@@ -123,7 +124,7 @@ def test_a_closed_optimizer_refuses_everything(entry: dict[str, Any] | None) -> 
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_after_closing_the_model_trains_with_another_optimizer(entry: dict[str, Any] | None) -> None:
+def test_closed_model_trains_with_another_optimizer(entry: dict[str, Any] | None) -> None:
     training = Training(entry).run(0, 2)
     training.optimizer.close()
     training.optimizer = ZenFlowAdamW(training.model.parameters(), **ADAM, **OFFLOAD_ALL)
@@ -135,7 +136,7 @@ def test_after_closing_the_model_trains_with_another_optimizer(entry: dict[str, 
     assert all(param.grad is not None for param in training.model.parameters())
 
 
-def test_the_block_form_closes() -> None:
+def test_with_block_closes() -> None:
     training = Training(None, {"update_interval": 4})
     with training.optimizer as optimizer:
         assert optimizer is training.optimizer
@@ -146,7 +147,7 @@ def test_the_block_form_closes() -> None:
         optimizer.step()
 
 
-def test_after_an_error_the_block_form_flushes_nothing() -> None:
+def test_with_block_flushes_nothing_after_an_error() -> None:
     training = Training(None, {"update_interval": 4}).run(0, 3)
     before = training.weights()
     with pytest.raises(KeyError), training.optimizer:
@@ -156,7 +157,7 @@ def test_after_an_error_the_block_form_flushes_nothing() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_a_collected_optimizer_ends_its_threads_and_lands_what_is_due(entry: dict[str, Any] | None) -> None:
+def test_collected_optimizer_applies_and_ends_threads(entry: dict[str, Any] | None) -> None:
     expected = Training(entry, {"update_interval": 1}).run(0, 3).weights()
     training = Training(entry, {"update_interval": 1}).run(0, 3)
     gc.collect()
@@ -170,8 +171,8 @@ def test_a_collected_optimizer_ends_its_threads_and_lands_what_is_due(entry: dic
     assert all(ops.owner_of(param) is None for param in training.model.parameters())
 
 
-def test_collected_by_its_own_worker() -> None:
-    """The collector runs in any thread, and a worker that waited for itself would wait for ever."""
+def test_worker_may_collect_the_optimizer() -> None:
+    """The collector runs in any thread, and a worker that joined itself would deadlock."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     engine = training.optimizer.engine
     holder = [training.optimizer]
@@ -193,8 +194,8 @@ def test_collected_by_its_own_worker() -> None:
     assert threads_of_ours() == []
 
 
-def test_leaving_the_interpreter_with_work_in_flight() -> None:
-    """Nothing hangs, and PyTorch is not called when it has been taken apart already."""
+def test_interpreter_exits_with_work_in_flight() -> None:
+    """Exit does not hang, and calls no PyTorch after its teardown."""
     script = """
 from tests.support.training import EAGER_BACKEND, Training
 training = Training(EAGER_BACKEND, {"update_interval": 1, "staleness": 1}).run(0, 3)
@@ -222,7 +223,7 @@ raise KeyboardInterrupt
     assert "KeyboardInterrupt" in done.stderr
 
 
-def test_a_copied_model_is_nobodys() -> None:
+def test_copied_model_has_no_owner() -> None:
     training = Training(EAGER_BACKEND).run(0, 2)
     twin = copy.deepcopy(training.model)
     assert all(ops.owner_of(param) is None for param in twin.parameters())
@@ -231,8 +232,8 @@ def test_a_copied_model_is_nobodys() -> None:
     assert not training.optimizer.engine.has_gradients
 
 
-def test_saved_parameters_are_nobodys() -> None:
-    """Parameters themselves, that is, not the plain tensors of a state dict."""
+def test_saved_parameters_have_no_owner() -> None:
+    """Pickled ``Parameter`` objects, as opposed to the plain tensors of a state dict."""
     training = Training(EAGER_BACKEND).run(0, 2)
     file = io.BytesIO()
     torch.save(dict(training.model.named_parameters()), file)
@@ -249,7 +250,7 @@ def test_saved_parameters_are_nobodys() -> None:
     assert not training.optimizer.engine.has_gradients
 
 
-def test_an_optimizer_is_not_copied() -> None:
+def test_optimizer_copy_is_refused() -> None:
     optimizer = Training(None).run(0, 1).optimizer
     for copies_it in (copy.copy, copy.deepcopy, lambda it: torch.save(it, io.BytesIO())):
         with pytest.raises(TypeError, match=r"state_dict\(\)"):

@@ -13,7 +13,7 @@ from zenflow_compile.runtime.transfer import cpu_lane
 SLOW_MS = 30.0
 
 
-def test_slow_copies_are_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copies_count_as_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     copy = cpu_lane.copy_without_gil
 

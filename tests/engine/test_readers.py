@@ -360,7 +360,7 @@ def test_ema_equals_adamws(policy: str, entry: str, tmp_path: Path) -> None:
         assert (ours - expected).abs().max() < CLOSE
 
 
-def test_reads_by_hand_are_behind_with_overlap() -> None:
+def test_manual_reads_lag_with_overlap() -> None:
     """The control of the test above."""
     pair = Pair({"overlap_step": True})
     for step in range(2):
@@ -374,7 +374,7 @@ def test_reads_by_hand_are_behind_with_overlap() -> None:
     ids=["windows", "auto", "stale_windows", "stale"],
 )
 @pytest.mark.parametrize("entry", ["uncompiled", "compiled", "in_backward"])
-def test_steps_without_overlap_leave_nothing_due(options: dict[str, Any], entry: str) -> None:
+def test_steps_without_overlap_leave_no_update_due(options: dict[str, Any], entry: str) -> None:
     compiled = None if entry == "uncompiled" else EAGER_BACKEND
     pair = Pair({**options, "overlap_step": False}, compiled, in_backward=entry == "in_backward")
     for step in range(6):

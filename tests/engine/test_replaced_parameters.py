@@ -42,7 +42,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
 
 @pytest.mark.parametrize("again", [False, True], ids=["graph", "compiled_again"])
 @pytest.mark.parametrize(("change", "text"), CHANGES)
-def test_the_next_forward_raises(change: Callable[[Any], None], text: str, again: bool) -> None:
+def test_replaced_parameter_fails_the_next_forward(change: Callable[[Any], None], text: str, again: bool) -> None:
     training = Training(EAGER_BACKEND, {}).run(0, 2)
     change(training.model)
     if again:
@@ -58,7 +58,7 @@ def test_the_next_forward_raises(change: Callable[[Any], None], text: str, again
 
 
 @pytest.mark.parametrize(("change", "text"), [each for each in CHANGES if each[0] is not replace_module])
-def test_the_next_step_raises(change: Callable[[Any], None], text: str) -> None:
+def test_replaced_parameter_fails_the_next_step(change: Callable[[Any], None], text: str) -> None:
     training = Training(EAGER_BACKEND, {}).run(0, 2)
     training.backward(2)
     change(training.model)

@@ -39,10 +39,10 @@ SETTINGS = settings(
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_resumed_run_is_the_uninterrupted_one(
+def test_resumed_run_equals_the_uninterrupted_one(
     entry: dict[str, Any] | None, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Saving lands what is due, but must not change what comes: every run saves at one position only."""
+    """Saving applies updates that are due but must not change later steps: every run saves at one position only."""
     expected = Training(entry, options, dtype).run(0, 13).weights()
     for position in range(5, 9):  # every position of a window of 4
         training = Training(entry, options, dtype).run(0, position)
@@ -54,8 +54,8 @@ def test_resumed_run_is_the_uninterrupted_one(
             assert_same(resumed.run(position, 13).weights(), expected)
 
 
-def test_a_training_goes_back_to_its_own_checkpoint() -> None:
-    """Into the same optimizer, with gradients of other steps in windows and on their way."""
+def test_training_reloads_its_own_checkpoint() -> None:
+    """Into the same optimizer, with gradients of other steps in windows and in flight."""
     training = Training(ENTRIES[1]).run(0, 6)
     saved = training.saved()
     expected = training.run(6, 12).weights()
@@ -161,8 +161,8 @@ def test_other_weights_than_the_states_count() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_weights_that_somebody_wrote_count(entry: dict[str, Any] | None, staleness: int) -> None:
-    """By ``load_state_dict`` or by hand: masters start again from them, with moments as they are."""
+def test_external_writes_reseed_masters(entry: dict[str, Any] | None, staleness: int) -> None:
+    """By ``load_state_dict`` or by hand: masters are cast from the weights again, moments stay."""
     training = Training(entry, {"update_interval": 1, "staleness": staleness}).run(0, 4)
     other = [torch.randn(param.shape, generator=torch.Generator().manual_seed(9)) for param in training.weights()]
     names = [name for name, _ in training.model.named_parameters()]
@@ -188,7 +188,7 @@ def test_weights_written_before_the_step_count() -> None:
     assert 0 < moved.abs().max() < 0.1
 
 
-def test_a_file_that_was_cut_changes_nothing() -> None:
+def test_truncated_file_changes_nothing() -> None:
     training = Training(None).run(0, 3)
     saved = torch.load(io.BytesIO(training.saved()), weights_only=True)["optimizer"]
     before = training.weights()
@@ -330,7 +330,7 @@ def test_state_of_other_types_changes_nothing(key: str | None, change: Any, mess
     ("saved", "own"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)],
 )
-def test_a_state_of_another_dtype_is_refused(policy: str, saved: torch.dtype, own: torch.dtype) -> None:
+def test_state_of_another_dtype_is_refused(policy: str, saved: torch.dtype, own: torch.dtype) -> None:
     state = Training(None, {"policy": policy}, saved).run(0, 2).optimizer.state_dict()
     training = Training(None, {"policy": policy}, own).run(0, 1)
     with pytest.raises(ValueError, match=rf"dtype='{saved}' for '0\.weight', this optimizer '{own}'.*another model"):

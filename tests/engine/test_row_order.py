@@ -128,7 +128,7 @@ ATTEMPTED = SCHEDULE.index("attempted")
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_order_of_rows_changes_no_number(case: str, dtype: torch.dtype, entry: dict[str, Any] | None) -> None:
+def test_row_order_changes_no_number(case: str, dtype: torch.dtype, entry: dict[str, Any] | None) -> None:
     one, other = (Run(entry, CASES[case], dtype) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     assert [each.plan.groups for each in one.optimizer.engine.offloaded.values()] == [4, 4]

@@ -148,13 +148,13 @@ DISTRIBUTED = {
 
 @in_both
 @pytest.mark.parametrize(("name", "how"), [("windows", how) for how in DISTRIBUTED])
-def test_named_states_of_windows(name: str, how: str, make: Make, group: None, tmp_path: Path) -> None:
+def test_windows_resume_from_parameter_names(name: str, how: str, make: Make, group: None, tmp_path: Path) -> None:
     resumes_from_names(make, SETTINGS[name], DISTRIBUTED[how], tmp_path)
 
 
 @pytest.mark.parametrize("how", ["plain", "flat"])
 @pytest.mark.parametrize("name", ["resident", "stale", "int8", "summed_auto"])
-def test_named_states_of_settings(name: str, how: str, make: Make, tmp_path: Path) -> None:
+def test_settings_resume_from_parameter_names(name: str, how: str, make: Make, tmp_path: Path) -> None:
     resumes_from_names(make, SETTINGS[name], DISTRIBUTED[how], tmp_path)
 
 
@@ -182,7 +182,7 @@ def resumes_from_names(make: Make, options: dict[str, Any], how: StateDictOption
 
 
 @in_both
-def test_async_save_holds_its_moment(make: Make, group: None, tmp_path: Path) -> None:
+def test_async_save_keeps_the_state_of_its_call(make: Make, group: None, tmp_path: Path) -> None:
     training = make(SETTINGS["windows"]).run(0, STEP)
     before = training.optimizer.state_dict()
     everything = {"model": training.model, "optimizer": training.optimizer}
@@ -234,7 +234,7 @@ def test_names_of_frozen_parameters_may_be_missing() -> None:
     assert_same(resumed.run(STEP, END).weights(), expected)
 
 
-def test_states_of_two_moments_are_refused() -> None:
+def test_states_of_two_steps_are_refused() -> None:
     training = Training().run(0, 3)
     saved = training.optimizer.state_dict()
     later = training.run(3, 4).optimizer.state_dict()
@@ -542,7 +542,7 @@ class Verifier(VerifyStateDictMixin, unittest.TestCase):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["resident", "streamed", "windows", "stale", "int8", "summed_auto"])
-def test_pytorchs_own_checks(name: str, make: Make) -> None:
+def test_state_passes_pytorchs_own_checks(name: str, make: Make) -> None:
     training, other, verify = make(SETTINGS[name]).run(0, STEP), make(SETTINGS[name]).run(0, 2), Verifier()
     for how in (DISTRIBUTED["plain"], DISTRIBUTED["full"]):
         model, optimizer = get_state_dict(training.model, training.optimizer, options=how)

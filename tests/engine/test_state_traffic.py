@@ -51,15 +51,15 @@ def moved(**options: Any) -> tuple[float, float]:
         return state_bytes / engine.model_bytes, per_parameter
 
 
-def test_hysteresis_bounds_the_state_that_moves() -> None:
+def test_hysteresis_bounds_moved_state() -> None:
     """By construction, and with re-selections going on."""
     share, selections = moved()
     assert 0 < share <= BOUND
     assert selections > 1
 
 
-def test_without_hysteresis_more_moves() -> None:
-    """The control: at every interval whatever the top slices are then; asked for, it is done."""
+def test_without_hysteresis_more_state_moves() -> None:
+    """The control: without hysteresis every interval selects the current top slices."""
     share, selections = moved(**CONTROL)
     assert selections == pytest.approx((STEPS - MEASURED_FROM) / 16, abs=1.0)
     assert share > 1.3 * BOUND > moved()[0]

@@ -72,8 +72,8 @@ class Counted:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_only_what_must_move_moves(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
-    """Down go the remaining columns of every step, up those of every window."""
+def test_traffic_is_deferred_columns_only(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
+    """Deferred columns go down at every step, and up once in a window."""
     counted = Counted(monkeypatch, {}, entry, dtype)
     assert 0.99 * (1 - RATIO) * (1 + 1 / INTERVAL) < counted.traffic <= (1 - RATIO) * (1 + 1 / INTERVAL) * 1.01
 
@@ -81,7 +81,7 @@ def test_only_what_must_move_moves(monkeypatch: pytest.MonkeyPatch, entry: Any, 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_window_that_is_summed_moves_once(
+def test_summed_window_moves_once(
     monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype, staleness: int
 ) -> None:
     counted = Counted(monkeypatch, {"accumulate_on_device": True, "staleness": staleness}, entry, dtype)
@@ -90,8 +90,8 @@ def test_a_window_that_is_summed_moves_once(
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_compressed_gradients_are_a_byte_each(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
-    """And four per slice for its scale, which are many here: slices are 10, 16, 40 and 80 elements long."""
+def test_compressed_gradients_take_a_byte_each(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
+    """And four bytes per slice for its scale, a visible share here: slices have 10, 16, 40 and 80 elements."""
     counted = Counted(monkeypatch, {"gradient_compression": "int8"}, entry, dtype)
     elements = {16: 80, 80: 160, 160: 40, 40: 10}
     scales = sum(4 * max(pair) for pair in elements.items()) / sum(a * b for a, b in elements.items())
@@ -102,7 +102,7 @@ def test_compressed_gradients_are_a_byte_each(monkeypatch: pytest.MonkeyPatch, e
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}, {"policy": "zero_offload"}]
 )
-def test_the_profiler_counts_what_moves(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_profiler_counts_moved_bytes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Gradients and uploads in one number, the state that re-selections move in another."""
     monkeypatch.setattr(summary, "_WARM_UP_FACTOR", math.inf)  # every step counts, however slow the first one was
     often = {"select_strategy": "step", "select_interval": INTERVAL, **options}
@@ -120,7 +120,7 @@ HELD = pytest.mark.parametrize(
 @HELD
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("declared", [None, 1])
-def test_a_discarded_gradient_leaves_nothing(held: dict[str, Any], entry: Any, declared: int | None) -> None:
+def test_discarded_gradient_leaves_nothing(held: dict[str, Any], entry: Any, declared: int | None) -> None:
     options = {**held, "gradient_accumulation_steps": declared}
     expected = Training(entry, options).run(0, 9).weights()
     training = Training(entry, options)
@@ -135,7 +135,7 @@ def test_a_discarded_gradient_leaves_nothing(held: dict[str, Any], entry: Any, d
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("declared", [None, 2])
 @pytest.mark.parametrize("overlap_step", [True, False])
-def test_gradients_of_several_backwards(
+def test_split_backwards_sum_bitwise(
     held: dict[str, Any], entry: Any, declared: int | None, overlap_step: bool
 ) -> None:
     """Half a gradient twice is the gradient, bit for bit."""
@@ -149,8 +149,8 @@ def test_gradients_of_several_backwards(
     assert_same(training.weights(), expected)
 
 
-def test_no_slice_gets_what_another_lost() -> None:
-    """A slice that goes to the device forgets what it had lost, and so does the place of one that comes from there."""
+def test_residuals_follow_their_slices() -> None:
+    """A slice that moves to the device drops its residual, and so does the place of one that moves to the host."""
     options = {"gradient_compression": "int8", "update_interval": 2, "topk_ratio": 0.3}
     settings = {**options, "select_strategy": "step", "select_interval": 2}
     training = Training(EAGER_BACKEND, settings, build=matrices)  # what closes lands after step()
@@ -194,7 +194,7 @@ def learn(training: Training, teacher: nn.Module, steps: int, seed: int) -> floa
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_training_hardly_notices_compression(seed: int) -> None:
+def test_compressed_training_stays_close(seed: int) -> None:
     """A teacher's labels are learnt as well with it: paired runs of the same weights and data."""
     teacher = matrices(torch.float32)
     with torch.no_grad():

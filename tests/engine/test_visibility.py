@@ -39,7 +39,7 @@ def without_modules(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_state_dict_of_a_compiled_model_sees_what_is_due(staleness: int) -> None:
+def test_compiled_models_state_dict_is_current(staleness: int) -> None:
     options = {"update_interval": 1, "staleness": staleness}
     training = Training(EAGER_BACKEND, options).run(0, 3)
     twin = Training(EAGER_BACKEND, options).run(0, 3)
@@ -53,8 +53,8 @@ def test_state_dict_of_a_compiled_model_sees_what_is_due(staleness: int) -> None
             assert torch.equal(value, expected[prefix + name]), name
 
 
-def test_weights_are_behind_until_somebody_reads_them() -> None:
-    """The control of the tests above: without a reader, the deferred slices wait for their first use."""
+def test_weights_lag_until_they_are_read() -> None:
+    """The control of the tests above: without a reader, deferred slices are applied at their first use."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     before = training.weights_as_they_are()
     after = training.weights()
@@ -73,8 +73,8 @@ def test_evaluation_sees_the_last_step(entry: dict[str, Any] | None) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_two_forwards_alive_across_an_update_raise(entry: dict[str, Any] | None) -> None:
-    """The older one saved weights that are no more; using the new ones in its backward would be silently wrong."""
+def test_backward_of_an_older_forward_raises(entry: dict[str, Any] | None) -> None:
+    """The older forward saved weights that were replaced since; using the new ones in its backward would be wrong."""
     training = Training(entry, {"update_interval": 1}).run(0, 2)
     first, second = training.loss(2), training.loss(3)
     second.backward()
@@ -86,7 +86,7 @@ def test_two_forwards_alive_across_an_update_raise(entry: dict[str, Any] | None)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_two_forwards_alive_without_an_update_are_fine(entry: dict[str, Any] | None) -> None:
+def test_two_forwards_without_an_update_are_fine(entry: dict[str, Any] | None) -> None:
     training = Training(entry, {"update_interval": 1}).run(0, 2)
     first, second = training.loss(2), training.loss(3)
     second.backward()
@@ -94,8 +94,8 @@ def test_two_forwards_alive_without_an_update_are_fine(entry: dict[str, Any] | N
     training.optimizer.step()
 
 
-def test_training_outside_of_the_graph_in_between() -> None:
-    """A forward that fetches nothing, when a re-selection has not landed: no slice changes hands under a gradient."""
+def test_eager_training_between_compiled_steps() -> None:
+    """An eager forward fetches nothing while a re-selection is not applied: no slice changes sides under a gradient."""
     options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1, "topk_ratio": 0.3}
     training = Training(EAGER_BACKEND, options)
     reference = mlp()
@@ -120,7 +120,7 @@ def dense_state(training: Training) -> list[dict[str, Any]]:
     return [checkpoints.dense_state(offloaded) for offloaded in engine.offloaded.values()]
 
 
-def test_an_uncompiled_call_sees_due_updates() -> None:
+def test_uncompiled_call_sees_due_updates() -> None:
     options = {"update_interval": 1}
     expected = Training(None, options).run(0, 5).weights()
     training = Training(EAGER_BACKEND, options).run(0, 3)
@@ -130,7 +130,7 @@ def test_an_uncompiled_call_sees_due_updates() -> None:
     assert_same(training.run(4, 5).weights(), expected)
 
 
-def test_gradients_of_old_weights_raise() -> None:
+def test_gradient_of_old_weights_raises() -> None:
     """Code that calls no module reads weights that an update in flight replaces; after synchronize() it is right."""
     options = {"update_interval": 1}
     expected = Training(None, options).run(0, 5).weights()
@@ -145,7 +145,7 @@ def test_gradients_of_old_weights_raise() -> None:
     assert_same(training.run(4, 5).weights(), expected)
 
 
-def test_a_write_over_an_update_on_its_way_raises() -> None:
+def test_write_over_an_update_in_flight_raises() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     with torch.no_grad():
         training.model[0].weight.clamp_(-1e9, 1e9)
@@ -154,7 +154,7 @@ def test_a_write_over_an_update_on_its_way_raises() -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_writes_after_synchronize_cost_nothing(interval: int) -> None:
+def test_write_after_synchronize_changes_nothing(interval: int) -> None:
     options = {"update_interval": interval}
     expected = Training(EAGER_BACKEND, options).run(0, 8).weights()
     training = Training(EAGER_BACKEND, options)
@@ -167,7 +167,7 @@ def test_writes_after_synchronize_cost_nothing(interval: int) -> None:
     assert_same(training.weights(), expected)
 
 
-def test_every_write_shows_in_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_write_bumps_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels write below autograd, so neither of the two writers may count on an operator to tell."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     training.optimizer.synchronize()

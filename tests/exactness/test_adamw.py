@@ -82,7 +82,7 @@ def test_eager_zero_offload_is_adamw(member: Member) -> None:
 
 
 @each_member()
-def test_windows_of_one_step_are_adamw_across_reselections(member: Member) -> None:
+def test_one_step_windows_reselecting_are_adamw(member: Member) -> None:
     run = train(member, "eager", 40, topk_ratio=0.2, **RESELECTING)
     check_in_graph(run)
     assert run.selections > 20
@@ -93,7 +93,7 @@ def test_windows_of_one_step_are_adamw_across_reselections(member: Member) -> No
 @each_member(["mlp", "conv_batch_norm", "gpt_tied"])
 @pytest.mark.parametrize("topk_ratio", [0.0, 0.05, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("inner", ["eager", None])
-def test_windows_of_one_step_are_adamw_at_any_ratio(member: Member, topk_ratio: float, inner: str | None) -> None:
+def test_one_step_windows_are_adamw_at_any_ratio(member: Member, topk_ratio: float, inner: str | None) -> None:
     run = train(member, inner, 40, topk_ratio=topk_ratio, **RESELECTING)
     assert run.offloaded
     assert (run.moved_slices > 0) == (0.0 < topk_ratio < 1.0)
@@ -111,7 +111,7 @@ def test_selecting_everything_is_adamw_at_any_interval(member: Member, inner: st
 
 @each_member(["mlp", "gpt"])
 @pytest.mark.parametrize("accumulate_on_device", [False, True])
-def test_a_synchronous_start_is_adamw(member: Member, accumulate_on_device: bool) -> None:
+def test_synchronous_start_is_adamw(member: Member, accumulate_on_device: bool) -> None:
     options = {"update_interval": 4, "accumulate_on_device": accumulate_on_device}
     run = train(member, "eager", 20, full_warm_up_rounds=20, **options)
     check_in_graph(run)
@@ -144,7 +144,7 @@ def with_moments_reset(
 
 @each_member(["mlp", "gpt"])
 @pytest.mark.parametrize("inner", ["eager", None])
-def test_reset_moments_would_be_seen(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_reset_moments_differ(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the tests above: one injected error changes weights by orders of magnitude more than rounding."""
     monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
@@ -152,7 +152,7 @@ def test_reset_moments_would_be_seen(member: Member, inner: str | None, monkeypa
     assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3
 
 
-def test_a_longer_window_is_not_adamw() -> None:
+def test_control_longer_windows_differ() -> None:
     """Control: the default defers updates, so it differs from AdamW by far more than rounding."""
     member = BY_NAME["mlp"]
     options: dict[str, Any] = {"update_interval": 4}

@@ -142,7 +142,7 @@ def test_weights_are_roundings_of_exact_masters(
 
 
 @HALF
-def test_weights_without_masters_would_be_seen(dtype: torch.dtype) -> None:
+def test_control_weights_without_masters_differ(dtype: torch.dtype) -> None:
     """Control: AdamW on the half precision weights themselves loses most of its updates."""
     weights, _, _ = trained(Given, partial(given, dtype), dtype, plain_adamw, None)
     expected, _, _ = trained(Given, partial(given, dtype), dtype, master_adamw, None)
@@ -151,7 +151,7 @@ def test_weights_without_masters_would_be_seen(dtype: torch.dtype) -> None:
 
 @HALF
 @pytest.mark.parametrize("inner", ["eager", None])
-def test_a_real_model_follows_its_masters(dtype: torch.dtype, inner: str | None) -> None:
+def test_real_model_follows_its_masters(dtype: torch.dtype, inner: str | None) -> None:
     """One different rounding changes the last digit of all later gradients, so weights are only close."""
     weights, loss, optimizer = trained(gpt, tokens, dtype, zenflow_adamw(EXACT["windows_of_one"]), inner)
     with optimizer:

@@ -47,7 +47,7 @@ def test_zenflow_follows_rule_p(member: Member) -> None:
 
 
 @each_member(COMPILED)
-def test_implicit_and_explicit_form_agree(member: Member) -> None:
+def test_optimizer_in_backward_and_object_agree(member: Member) -> None:
     explicit, in_backward = train(member, "inductor", 24), train_in_backward(member, "inductor", 24)
     check_in_graph(in_backward)
     assert in_backward.windows_flushed == explicit.windows_flushed
@@ -62,7 +62,7 @@ def test_evaluation_between_steps_sees_every_step() -> None:
     torch.testing.assert_close(run.evaluations, plain.evaluations[:20], rtol=0, atol=1e-5)
 
 
-def test_reset_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_reset_moments_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: moments reset at a re-selection change the weights."""
     monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
     member = BY_NAME["mlp"]

@@ -134,8 +134,8 @@ def test_lazy_readers_precede_updates(name: str, in_backward: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["gated", "per_channel", "cast", "standardized", "embedding", "autocast"])
-def test_lowering_orders_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without it these reads come behind the updates. In the other models something else realizes them."""
+def test_control_without_lowering_reads_lag(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the lowering these reads follow the updates. Other models realize them for other reasons."""
     monkeypatch.setattr(backend, "source_hash", lambda: "without realized readers")  # its own cache entries
     monkeypatch.setattr(private, "realize_readers", lambda op, args: None)
     member = BY_NAME[name]
@@ -143,7 +143,7 @@ def test_lowering_orders_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert largest_difference(result, expected, member) > 1e-3
 
 
-def test_saved_view_is_what_postpones_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_saved_view_updates_come_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without the search for views, the update precedes a read of the diagonal."""
     monkeypatch.setattr(update_parameters, "inputs_with_memory_of", lambda node: 1)
     member = BY_NAME["diagonal"]

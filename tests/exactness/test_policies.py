@@ -61,7 +61,7 @@ def test_deep_optimizer_states_are_adamw(member: Member, case: str) -> None:
 
 @each_member(["mlp", "gpt_tied"])
 @pytest.mark.parametrize("case", ["twinflow_0.5", "every_second", "with_residents"])
-def test_they_are_without_a_graph_too(member: Member, case: str) -> None:
+def test_policies_without_a_graph_are_adamw(member: Member, case: str) -> None:
     run = train(member, None, 20, **{**TWINFLOW, **STRIDES}[case])
     assert run.windows_flushed > 0
     assert largest_difference(run, plain_adamw(member, None, 20), member) < member.tolerance
@@ -70,7 +70,7 @@ def test_they_are_without_a_graph_too(member: Member, case: str) -> None:
 @each_member(SOME[:2])
 @pytest.mark.parametrize("case", MIXTURES)
 @pytest.mark.parametrize("inner", ["eager", None])
-def test_mixtures_with_windows_of_one_step_are_adamw(member: Member, case: str, inner: str | None) -> None:
+def test_mixtures_with_one_step_windows_are_adamw(member: Member, case: str, inner: str | None) -> None:
     run = train(member, inner, 20, **MIXTURES[case])
     assert run.flushes >= 20
     assert run.windows_flushed >= 20
@@ -78,7 +78,7 @@ def test_mixtures_with_windows_of_one_step_are_adamw(member: Member, case: str, 
     assert largest_difference(run, plain_adamw(member, inner, 20), member) < member.tolerance
 
 
-def test_a_run_that_loses_streamed_moments_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_lost_streamed_moments_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the same run whose write-backs are lost differs by orders of magnitude."""
     member = BY_NAME["mlp"]
     copy = cpu_lane.copy_without_gil
@@ -110,7 +110,7 @@ def several(step: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("inner", ["eager", None])
-def test_what_is_streamed_is_adamw_while_the_rest_waits_in_windows(inner: str | None) -> None:
+def test_streamed_state_is_adamw_next_to_windows(inner: str | None) -> None:
     options = {"update_interval": 4, "update_stride": 2, "sub_group_size": 1, "topk_ratio": 0.2}
     weights, _, optimizer = trained(Several, several, torch.float32, zenflow_adamw(options), inner)
     expected, _, _ = trained(

@@ -151,7 +151,7 @@ def test_eager_entry_follows_rule_p(member: Member, case: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["phase", "interval", "staleness", "selection", "synchronous_start", "summed"])
-def test_another_rule_would_be_seen(wrong: str) -> None:
+def test_control_another_rule_differs(wrong: str) -> None:
     """Control: an oracle with one changed rule differs from the optimizer."""
     runs = Runs(BY_NAME["gpt"], None, {})
     plans = runs.plans

@@ -127,7 +127,7 @@ def test_order_of_writes_survives_a_power_loss(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_failed_save_keeps_what_exists(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.save(1)
     run.save(2)
@@ -188,7 +188,7 @@ def test_random_damage_is_an_error_that_names_files(trials: range, tmp_path: Pat
     load_checkpoint(path)
 
 
-def test_every_byte_of_the_ends_counts(tmp_path: Path) -> None:
+def test_damage_at_either_end_is_found(tmp_path: Path) -> None:
     """The archive's directory and the digest itself."""
     run = Run(tmp_path)
     previous, path = run.save(4), run.save(8)
@@ -202,7 +202,7 @@ def test_every_byte_of_the_ends_counts(tmp_path: Path) -> None:
         refused(path, content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :], previous)
 
 
-def test_damaged_previous_one_is_not_recommended(tmp_path: Path) -> None:
+def test_damaged_previous_one_is_not_suggested(tmp_path: Path) -> None:
     run, other = Run(tmp_path), Run(tmp_path)
     bad, newest = run.save(4), run.save(8)
     other.save(6)

@@ -12,7 +12,7 @@ from examples.settings import TrainConfig
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
 
 
-def test_text_splits_by_file_and_path_alone(tmp_path: Path) -> None:
+def test_text_split_depends_on_files_and_paths_only(tmp_path: Path) -> None:
     for root in ("here", "there"):
         for index in range(64):
             folder = tmp_path / root / f"package{index % 4}"
@@ -37,7 +37,7 @@ def test_too_little_text_is_an_error(tmp_path: Path) -> None:
         load_text(root=tmp_path)
 
 
-def test_batches_depend_on_seed_and_step_alone(repeating_text: Text) -> None:
+def test_batches_depend_on_seed_and_step_only(repeating_text: Text) -> None:
     text = Text(train=torch.arange(5000).remainder(251).to(torch.uint8), validation=repeating_text.validation)
 
     def batch(seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def test_gpt_refuses_heads_that_do_not_fit() -> None:
         GPTConfig(width=100, heads=6)
 
 
-def test_rate_rises_and_falls() -> None:
+def test_learning_rate_rises_and_falls() -> None:
     config = TrainConfig(steps=100, warm_up=10)
     rates = [config.rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])

@@ -48,7 +48,7 @@ def test_learns(policy: str, repeating_text: Text) -> None:
     assert long.profile["steps"] == 60 - 3  # what is measured starts after the warm-up
 
 
-def test_state_is_where_the_policy_says(repeating_text: Text) -> None:
+def test_state_is_placed_by_the_policy(repeating_text: Text) -> None:
     resident, zero_offload, zenflow = compare(replace(TINY, steps=6), text=repeating_text)
     assert resident.host_bytes == 0
     assert zero_offload.host_bytes > 0
@@ -93,7 +93,7 @@ def test_resume_refuses_other_settings(repeating_text: Text, tmp_path: Path) -> 
         parse(["--resume", middle, "--steps", "9"])
 
 
-def test_start_from_takes_the_weights_and_nothing_else(repeating_text: Text, tmp_path: Path) -> None:
+def test_start_from_takes_only_the_weights(repeating_text: Text, tmp_path: Path) -> None:
     first = train(replace(TINY, steps=4, out=str(tmp_path)), text=repeating_text)
     torch.compiler.reset()
     tuned = replace(TINY, start_from=str(first.checkpoint), seed=1)

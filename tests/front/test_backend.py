@@ -144,7 +144,7 @@ def train(compiled: Any, reference: nn.Module, inputs: Iterable[Tensor]) -> None
 
 @pytest.mark.parametrize("options", BOTH)
 @pytest.mark.parametrize("name", ZOO)
-def test_zoo(name: str, options: dict[str, Any], recording: Callable[..., RecordingEngine]) -> None:
+def test_models_equal_adamw(name: str, options: dict[str, Any], recording: Callable[..., RecordingEngine]) -> None:
     make, batch = ZOO[name]
     model = make()
     reference = copy.deepcopy(model)
@@ -237,7 +237,7 @@ def test_twelve_layers_in_a_loop_with_breaks(recording: Callable[..., RecordingE
     check(model, engine, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_each_layer_compiled_on_its_own(recording: Callable[..., RecordingEngine]) -> None:
+def test_each_layer_compiled_separately(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.Sequential(*(MLP() for _ in range(12)))
     reference = copy.deepcopy(model)
     engine = recording(model)
@@ -263,7 +263,7 @@ def test_module_compiled_in_place(recording: Callable[..., RecordingEngine]) -> 
     assert optimizer_of(model) is engine
 
 
-def test_found_by_name(recording: Callable[..., RecordingEngine]) -> None:
+def test_backend_is_found_by_name(recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model)
     torch.compile(model, backend="zenflow", options=EAGER)(vectors()).sum().backward()
@@ -330,8 +330,8 @@ def test_two_optimizers_in_one_graph(recording: Callable[..., RecordingEngine]) 
         optimizer_of(model)
 
 
-def test_owners_that_come_and_go_recompile(recording: Callable[..., RecordingEngine]) -> None:
-    """A graph serves the owners it was compiled for: a late optimizer, a closed one, a new one each get their own."""
+def test_change_of_owners_recompiles(recording: Callable[..., RecordingEngine]) -> None:
+    """A graph serves the optimizers that it was compiled for: late, closed and new ones get their own."""
     model = MLP()
     compiled = torch.compile(model, backend=zenflow, options=EAGER)
     x = vectors()

@@ -132,7 +132,7 @@ def test_bad_options(options: dict[str, Any], kind: type[Exception], message: st
     ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
 
 
-def test_a_staging_ring_smaller_than_the_largest_block() -> None:
+def test_staging_ring_smaller_than_the_largest_block() -> None:
     model = mlp()
     largest = max(param.numel() for param in model.parameters()) * 4
     message = rf"staging_bytes=64 must be at least {largest}, what param\d uploads at once; raise it, raise topk_ratio"
@@ -155,7 +155,7 @@ def test_complex_and_integer_parameters() -> None:
         assert untouched(good)
 
 
-def test_parameters_that_are_no_tensors() -> None:
+def test_parameters_that_are_not_tensors() -> None:
     with pytest.raises(TypeError, match="params has a str"):
         ZenFlowAdamW(["weight"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="set"):
@@ -166,13 +166,13 @@ def test_parameters_that_are_no_tensors() -> None:
         ZenFlowAdamW([{"params": []}])
 
 
-def test_a_sparse_parameter() -> None:
+def test_sparse_parameter() -> None:
     bad = nn.Parameter(torch.eye(4).to_sparse())
     with pytest.raises(TypeError, match=r"layout torch\.sparse_coo; only dense"):
         ZenFlowAdamW([bad])
 
 
-def test_a_parameter_twice_in_one_group() -> None:
+def test_parameter_twice_in_one_group() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="twice"):
         ZenFlowAdamW([*model.parameters(), model[0].weight])
@@ -194,7 +194,7 @@ def test_parameters_on_different_devices() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_the_same_parameter_in_two_optimizers() -> None:
+def test_same_parameter_in_two_optimizers() -> None:
     model, other = mlp(), mlp()
     first = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL)
     with pytest.raises(ValueError, match=r"already belongs to another ZenFlowAdamW; close\(\) that one, or leave"):
@@ -225,7 +225,7 @@ class Bag(nn.Module):
 
 
 @pytest.mark.parametrize("offloaded", [True, False])
-def test_a_sparse_gradient(offloaded: bool) -> None:
+def test_sparse_gradient(offloaded: bool) -> None:
     model = Bag()
     size = 100 if offloaded else 10_000
     optimizer = ZenFlowAdamW(model.named_parameters(), **{**OFFLOAD_ALL, "min_offload_size": size})
@@ -256,7 +256,7 @@ def test_a_sparse_gradient(offloaded: bool) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_a_parameter_without_an_owner_trains_normally(entry: dict[str, Any] | None) -> None:
+def test_parameter_without_an_owner_trains_normally(entry: dict[str, Any] | None) -> None:
     model, twin = mlp(), mlp()
     optimizer = ZenFlowAdamW(model[:3].parameters(), **OFFLOAD_ALL)
     call = torch.compile(model, **entry) if entry else model
@@ -340,8 +340,8 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("label", REMEDIES)
-def test_remedies_are_those_of_the_policy(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another policy reads would not help."""
+def test_remedies_are_options_of_the_policy(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that other policies read would not help."""
     given, host, device = REMEDIES[label]
     policy = label.split(",")[0]
     options = {**OFFLOAD_ALL, "policy": policy, **given}
@@ -357,7 +357,7 @@ def test_remedies_are_those_of_the_policy(label: str, monkeypatch: pytest.Monkey
         ZenFlowAdamW(mlp().parameters(), **options, staging_bytes=64)
 
 
-def test_how_much_memory_is_said_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_is_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "available_host_memory", lambda: (5 << 30, "the machine has 8.0 GiB"))
     with pytest.raises(ValueError, match=r"need 7\.5 GiB of host memory, but only 5\.0 GiB are available"):
         arena.require_host_memory(15 << 29, "a smaller model")
@@ -430,7 +430,7 @@ def state_over(build: Callable[[], nn.Module], **options: Any) -> dict[str, Any]
     return state
 
 
-def test_a_state_dict_of_another_model_or_plan() -> None:
+def test_state_dict_of_another_model_or_plan() -> None:
     training = Training(None).run(0, 3)
     before = training.optimizer.state_dict()
     loads: list[tuple[dict[str, Any], str]] = [
@@ -455,7 +455,7 @@ def test_a_state_dict_of_another_model_or_plan() -> None:
         training.optimizer.load_state_dict(None)  # type: ignore[arg-type]
 
 
-def test_a_closed_optimizer_behind_a_compiled_model() -> None:
+def test_closed_optimizer_of_a_compiled_model() -> None:
     training = Training(EAGER_BACKEND).run(0, 2)
     training.optimizer.synchronize()
     loss = training.loss(2)

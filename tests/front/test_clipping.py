@@ -79,7 +79,7 @@ def torch_clip(limit: float) -> Clip:
 @pytest.mark.parametrize("build", [mlp, tied])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("limit", [0.3, 100.0])
-def test_clipping_is_pytorchs(
+def test_clipping_equals_pytorch(
     entry: dict[str, Any] | None, build: Callable[[], nn.Module], backwards: int, limit: float
 ) -> None:
     check(build, lambda m: clip_grad_norm_(m.parameters(), limit), torch_clip(limit), entry, backwards)
@@ -88,7 +88,7 @@ def test_clipping_is_pytorchs(
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("backwards", [1, 3])
-def test_windows_of_one_that_are_summed_are_clipped_exactly(entry: dict[str, Any] | None, backwards: int) -> None:
+def test_summed_windows_of_one_are_clipped_exactly(entry: dict[str, Any] | None, backwards: int) -> None:
     options = {"update_interval": 4, "accumulate_on_device": True, "full_warm_up_rounds": 8}
     mine, reference = mlp(), mlp()
     optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **OFFLOAD_ALL, **options)
@@ -110,7 +110,7 @@ def test_clipping_under_every_policy(policy: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_the_implicit_form_clips() -> None:
+def test_optimizer_in_backward_clips() -> None:
     mine, reference = mlp(), mlp()
     options = {**EAGER_BACKEND["options"], **ADAM, **EXACT, "max_grad_norm": 0.3}
     call = torch.compile(mine, backend="zenflow", options=options)
@@ -122,7 +122,7 @@ def test_the_implicit_form_clips() -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_the_implicit_form_cannot_be_clipped_from_outside() -> None:
+def test_clip_after_optimizer_in_backward_raises() -> None:
     """After that backward the update has run: a returned norm of zero would hide it."""
     mine = mlp()
     call = torch.compile(mine, backend="zenflow", options={**EAGER_BACKEND["options"], **ADAM, **EXACT})
@@ -132,7 +132,7 @@ def test_the_implicit_form_cannot_be_clipped_from_outside() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_a_subset_of_the_parameters(entry: dict[str, Any] | None) -> None:
+def test_subset_of_parameters_is_clipped(entry: dict[str, Any] | None) -> None:
     def some(model: nn.Module) -> list[nn.Parameter]:
         return [model[0].weight, model[2].bias]
 
@@ -144,7 +144,7 @@ def test_a_subset_of_the_parameters(entry: dict[str, Any] | None) -> None:
     )
 
 
-def test_one_tensor() -> None:
+def test_one_tensor_is_clipped() -> None:
     check(
         mlp,
         lambda m: clip_grad_norm_(m[2].weight, 0.05),
@@ -153,7 +153,7 @@ def test_one_tensor() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_parameters_without_an_owner_count_and_are_clipped(entry: dict[str, Any] | None) -> None:
+def test_parameters_without_an_owner_are_clipped(entry: dict[str, Any] | None) -> None:
     """The last layer has no optimizer: its gradient stays, is part of the norm, and is scaled with the others."""
 
     def keep_clean(clip: Clip) -> Clip:
@@ -178,7 +178,7 @@ def test_parameters_without_an_owner_count_and_are_clipped(entry: dict[str, Any]
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
-def test_clipped_gradients_accumulate_like_pytorchs() -> None:
+def test_clipped_gradients_accumulate_as_in_pytorch() -> None:
     """Clipped gradients stay clipped, and later ones are added unclipped."""
     mine, reference = mlp(), mlp()
     optimizer = ZenFlowAdamW(mine.parameters(), **ADAM, **EXACT)
@@ -196,7 +196,7 @@ def test_clipped_gradients_accumulate_like_pytorchs() -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_a_clip_factor_ends_with_its_step() -> None:
+def test_clip_factor_ends_with_its_step() -> None:
     """The factor is dropped with the step, and with a discarded gradient."""
     mine, reference = mlp(), mlp()
     optimizer, adam = (
@@ -217,7 +217,7 @@ def test_a_clip_factor_ends_with_its_step() -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_no_gradient_no_norm() -> None:
+def test_norm_without_gradients_is_zero() -> None:
     model = mlp()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
     assert float(clip_grad_norm_(model.parameters(), 1.0)) == 0.0
@@ -227,7 +227,7 @@ def test_no_gradient_no_norm() -> None:
     optimizer.step()
 
 
-def test_norms_that_are_not_finite() -> None:
+def test_nonfinite_norms() -> None:
     model = mlp()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
     F.cross_entropy(model(batch(0)[0] * float("inf")), batch(0)[1]).backward()
@@ -237,7 +237,7 @@ def test_norms_that_are_not_finite() -> None:
     optimizer.zero_grad()
 
 
-def test_nan_norms_poison_every_gradient_as_in_pytorch() -> None:
+def test_nan_norm_spoils_every_gradient_as_in_pytorch() -> None:
     """A NaN in one layer makes all gradients NaN: training the other layers unclipped would hide it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))

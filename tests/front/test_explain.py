@@ -61,12 +61,12 @@ def test_adaptive_windows_have_no_fixed_length() -> None:
     assert "every 9" not in printed
 
 
-def test_before_anything_is_compiled(recording: Callable[..., RecordingEngine]) -> None:
+def test_explain_before_compilation(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.Linear(8, 16)
     recording(model)
     assert "No graph has been compiled yet" in str(explain(model, console=Console(file=io.StringIO())))
 
 
-def test_without_an_optimizer() -> None:
+def test_explain_without_an_optimizer() -> None:
     with pytest.raises(ValueError, match="0 optimizers own"):
         explain(nn.Linear(2, 2))

@@ -88,7 +88,7 @@ def test_nothing_is_built_before_first_use() -> None:
 
 
 @pytest.mark.parametrize("use", ["state_dict", "synchronize", "engine", "host_bytes"])
-def test_uses_that_build(use: str) -> None:
+def test_first_uses_build_the_engine(use: str) -> None:
     with ZenFlowAdamW(model_of().parameters(), **EXACT) as optimizer:
         value = getattr(optimizer, use)
         if callable(value):
@@ -224,7 +224,7 @@ def test_groups_keep_the_plan_of_their_calls() -> None:
     assert states[0] == states[1]
 
 
-def test_dropped_optimizer_gives_its_parameters_up() -> None:
+def test_dropped_optimizer_releases_its_parameters() -> None:
     """The garbage collector frees an optimizer in a reference cycle, as with a scheduler or a trainer."""
     model, expected_model = model_of(), model_of()
 

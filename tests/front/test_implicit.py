@@ -63,7 +63,7 @@ def test_trains_like_adamw(broken: bool) -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4, "one optimizer has all parameters"
 
 
-def test_each_compile_call_has_its_own() -> None:
+def test_each_compile_call_has_its_own_optimizer() -> None:
     models = [Net(), Net()]
     compiled = [torch.compile(model, backend=zenflow, options=OPTIONS) for model in models]
     for x in batches(2):
@@ -96,7 +96,7 @@ def test_owned_parameters_keep_their_optimizer() -> None:
             optimizer_of(model)
 
 
-def test_lives_as_long_as_the_model() -> None:
+def test_optimizer_lives_as_long_as_the_model() -> None:
     model = Net()
     compiled = torch.compile(model, backend=zenflow, options=OPTIONS)
     compiled(batches(1)[0]).sum().backward()
@@ -108,7 +108,7 @@ def test_lives_as_long_as_the_model() -> None:
     assert optimizer() is None
 
 
-def test_a_copy_of_the_model_has_no_optimizer() -> None:
+def test_copy_of_the_model_has_no_optimizer() -> None:
     model = Net()
     torch.compile(model, backend=zenflow, options=OPTIONS)(batches(1)[0]).sum().backward()
     twin = copy.deepcopy(model)
@@ -129,7 +129,7 @@ def test_only_training_raises_after_close() -> None:
         compiled(x)
 
 
-def test_a_compiled_function() -> None:
+def test_compiled_function_shares_the_models_optimizer() -> None:
     model = Net()
 
     def loss(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def test_a_compiled_function() -> None:
     assert optimizer_of(compiled) is optimizer_of(model)
 
 
-def test_before_the_first_forward() -> None:
+def test_optimizer_of_before_the_first_forward() -> None:
     with pytest.raises(ValueError, match="run one forward first"):
         optimizer_of(torch.compile(Net(), backend=zenflow, options=OPTIONS))
     with pytest.raises(TypeError, match="pass the module"):

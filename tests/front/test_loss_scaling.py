@@ -51,7 +51,7 @@ def scaled_run(
 @pytest.mark.parametrize("clipped", [False, True], ids=["plain", "unscale_and_clip"])
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("options", [EXACT, SUMMED], ids=["exact", "summed"])
-def test_loss_scaling_is_pytorchs(
+def test_loss_scaling_equals_pytorch(
     entry: dict[str, Any] | None, clipped: bool, backwards: int, options: dict[str, Any]
 ) -> None:
     bad = {2: float("inf"), 3: float("nan"), 7: float("inf")}
@@ -161,7 +161,7 @@ def test_window_of_missing_gradients_is_not_flushed() -> None:
     assert changed == [p not in engine.offloaded for p in range(len(engine.params))]
 
 
-def test_a_scale_that_is_not_there_any_more_counts_no_more() -> None:
+def test_loss_scaling_may_stop() -> None:
     """A loop may stop loss scaling: later gradients are unscaled."""
     ours, theirs = mlp(), mlp()
     optimizer, adam = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT), torch.optim.AdamW(theirs.parameters(), **ADAM)
@@ -184,7 +184,7 @@ def test_a_scale_that_is_not_there_any_more_counts_no_more() -> None:
     assert len(optimizer.param_groups[0]["params"]) == 6
 
 
-def test_torch_clipping_over_the_groups_is_exact_too() -> None:
+def test_torch_clipping_over_groups_is_exact() -> None:
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Linear(64, 128, bias=False) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())

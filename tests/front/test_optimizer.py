@@ -67,7 +67,7 @@ def test_groups_have_their_own_coefficients(entry: dict[str, Any] | None) -> Non
     assert_close(ours, theirs, optimizer)
 
 
-def test_an_empty_group_is_fine() -> None:
+def test_empty_group_is_accepted() -> None:
     model = mlp()
     optimizer = ZenFlowAdamW([{"params": []}, {"params": model.parameters()}], **EXACT)
     loss_of(model, 0).backward()
@@ -76,7 +76,7 @@ def test_an_empty_group_is_fine() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_adding_a_group(entry: dict[str, Any] | None) -> None:
+def test_added_group_trains_as_in_adamw(entry: dict[str, Any] | None) -> None:
     """Earlier parameters keep their phases and state; added ones start as in AdamW."""
     ours, theirs = mlp(), mlp()
     call = torch.compile(ours, **entry) if entry else ours
@@ -97,7 +97,7 @@ def test_adding_a_group(entry: dict[str, Any] | None) -> None:
     assert_close(ours, theirs, optimizer)
 
 
-def test_adding_a_group_leaves_open_windows_alone() -> None:
+def test_added_group_keeps_open_windows() -> None:
     model, twin = mlp(), mlp()
     kept = ZenFlowAdamW(model[:3].parameters(), **ADAM, **OFFLOAD_ALL, update_interval=4)
     reference = ZenFlowAdamW(twin[:3].parameters(), **ADAM, **OFFLOAD_ALL, update_interval=4)
@@ -117,7 +117,7 @@ def test_adding_a_group_leaves_open_windows_alone() -> None:
     assert not torch.equal(extra, torch.ones(40, 60))
 
 
-def test_a_group_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_group_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from zenflow_compile.runtime.parameters import capacity
     from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -201,7 +201,7 @@ def test_retained_graphs_accumulate(entry: dict[str, Any] | None) -> None:
     assert_close(ours, theirs, optimizer)
 
 
-def test_gradients_written_by_hand_count() -> None:
+def test_gradients_set_by_hand_count() -> None:
     (ours, optimizer), (theirs, adam) = pair()
     for step in range(3):
         for model in (ours, theirs):
@@ -237,7 +237,7 @@ def clear(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("clearing", [nn.Module.zero_grad, clear])
-def test_gradients_cleared_by_others_do_not_count(
+def test_gradients_cleared_elsewhere_do_not_count(
     entry: dict[str, Any] | None, clearing: Callable[[nn.Module], None]
 ) -> None:
     (ours, optimizer), (theirs, adam) = pair()
@@ -252,7 +252,7 @@ def test_gradients_cleared_by_others_do_not_count(
     assert_close(ours, theirs, optimizer)
 
 
-def test_gradients_that_are_cleared_by_right_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+def test_expected_clearing_of_gradients_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     (ours, optimizer), _ = pair()
     for step in range(3):
         loss_of(ours, step).backward()
@@ -267,7 +267,7 @@ def test_gradients_that_are_cleared_by_right_are_not_warned_of(recwarn: pytest.W
     assert not [each for each in recwarn if "zero_grad" in str(each.message)]
 
 
-def test_parameters_without_a_gradient_wait() -> None:
+def test_parameters_without_gradients_are_skipped() -> None:
     (ours, optimizer), (theirs, adam) = pair()
     for step in range(6):
         for model, each in ((ours, optimizer), (theirs, adam)):
@@ -342,7 +342,7 @@ def test_state_dict_hooks() -> None:
     assert state["extra"] == 1
 
 
-def test_a_hook_may_change_what_is_loaded_in_place() -> None:
+def test_hook_may_change_the_loaded_state_in_place() -> None:
     (_, optimizer), _ = pair()
     state = {**optimizer.state_dict(), "extra": 1}
     optimizer.register_load_state_dict_pre_hook(lambda _, state: state.pop("extra") and None)
@@ -374,7 +374,7 @@ def test_state_dict_reads_like_adamws() -> None:
     assert mine["param_groups"][0]["param_names"] == reference["param_groups"][0]["param_names"]
 
 
-def test_a_state_dict_between_backward_and_step_disturbs_nothing() -> None:
+def test_state_dict_before_step_changes_nothing() -> None:
     (ours, optimizer), (theirs, adam) = pair()
     scaler, reference = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
     for step in range(3):

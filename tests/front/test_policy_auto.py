@@ -55,7 +55,7 @@ def tight() -> Hardware:
     return replace(SLOW_HOST, device_bytes=needed("resident") - 1)
 
 
-def test_state_stays_on_the_device_where_it_fits(measured: list[Hardware]) -> None:
+def test_state_stays_on_the_device_if_it_fits(measured: list[Hardware]) -> None:
     training = Training(None, AUTO).run(0, 1)
     assert training.optimizer.options.policy == training.optimizer.engine.plan.policy == "resident"
     training.optimizer.close()
@@ -83,7 +83,7 @@ def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> N
     assert chosen[0] == chosen[1] == auto_policy.choose(specs, Options(**OFFLOAD_ALL, **AUTO), tight, tokens=8)
 
 
-def test_knobs_that_steer_convergence_stay(measured: list[Hardware], tight: Hardware) -> None:
+def test_convergence_options_are_kept(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     given = {"topk_ratio": 0.25, "update_interval": 3, "max_grad_norm": 1.0, "full_warm_up_rounds": 2}
     options = Training(None, {**AUTO, **given}).optimizer.options
@@ -137,7 +137,7 @@ def test_state_of_another_choice_is_refused(measured: list[Hardware], tight: Har
     assert_same(Training(None, {"update_interval": 1, **remedy}).load(saved).run(3, 5).weights(), expected)
 
 
-def test_later_groups_are_planned_under_the_choice(measured: list[Hardware], tight: Hardware) -> None:
+def test_later_groups_follow_the_choice(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     with ZenFlowAdamW([{"params": mlp().parameters(), "lr": 1e-3}], **OFFLOAD_ALL, **AUTO) as optimizer:
         chosen = optimizer.options
@@ -148,7 +148,7 @@ def test_later_groups_are_planned_under_the_choice(measured: list[Hardware], tig
         assert len(optimizer.engine.params) == 12
 
 
-def test_parameters_in_groups_are_chosen_for_together(measured: list[Hardware], tight: Hardware) -> None:
+def test_choice_covers_all_param_groups(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     model = mlp()
     matrices = [param for param in model.parameters() if param.ndim > 1]
@@ -216,7 +216,7 @@ def test_measuring_keeps_random_numbers(in_backward: bool) -> None:
     optimizer.close()
 
 
-def test_parameters_without_an_element_need_nothing(measured: list[Hardware]) -> None:
+def test_empty_parameters_need_no_memory(measured: list[Hardware]) -> None:
     optimizer = ZenFlowAdamW([nn.Parameter(torch.ones(0, 4))], **OFFLOAD_ALL, **AUTO)
     assert optimizer.options.policy == "resident"
     optimizer.close()

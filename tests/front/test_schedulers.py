@@ -48,7 +48,7 @@ def test_every_scheduler_is_tested() -> None:
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
-def test_schedulers(make: Callable[[torch.optim.Optimizer], Any], tensor_lr: bool) -> None:
+def test_schedulers_equal_adamw(make: Callable[[torch.optim.Optimizer], Any], tensor_lr: bool) -> None:
     ours, theirs = mlp(), mlp()
     rate = torch.tensor(1e-2) if tensor_lr else 1e-2
     optimizer = ZenFlowAdamW(ours.parameters(), lr=rate, weight_decay=0.01, **EXACT)
@@ -70,7 +70,7 @@ def test_schedulers(make: Callable[[torch.optim.Optimizer], Any], tensor_lr: boo
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_a_rate_that_is_a_tensor_is_not_shared_through_a_state_dict() -> None:
+def test_tensor_lr_is_not_shared_by_a_state_dict() -> None:
     model = mlp()
     optimizer = ZenFlowAdamW(model.parameters(), lr=torch.tensor(1e-2), **EXACT)
     state = optimizer.state_dict()
@@ -81,7 +81,7 @@ def test_a_rate_that_is_a_tensor_is_not_shared_through_a_state_dict() -> None:
     assert float(state["param_groups"][0]["lr"]) == pytest.approx(1e-2)
 
 
-def test_coefficients_of_a_window_are_those_of_their_steps() -> None:
+def test_windows_use_the_coefficients_of_each_step() -> None:
     """Rule P: rates add up and decays multiply over the window; the values at its flush do not matter."""
     param = nn.Parameter(torch.full((20, 20), 2.0))
     optimizer = ZenFlowAdamW([param], lr=0.1, weight_decay=0.5, **{**OFFLOAD_ALL, "topk_ratio": 0.0}, update_interval=4)

@@ -53,7 +53,7 @@ def test_keywords_are_those_of_adamw() -> None:
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
 
 
-def test_groups_hold_the_keywords_as_adamws() -> None:
+def test_groups_hold_the_keywords_as_adamw() -> None:
     mine, reference = ZenFlowAdamW(small().parameters(), **EXACT), torch.optim.AdamW(small().parameters())
     expected = {name: value for name, value in reference.defaults.items() if name != "decoupled_weight_decay"}
     assert mine.defaults == expected
@@ -75,7 +75,7 @@ def test_values_that_change_nothing_are_taken(name: str, value: bool | None) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in SWITCHES if name != "maximize"])
-def test_switches_without_counterpart_are_refused(name: str) -> None:
+def test_unsupported_adamw_switches_are_refused(name: str) -> None:
     """Refused in a group, in an added group and when set later; nothing changes.
 
     Of a loaded state only ``amsgrad`` is refused: the other switches say how the saving optimizer computed.
@@ -274,7 +274,7 @@ def test_bad_value_set_later_stops_the_step(
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
-def test_value_that_is_missing_is_named(name: str) -> None:
+def test_missing_value_is_named(name: str) -> None:
     training = Training()
     training.backward(0)
     kept = training.optimizer.param_groups[0].pop(name)
@@ -369,7 +369,7 @@ TWICE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "named"), TWICE)
-def test_options_beside_an_optimizer_are_refused(options: dict[str, Any], named: str) -> None:
+def test_options_besides_an_optimizer_are_refused(options: dict[str, Any], named: str) -> None:
     model = small()
     optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **EXACT)
     call = torch.compile(model, backend="zenflow", options={"inner": "eager", **options})
@@ -382,14 +382,14 @@ def test_options_beside_an_optimizer_are_refused(options: dict[str, Any], named:
     assert zenflow_compile.optimizer_of(call) is optimizer
 
 
-def test_options_beside_a_frozen_model_are_no_error() -> None:
+def test_options_for_a_frozen_model_are_accepted() -> None:
     """Nothing is trained, and no optimizer owns the parameters."""
     model = small().requires_grad_(False)
     call = torch.compile(model, backend="zenflow", options={"inner": "eager", "lr": 1e-3})
     assert not loss_of(call, 0).requires_grad
 
 
-def test_options_serve_what_other_optimizers_leave() -> None:
+def test_options_serve_parameters_without_an_owner() -> None:
     model = small()
     mine = ZenFlowAdamW(model.inner.parameters(), **ADAM, **EXACT)
     call = torch.compile(model, backend="zenflow", options={"inner": "eager", **ADAM, **EXACT})
@@ -449,6 +449,6 @@ def test_max_events_is_an_integer() -> None:
         zenflow_compile.profile(max_events=1e6)  # type: ignore[arg-type]
 
 
-def test_too_small_a_text_names_its_limit() -> None:
+def test_too_small_string_value_names_its_limit() -> None:
     with pytest.raises(ValueError, match=r"^text_bytes=100000 gave .*raise it"):
         load_text(100_000)

@@ -31,7 +31,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
 
 
 @pytest.mark.parametrize("options", MEASURED)
-def test_the_stride_is_that_of_the_equation(options: dict[str, Any], machines: list[Hardware]) -> None:
+def test_stride_is_that_of_the_equation(options: dict[str, Any], machines: list[Hardware]) -> None:
     training = Training(None, options)
     window = 1 if "policy" in options else 4
     # A pass over the window counts for each of its steps; weights and gradients are fp32.
@@ -52,7 +52,7 @@ def test_planner_and_optimizer_agree_on_the_stride(machines: list[Hardware]) -> 
     training.optimizer.close()
 
 
-def test_a_stride_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_stride_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Hardware:
         raise AssertionError("measured")
 
@@ -70,7 +70,7 @@ def test_slow_link_streams_nothing(slow: str, machines: list[Hardware]) -> None:
     training.optimizer.close()
 
 
-def test_a_state_of_another_stride_says_what_to_pass(machines: list[Hardware]) -> None:
+def test_state_of_another_stride_names_the_option(machines: list[Hardware]) -> None:
     machines[0] = replace(V100, device_bandwidth=math.inf, link_to_host=4e12, link_to_device=4e12)
     saving = Training(None, STATES).run(0, 3)
     assert saving.optimizer.options.update_stride == 1

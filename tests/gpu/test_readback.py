@@ -25,7 +25,7 @@ def synchronising_raises() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_setting_off_waits_for_nothing_and_taking_waits_for_the_values(synchronising_raises):
+def test_start_does_not_wait_and_take_does(synchronising_raises):
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = Recorder(device)
     recorder.attach(Timeline(max_events=100))

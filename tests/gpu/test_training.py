@@ -81,7 +81,7 @@ def test_entries_and_overlap_agree(dtype):
 
 @pytest.mark.parametrize("held", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_that_wait_on_the_device(held, dtype):
+def test_pending_gradients_on_the_device(held, dtype):
     found = []
     for overlap in (True, False):
         model = make_model(dtype)
@@ -95,7 +95,7 @@ def test_gradients_that_wait_on_the_device(held, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compression_is_the_hosts(dtype):
+def test_compression_on_cuda_matches_the_cpu(dtype):
     gradient = torch.randn(100, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     received = []
     for device in ("cpu", "cuda"):
@@ -110,7 +110,7 @@ def test_compression_is_the_hosts(dtype):
 
 
 @pytest.mark.slow
-def test_inductor_keeps_gradients_whole_while_copies_are_slow(monkeypatch):
+def test_slow_copies_read_complete_gradients(monkeypatch):
     """Every D2H copy waits for a millisecond of sleep on its stream, so that a reused gradient buffer would show."""
     from zenflow_compile.runtime.transfer import cuda_lane
 
@@ -131,7 +131,7 @@ def test_inductor_keeps_gradients_whole_while_copies_are_slow(monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_host_memory_is_registered_and_the_profile_sees_the_device():
+def test_host_memory_is_pinned_and_profile_sees_device():
     model = make_model(torch.bfloat16)
     with offloading(model) as optimizer:
         train(model, optimizer, compiled=True)

@@ -32,7 +32,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 @both_entries
-def test_written_norm_is_the_users_own(entry: dict[str, Any] | None) -> None:
+def test_norm_written_in_place_keeps_the_clip_exact(entry: dict[str, Any] | None) -> None:
     def write_norms_and_clip(model: nn.Module, optimizer: Optimizer) -> Tensor:
         for grad in grads(model):
             grad.norm().mul_(100.0)

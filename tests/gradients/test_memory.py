@@ -243,7 +243,7 @@ KEEPING = [kept, kept_and_closed, kept_and_failed, detached, cleared]
 
 
 @pytest.mark.parametrize("way", KEEPING, ids=lambda way: way.__name__)
-def test_held_gradient_keeps_only_its_values(way: Callable[[nn.Module, ZenFlowAdamW], list[Tensor]]) -> None:
+def test_kept_gradient_keeps_only_its_values(way: Callable[[nn.Module, ZenFlowAdamW], list[Tensor]]) -> None:
     made = Made(way)
     gc.collect()
     assert made.alive == Counter()
@@ -258,7 +258,7 @@ def test_held_gradient_keeps_only_its_values(way: Callable[[nn.Module, ZenFlowAd
     assert made.live_records == 0
 
 
-def test_held_consumed_gradient_says_so() -> None:
+def test_kept_consumed_gradient_raises() -> None:
     def way(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
         grads = gradients_of(model)
         optimizer.step()

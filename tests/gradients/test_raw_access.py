@@ -77,7 +77,7 @@ def waiting(entry: dict[str, Any] | None = None) -> Iterator[nn.Module]:
             optimizer.close()
 
 
-def test_norm_of_inference_mode_can_be_used_after_it() -> None:
+def test_inference_mode_norm_is_usable_afterwards() -> None:
     with waiting() as model:
         with torch.inference_mode():
             model.inner.weight.grad.norm()

@@ -706,7 +706,7 @@ def test_steps_on_some_gradients_equal_adamw(entry: dict[str, Any] | None) -> No
 
 @both_entries
 @pytest.mark.parametrize("clear", ["optimizer", "model", "by_hand"])
-def test_held_gradients_keep_their_values(clear: str, entry: dict[str, Any] | None) -> None:
+def test_kept_gradients_keep_their_values(clear: str, entry: dict[str, Any] | None) -> None:
     """References kept across ``zero_grad()`` still show the old gradient, and can be added to the next one."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:

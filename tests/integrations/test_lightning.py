@@ -378,7 +378,7 @@ def test_resume_is_bitwise(interval: int, entry: str, callback: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_best_checkpoint_is_what_was_validated(entry: str, tmp_path: Path) -> None:
+def test_best_checkpoint_has_the_validated_weights(entry: str, tmp_path: Path) -> None:
     """The best model is in the middle of a window: the saved weights are those that were validated."""
     module = compiled(Regression(WINDOWED), entry)
     saves = ModelCheckpoint(
@@ -539,7 +539,7 @@ def test_save_without_open_windows_does_not_warn(tmp_path: Path) -> None:
     assert ours.trainer.global_step == 6
 
 
-def test_copies_of_a_module_have_no_flush() -> None:
+def test_copied_modules_have_no_flush() -> None:
     """A copy that a callback keeps does not copy the optimizer, and its state dict flushes nothing."""
     copies: list[LightningModule] = []
 

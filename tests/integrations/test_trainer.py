@@ -435,7 +435,7 @@ def test_model_init_makes_models_anew() -> None:
         assert difference(ours, theirs) <= 1e-5
 
 
-def test_collected_trainer_gives_everything_back() -> None:
+def test_collected_trainer_releases_everything() -> None:
     """The Trainer calls no close(): threads end and host memory is freed when it is collected."""
     before = {thread for thread in threading.enumerate() if "zenflow" in thread.name}
     run = train("eager", WINDOWED, callbacks=[ZenFlowCallback()])
@@ -788,7 +788,7 @@ def test_model_wrapped_by_torch_compile_gets_no_batch() -> None:
         trainer.train()
 
 
-def test_names_of_optimizers_are_a_closed_list(tmp_path: Path) -> None:
+def test_trainer_optimizer_names_are_a_closed_list(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="zenflow is not a valid OptimizerNames"):
         TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, "optim": "zenflow"})
 

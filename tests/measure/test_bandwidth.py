@@ -124,7 +124,7 @@ def test_quick_rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         bandwidth.rates.cache_clear()
 
 
-def test_sizes_follow_the_cache_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_follow_cache_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index, size in enumerate(("48K", "2048K", "266240K")):
         folder = tmp_path / f"cpu/cpu{CORE}/cache/index{index}"
         folder.mkdir(parents=True)

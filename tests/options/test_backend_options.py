@@ -40,7 +40,7 @@ def test_options_are_split_by_reader() -> None:
     assert options == before
 
 
-def test_config_is_expanded_and_keywords_beside_it_win(tmp_path: Path) -> None:
+def test_keywords_override_the_config(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"zenflow": {"topk_ratio": 0.05, "update_interval": 2}}}))
     split = split_backend_options({"config": str(file), "topk_ratio": 0.2, "lr": 1e-4})

@@ -122,7 +122,7 @@ def test_policy_follows_the_offload_blocks(zero: dict[str, Any], policy: str) ->
         ({"sub_group_size": "auto"}, {"policy": "resident"}),
     ],
 )
-def test_where_state_lives_carries_over(zero: dict[str, Any], keywords: dict[str, Any]) -> None:
+def test_place_of_state_carries_over(zero: dict[str, Any], keywords: dict[str, Any]) -> None:
     found = read_quietly({"zero_optimization": zero})
     assert found == keywords
     options = Options.from_keywords(**found)
@@ -139,7 +139,7 @@ def test_where_state_lives_carries_over(zero: dict[str, Any], keywords: dict[str
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "buffer_count": 4}}, "buffer_count"),
     ],
 )
-def test_what_the_device_has_no_use_for_is_listed(zero: dict[str, Any], ignored: str) -> None:
+def test_unused_device_settings_are_listed(zero: dict[str, Any], ignored: str) -> None:
     with pytest.warns(UserWarning, match=rf"no effect here: zero_optimization\.offload_optimizer\.{ignored}$"):
         assert ignored not in read_deepspeed_config({"zero_optimization": zero})
 
@@ -256,7 +256,7 @@ def test_ranges_are_checked_at_use() -> None:
         (3, TypeError, "config=3"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(config: Any, error: type[Exception], message: str) -> None:
+def test_unsupported_settings_are_refused(config: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_deepspeed_config(config)
 
@@ -292,7 +292,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         read_deepspeed_config(broken)
 
 
-def test_names_in_a_file_reach_no_terminal_raw(tmp_path: Path) -> None:
+def test_names_in_a_file_are_escaped(tmp_path: Path) -> None:
     name = "a\x1b[31m\u202e\x9b"
     file = tmp_path / "\x1b[2J.json"
     file.write_text(json.dumps({name: 1, "optimizer": {"type": "AdamW", name: 1, "params": {name: 1}}}))
@@ -305,5 +305,5 @@ def test_names_in_a_file_reach_no_terminal_raw(tmp_path: Path) -> None:
     assert str(error.value).isprintable()
 
 
-def test_deepspeed_names_are_ours() -> None:
+def test_deepspeed_option_names_are_ours() -> None:
     assert set(ZENFLOW_OPTIONS) <= set(OPTION_NAMES)

@@ -122,7 +122,7 @@ def test_ends_of_the_ranges_are_valid(keywords: dict[str, Any]) -> None:
     Options(**keywords)
 
 
-def test_numbers_of_other_kinds_become_plain_ones() -> None:
+def test_numbers_of_other_types_become_plain_ones() -> None:
     numpy = pytest.importorskip("numpy", reason="checks NumPy's numbers")
     options = Options(
         topk_ratio=numpy.float32(0.25),
@@ -176,7 +176,7 @@ def test_cross_option_rules_hold_for_zenflow_only(keywords: dict[str, Any], mess
         ({"weightdecay": 0.1}, "weight_decay"),
     ],
 )
-def test_unknown_option_is_answered_with_the_nearest(keywords: dict[str, Any], nearest: str) -> None:
+def test_unknown_option_suggests_the_nearest(keywords: dict[str, Any], nearest: str) -> None:
     with pytest.raises(TypeError, match=f'unknown option .*did you mean "{nearest}"'):
         Options.from_keywords(**keywords)
 
@@ -191,7 +191,7 @@ def test_unknown_option_error_lists_all_options() -> None:
     ("policy", "nearest"),
     [("zero-offload", "zero_offload"), ("ZenFlow", "zenflow"), ("residant", "resident")],
 )
-def test_unknown_policy_is_answered_with_the_nearest(policy: str, nearest: str) -> None:
+def test_unknown_policy_suggests_the_nearest(policy: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f'policy.*did you mean "{nearest}"'):
         Options.from_keywords(policy=policy)
 

@@ -98,14 +98,14 @@ def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Pa
     assert set(blocks["zenflow, streamed"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}
 
 
-def test_options_alone_warn_of_nothing() -> None:
-    """Plans and predictions share them between policies."""
+def test_options_object_does_not_warn() -> None:
+    """Plans and predictions share one options object between policies."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Options(policy="zero_offload", ratio=0.5)
 
 
-def test_an_option_of_a_param_group_is_refused() -> None:
+def test_option_in_a_param_group_is_refused() -> None:
     model = mlp()
     groups = [{"params": model[0].parameters(), "topk_ratio": 0.9}, {"params": model[2].parameters()}]
     with pytest.raises(ValueError, match=r"param group has topk_ratio=0\.9.*pass it to ZenFlowAdamW itself"):

@@ -99,8 +99,8 @@ def test_three_inputs(function: Loss, count: int, recording: Recording) -> None:
     torch.testing.assert_close(engine.received, {1: expected[0]})
 
 
-def test_gradients_that_are_inputs(recording: Recording) -> None:
-    """The backward returns what autograd hands it, so that no node computes the gradient."""
+def test_gradients_that_are_graph_inputs(recording: Recording) -> None:
+    """The backward returns an input of its own as the gradient, so no node computes it."""
     weights = Weights()
     engine = recording(weights)
 
@@ -150,7 +150,7 @@ def test_weight_gradients_still_take_forward_order(recording: Recording) -> None
     torch.testing.assert_close(engine.received, {0: expected[0], 2: expected[2]})
 
 
-def test_no_update_among_reads_of_two_inputs(recording: Recording) -> None:
+def test_no_update_between_reads_of_two_inputs(recording: Recording) -> None:
     """An update through one input could come before a read through the other: the compiler thinks that they differ."""
     weights = Weights()
 

@@ -29,7 +29,7 @@ def test_pass_after_grouping() -> None:
         check_order((group_nodes, fetch_parameters), Phase.FORWARD)
 
 
-def test_names_are_unique() -> None:
+def test_pass_names_are_unique() -> None:
     passes = {each for pipeline in PIPELINES.values() for each in pipeline}
     assert len({each.__name__ for each in passes}) == len(passes)
 

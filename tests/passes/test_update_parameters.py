@@ -24,7 +24,7 @@ def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:
 
 
 def test_updates_come_as_early_as_possible(recording: Callable[..., RecordingEngine]) -> None:
-    """Behind the parameter's last read and its gradient's copy, in front of what has nothing to do with it."""
+    """After the parameter's last read and its gradient's copy, before any unrelated node."""
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
@@ -52,7 +52,7 @@ def test_updates_come_as_early_as_possible(recording: Callable[..., RecordingEng
 
 
 def test_late_read_of_a_view_postpones_the_update(recording: Callable[..., RecordingEngine]) -> None:
-    """The graph reads the weight's memory once more after its gradient is complete, through a transposed view."""
+    """The graph reads the weight's memory again after its gradient is complete, through a transposed view."""
 
     class Twice(torch.nn.Module):
         def __init__(self) -> None:

@@ -20,7 +20,7 @@ def test_numbers_and_sources_match(machine: Hardware) -> None:
 
 
 @pytest.mark.parametrize("machine", HARDWARE.values(), ids=list(HARDWARE))
-def test_numbers_are_possible(machine: Hardware) -> None:
+def test_numbers_are_plausible(machine: Hardware) -> None:
     assert all(getattr(machine, name) > 0 for name in machine.sources)
     assert 0 < machine.utilization < 1
     assert machine.link_to_host < machine.device_bandwidth
@@ -43,11 +43,11 @@ def test_machines_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "near"), [("4xA100-PCIe4", "4xa100-40g-pcie4"), ("gh-200", "gh200"), ("4090", "rtx-4090")]
 )
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, near: str) -> None:
+def test_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"hardware='{name}' is not known; did you mean \"{near}\""):
         hardware(name)
 
 
-def test_a_name_like_no_other_is_refused_with_all() -> None:
+def test_name_without_a_near_one_lists_all() -> None:
     with pytest.raises(ValueError, match=r"is not known\. There are 4xa100-40g-pcie4, "):
         hardware("abacus")

@@ -82,8 +82,8 @@ def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("given", OPTIONS, ids=str)
-def test_the_device_holds_what_the_plan_needs(given: dict[str, Any], dtype: torch.dtype) -> None:
-    """Between backward and step, when every gradient waits that waits at all."""
+def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype) -> None:
+    """The peak is between backward and step, when all pending gradients are on the device."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
     optimizer = ZenFlowAdamW(model.parameters(), **{**SHARED, **given})

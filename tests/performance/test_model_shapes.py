@@ -50,7 +50,7 @@ def written(folder: Path, config: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_parameters_are_as_many_as_published(name: str) -> None:
+def test_parameter_counts_are_as_published(name: str) -> None:
     tolerance = 1e-3 if name.startswith("dos") else 0.0
     assert model(name).numel == pytest.approx(PUBLISHED[name], rel=tolerance)
 
@@ -66,12 +66,12 @@ def test_layers_are_the_repeated_blocks(name: str) -> None:
     assert shape.source
 
 
-def test_weights_are_of_the_dtype_that_is_asked_for() -> None:
+def test_weights_have_the_requested_dtype() -> None:
     assert {str(spec.dtype) for spec in model("qwen2.5-1.5b").params} == {"torch.bfloat16"}
     assert {str(spec.dtype) for spec in model("qwen2.5-1.5b", FLOAT32).params} == {"torch.float32"}
 
 
-def test_an_unknown_model_is_refused_with_the_nearest() -> None:
+def test_unknown_model_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match="model='llama-2-7b' is not known; did you mean \"llama2-7b\""):
         model("llama-2-7b")
 
@@ -88,7 +88,7 @@ def test_flops_are_six_per_weight_and_twelve_per_score() -> None:
     assert flops_per_token(shape) == flops_per_token(shape, 4096)
 
 
-def test_a_tied_embedding_is_multiplied_as_the_head() -> None:
+def test_tied_embedding_counts_as_the_head() -> None:
     shape = model("qwen2.5-3b")
     assert flops_per_token(shape, 0) == 6 * sum(spec.numel for spec in shape.params if len(spec.shape) == 2)
 
@@ -125,7 +125,7 @@ def test_a_gpt2_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_missing_key_is_named(config: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_key_is_named(config: dict[str, Any], tmp_path: Path) -> None:
     for key in set(config) - {"model_type", "n_head"}:
         path = written(tmp_path, {name: value for name, value in config.items() if name != key})
         with pytest.raises(ValueError, match=f'config.json has no "{key}", which a {config["model_type"]} conf'):
@@ -139,7 +139,7 @@ def test_invalid_size_is_refused(value: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA | {"model_type": "mixtral"}, {}, []], ids=str)
-def test_another_kind_of_model_is_refused(config: object, tmp_path: Path) -> None:
+def test_other_model_types_are_refused(config: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model_type=.* must be one of llama, mistral, qwen2, gpt2"):
         from_config(written(tmp_path, config))
 
@@ -163,14 +163,14 @@ def test_gpt2_configuration_with_untied_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "dtype"), [("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float16", FLOAT16), (None, BFLOAT16)]
 )
-def test_weights_are_of_the_configurations_dtype(key: str, value: str | None, dtype: Any, tmp_path: Path) -> None:
+def test_weights_have_the_configurations_dtype(key: str, value: str | None, dtype: Any, tmp_path: Path) -> None:
     path = written(tmp_path, LLAMA | {key: value})
     assert {spec.dtype for spec in from_config(path).params} == {dtype}
     assert {spec.dtype for spec in from_config(path, dtype=FLOAT16).params} == {FLOAT16}
 
 
 @pytest.mark.parametrize("value", ["auto", "float8_e4m3fn", 16])
-def test_another_dtype_is_refused(value: object, tmp_path: Path) -> None:
+def test_other_dtypes_are_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json: torch_dtype=.* must be one of float32, bfloat16, float16"):
         from_config(written(tmp_path, LLAMA | {"torch_dtype": value}))
 
@@ -211,18 +211,18 @@ def test_embeddings_are_parameters() -> None:
 
 
 @pytest.mark.parametrize("numel", [1_000_000, 20_000_000, 125_000_000, 1_000_000_000, 7 * 10**9, 70 * 10**9, 10**12])
-def test_a_model_of_a_size_has_about_that_size(numel: int) -> None:
+def test_model_of_a_size_has_about_that_size(numel: int) -> None:
     shape = of_size(numel)
     assert shape.numel == pytest.approx(numel, rel=0.05 if numel < 10**8 else 0.01)
     assert repeated_blocks([spec.shape for spec in shape.params]) is not None
 
 
-def test_a_model_of_llamas_size_has_about_llamas_shape() -> None:
+def test_model_of_llamas_size_has_about_its_shape() -> None:
     shape = of_size(6_738_415_616)
     assert math.log2(shape.hidden / 4096) == pytest.approx(0.0, abs=0.1)
     assert shape.layers == pytest.approx(32, abs=3)
 
 
-def test_a_tiny_model_has_no_size() -> None:
+def test_model_below_a_million_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"params=1000 must be an integer >= 1000000; plan a smaller model by its"):
         of_size(1000)

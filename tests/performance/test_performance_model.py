@@ -81,7 +81,7 @@ def step(settings: StepSettings, hardware: Hardware = MACHINE, *, flops: float =
 # Deep Optimizer States, Equation 1.
 
 
-def test_the_ratio_is_that_of_the_papers_testbeds() -> None:
+def test_ratio_equals_the_papers_testbeds() -> None:
     assert round(update_stride(**V100), 2) == 2.29
     assert round(update_stride(**H100), 2) == 0.49
 
@@ -105,18 +105,18 @@ def test_slow_link_gives_infinite_stride() -> None:
     assert stride_of(math.inf) == NEVER
 
 
-def test_a_cast_within_the_update_costs_nothing() -> None:
+def test_cast_within_the_update_is_free() -> None:
     assert update_stride(**V100 | {"cpu_downscale": math.inf}) == pytest.approx((1 + 1 / 35) / (1 / 2 - 1 / 6))
 
 
 @pytest.mark.parametrize(("ratio", "stride"), [(2.29, 3), (0.49, 1), (0.51, 2), (0.0, 1), (2.0, 3), (1e12, NEVER)])
-def test_the_stride_has_the_shares_of_the_ratio(ratio: float, stride: int) -> None:
+def test_stride_has_the_shares_of_the_ratio(ratio: float, stride: int) -> None:
     assert stride_of(ratio) == stride
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
 @pytest.mark.parametrize("name", list(V100))
-def test_rates_are_above_zero(name: str, rate: float) -> None:
+def test_rates_of_zero_are_refused(name: str, rate: float) -> None:
     with pytest.raises(ValueError, match=f"{name}=.*> 0 in parameters per second"):
         update_stride(**V100 | {name: rate})
 
@@ -127,7 +127,7 @@ def test_invalid_ratio_is_refused(ratio: float) -> None:
         stride_of(ratio)
 
 
-def test_rates_of_a_machine_are_a_devices_share() -> None:
+def test_machine_rates_are_a_devices_share() -> None:
     """Two workers update 10 parameters a second; 84 bytes/s of memory at 28 per parameter are 3, for two devices."""
     node = replace(MACHINE, devices=2)
     rates = stride_rates(node)
@@ -160,7 +160,7 @@ def test_traffic_has_ranges(topk_ratio: float, interval: float) -> None:
         traffic(topk_ratio, interval)
 
 
-def test_traffic_is_what_the_lanes_of_the_link_carry() -> None:
+def test_link_lanes_carry_the_traffic() -> None:
     times = step(large("zenflow", topk_ratio=0.1, update_interval=4)).lanes
     carried = times["gradients"] * MACHINE.link_to_host + times["uploads"] * MACHINE.link_to_device
     assert carried / (100.0 * 2) == pytest.approx(traffic(0.1, 4))
@@ -169,7 +169,7 @@ def test_traffic_is_what_the_lanes_of_the_link_carry() -> None:
 # Steps, by hand. 100 parameters: 4 s forward, 8 s backward; 200 bytes over the link are 10 s out and 20 s in.
 
 
-def test_a_resident_step_updates_on_the_device() -> None:
+def test_resident_step_updates_on_the_device() -> None:
     times = step(large("resident"))
     assert (times.seconds, times.device, times.update, times.stall) == pytest.approx((22.0, 22.0, 10.0, 0.0))
 
@@ -184,19 +184,19 @@ def test_zero_offload_waits_for_gradients_and_uploads() -> None:
     assert times.lanes["host_memory"] == pytest.approx(10.0)
 
 
-def test_updates_and_copies_share_the_hosts_memory() -> None:
+def test_updates_and_copies_share_host_bandwidth() -> None:
     """100 parameters of 28 bytes for the update and 2 for its upload: 3000 bytes at 50 bytes/s."""
     times = step(large("zero_offload"), replace(MACHINE, host_bandwidth=50.0))
     assert times.update == pytest.approx(60.0)
 
 
-def test_a_share_on_the_device_shortens_the_update() -> None:
+def test_share_on_the_device_shortens_the_update() -> None:
     times = step(large("twinflow", ratio=0.5))
     assert times.seconds == pytest.approx(4 + 8 + 10)
     assert times.lanes["device_update"] == pytest.approx(5.0)
 
 
-def test_streamed_state_passes_the_link_both_ways() -> None:
+def test_streamed_state_crosses_the_link_both_ways() -> None:
     """Half of 100 parameters: 600 bytes in next to 100 bytes of weights, 600 out."""
     times = step(large("deep_optimizer_states", update_stride=2))
     assert times.lanes["uploads"] == pytest.approx(70.0)
@@ -211,7 +211,7 @@ def test_files_are_read_and_written_back() -> None:
     assert times.seconds == pytest.approx(150)  # read ahead, and written behind, all the time
 
 
-def test_windows_hide_what_fits_into_the_step() -> None:
+def test_windows_hide_work_that_fits_into_the_step() -> None:
     """Device: 12 s and a tenth of the update, 1 s. Gradients 9 s; uploads a quarter of 18 s; cores 9 * 34 / 28 / 4."""
     times = step(large("zenflow"))
     assert times.seconds == pytest.approx(13.0)
@@ -219,7 +219,7 @@ def test_windows_hide_what_fits_into_the_step() -> None:
     assert times.stall == 0.0
 
 
-def test_clipping_leaves_the_host_the_forward() -> None:
+def test_clipping_hides_updates_in_the_forward_only() -> None:
     """At S = 2 uploads need 9 s: hidden in a step of 13 s, not in a forward of 4 s."""
     settings = large("zenflow", update_interval=2)
     assert step(settings).stall == 0.0
@@ -238,7 +238,7 @@ def test_devices_share_the_host_and_communicate() -> None:
     assert alone.lanes["gradients"] == pytest.approx(10.0)
 
 
-def test_hardware_without_a_needed_number_is_named() -> None:
+def test_missing_hardware_number_is_named() -> None:
     with pytest.raises(ValueError, match=r"peer_bandwidth=None of hardware 'round' .* devices=2"):
         step(large("resident"), replace(MACHINE, devices=2))
     with pytest.raises(ValueError, match="disk_write=None of hardware 'round' must be bytes"):
@@ -316,7 +316,7 @@ LOWER_BOUND = 2.0
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("machine", ["4xa100-40g-pcie4", "h200"])
-def test_the_equations_of_a_plan_are_its_forecast(machine: str, in_backward: bool) -> None:
+def test_forecast_equals_the_equations(machine: str, in_backward: bool) -> None:
     node, model, tokens = hardware(machine), named_model("llama2-7b"), 2048
     recompute = not in_backward
     flops = flops_per_token(model, model.context) * tokens
@@ -345,7 +345,7 @@ def test_the_equations_of_a_plan_are_its_forecast(machine: str, in_backward: boo
     ],
     ids=str,
 )
-def test_options_beside_the_policy_count(given: dict[str, Any]) -> None:
+def test_options_besides_the_policy_count(given: dict[str, Any]) -> None:
     options = Options(**given)
     model, node = replace(llama(), embeddings=("embed.weight",)), SLOW_HOST
     plan = make_plan(model.params, options)
@@ -384,7 +384,7 @@ def test_every_formula_is_complete(policy: str, final_at_step: bool) -> None:
         assert math.isfinite(formula.evaluate(values))
 
 
-def test_a_formula_prints_with_its_numbers() -> None:
+def test_formula_prints_with_its_numbers() -> None:
     line = TRAFFIC.explain({equations.topk_ratio: 0.1, equations.update_interval: 4})
     assert line == (
         "traffic [model sizes per step] = (1 - topk_ratio)*(1 + 1/update_interval) = (1 - 0.1)*(1 + 1/4) = 1.125"
@@ -395,7 +395,7 @@ def test_a_formula_prints_with_its_numbers() -> None:
     )
 
 
-def test_an_explanation_leads_to_the_step() -> None:
+def test_explanation_evaluates_the_step() -> None:
     settings = large("zenflow")
     lines = explain(settings, MACHINE, flops=12.0)
     (line,) = (line for line in lines if line.startswith(step_formula(settings).name))
@@ -405,6 +405,6 @@ def test_an_explanation_leads_to_the_step() -> None:
     assert lines[0].startswith("traffic")
 
 
-def test_a_formula_without_a_value_for_a_symbol_raises() -> None:
+def test_formula_with_an_unbound_symbol_raises() -> None:
     with pytest.raises(KeyError, match="update_interval"):
         TRAFFIC.evaluate({equations.topk_ratio: 0.1})

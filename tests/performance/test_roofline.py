@@ -35,7 +35,7 @@ def traffic(plan: Plan = PLAN) -> Traffic:
     return found
 
 
-def test_a_step_moves_its_share_of_every_window() -> None:
+def test_step_moves_its_share_of_every_window() -> None:
     """24 bytes of state, 4 gradients and an upload of 2 bytes each, once in 4 steps: 34 bytes for 4 steps."""
     found = traffic()
     assert found.host == REST * (24 + 2 * (4 + 1)) / 4

@@ -52,7 +52,7 @@ SHAPES: dict[str, ModelShape] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_computes_what_its_tokens_need(name: str) -> None:
+def test_step_flops_follow_its_tokens(name: str) -> None:
     model = SHAPES[name]
     expected = flops_per_token(model) * 10_000 / 5e12
     assert computed(model, 1e13, 10_000) == pytest.approx(expected, rel=1e-5)
@@ -60,7 +60,7 @@ def test_a_step_computes_what_its_tokens_need(name: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gpt2_computes_its_head_and_no_lookup(tied: bool, tmp_path: Path) -> None:
+def test_gpt2_computes_its_head_and_no_lookup(tied: bool, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 5000}
     path.write_text(json.dumps({"model_type": "gpt2", "tie_word_embeddings": tied, **sizes}))
@@ -68,7 +68,7 @@ def test_a_gpt2_computes_its_head_and_no_lookup(tied: bool, tmp_path: Path) -> N
     assert computed(model_config.from_config(path), 1e13, 100) == pytest.approx(work * 100 / 5e12, rel=1e-5)
 
 
-def test_an_mlp_has_six_flops_per_weight_and_no_head() -> None:
+def test_mlp_has_six_flops_per_weight_and_no_head() -> None:
     model = SHAPES["mlp"]
     assert computed(model, 2e12, 1000) == pytest.approx(6 * 8 * 1024 * 1024 * 1000 / 1e12, rel=1e-5)
     recording = simulate(resident(model), machine(device_flops=2e12), model, tokens=1000, steps=1)
@@ -97,7 +97,7 @@ def both(
     [{}, {"device_share": 0.0, "max_grad_norm": 1.0}, {"offload_device": "nvme", "nvme_path": "scratch"}],
     ids=["memory", "nothing kept", "files"],
 )
-def test_some_steps_stand_for_a_long_cycle(
+def test_some_steps_represent_a_long_cycle(
     name: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_catalog.model("llama2-7b")
@@ -116,7 +116,7 @@ def test_some_steps_stand_for_a_long_cycle(
     [{"policy": "zero_offload"}, {"policy": "zenflow"}, {"policy": "zero_infinity", "nvme_path": "scratch"}],
     ids=lambda options: options["policy"],
 )
-def test_layers_of_a_deep_model_are_taken_together(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_deep_model_are_grouped(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     block: Shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (1024,)]
     model = shaped((32000, 1024), *block * 300, (32000, 1024))
     plan = make_plan(model.params, Options.from_keywords(**options))

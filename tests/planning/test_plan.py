@@ -20,7 +20,7 @@ def split(dtype: torch.dtype = torch.bfloat16, **changes: int) -> ParamPlan:
     return ParamPlan(index=0, name="w", shape=(40, 100), dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=1, **sizes)
 
 
-def test_slices_are_selected_or_the_rest() -> None:
+def test_slices_are_selected_or_deferred() -> None:
     plan = split()
     assert (plan.deferred, plan.numel, plan.offloaded) == (90, 4000, True)
     assert split(k=0).deferred == 100
@@ -47,7 +47,7 @@ def test_compressed_gradient_bytes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("interval", [1, 4])
-def test_slots_and_uploads(interval: int, staleness: int) -> None:
+def test_gradient_buffers_and_uploads(interval: int, staleness: int) -> None:
     """One more of each per step of staleness: the update of a flushed window is not applied yet."""
     plan = split(interval=interval, staleness=staleness)
     assert plan.gradient_buffers == interval + staleness
@@ -67,7 +67,7 @@ def test_host_bytes_per_parameter() -> None:
 @pytest.mark.parametrize(
     "sizes", [{}, {"staleness": 1}, {"k": 0}, {"k": 100}, {"interval": 1, "k": 37}, {"compressed": True}]
 )
-def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dict[str, int]) -> None:
+def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostState.arena_bytes(plan))
     kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_gradients=plan.gradient_buffers)
@@ -85,7 +85,7 @@ def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_device_bytes_of_what_lives_there_whole(dtype: torch.dtype) -> None:
+def test_device_bytes_of_resident_parameters(dtype: torch.dtype) -> None:
     """fp32 weights are their own master."""
     plan = ParamPlan(index=0, name="w", shape=(40, 100), dtype=dtype, placement=Placement.DEVICE)
     assert plan.host_bytes == 0
@@ -94,7 +94,7 @@ def test_device_bytes_of_what_lives_there_whole(dtype: torch.dtype) -> None:
     assert plan.device_bytes == sum(tensor.nbytes for tensor in state.tensors()) - state.step.nbytes
 
 
-def test_a_plan_sums_up() -> None:
+def test_plan_sums_its_parameters() -> None:
     scalar = ParamPlan(index=2, name="b", shape=(), dtype=torch.float32, placement=Placement.DEVICE)
     params = (split(), split(k=0), scalar)
     plan = Plan(policy="zenflow", params=params)

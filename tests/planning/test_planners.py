@@ -61,8 +61,8 @@ def test_no_blocks(shapes: Shapes) -> None:
     assert repeated_blocks(shapes) is None
 
 
-def test_blocks_repeat_whatever_the_shapes() -> None:
-    """What is found is a repetition, and at least as long as one that was put there."""
+def test_random_shapes_find_a_repetition() -> None:
+    """The result is a repetition, at least as long as the one inserted into random shapes."""
     rng = random.Random(0)
     for _ in range(100):
         sizes = [(rng.randint(1, 3), rng.randint(1, 3)) for _ in range(rng.randint(2, 6))]
@@ -93,7 +93,7 @@ def by_counting(shapes: Shapes) -> tuple[int, int, int] | None:
     return best
 
 
-def test_the_longest_repetition_is_found() -> None:
+def test_longest_repetition_is_found() -> None:
     rng = random.Random(4)
     for _ in range(2000):
         kinds = rng.randint(1, 4)
@@ -125,7 +125,7 @@ def test_zero_offload_placement() -> None:
             assert param.placement is Placement.DEVICE
 
 
-def test_an_unknown_policy() -> None:
+def test_unknown_policy_is_refused() -> None:
     class Other:
         policy = "fifo"
         host_window_bytes = None
@@ -135,7 +135,7 @@ def test_an_unknown_policy() -> None:
         make_plan([], Other())  # type: ignore[arg-type]
 
 
-def test_zenflow_splits_what_is_large_enough() -> None:
+def test_zenflow_splits_large_parameters() -> None:
     options = {"device_share": 0.0, "min_offload_size": 100}
     shapes: Shapes = [(10, 10), (9, 11), (100,), (2, 5, 10), (1, 1000), ()]
     placed = [param.placement is Placement.SPLIT_COLUMNS for param in plan_of(shapes, **options).params]
@@ -162,7 +162,7 @@ def test_unsupported_parameters_are_resident(spec: ParamSpec, offloaded: bool, p
     ("shape", "dim", "slices", "length"),
     [((64, 32), 0, 64, 32), ((32, 64), 1, 64, 32), ((64, 64), 0, 64, 64), ((8, 4, 3, 3), 1, 36, 8)],
 )
-def test_slices_run_along_the_longer_side(shape: tuple[int, ...], dim: int, slices: int, length: int) -> None:
+def test_slices_run_along_the_longer_dim(shape: tuple[int, ...], dim: int, slices: int, length: int) -> None:
     param = plan_of([shape], device_share=0.0, min_offload_size=1).params[0]
     assert (param.dim, param.slices, param.length) == (dim, slices, length)
 
@@ -200,8 +200,8 @@ def resident_elements(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("policy", ["twinflow", "deep_optimizer_states"])
-def test_twinflows_share_is_exact_to_a_slice(policy: str) -> None:
-    """Whatever the ratio; and it comes last in the order of updates, with one parameter cut at most."""
+def test_twinflow_share_is_exact_to_a_slice(policy: str) -> None:
+    """For any ratio; the share comes last in the order of updates and splits at most one parameter."""
     rng = random.Random(3)
     cut = 0
     for _ in range(60):
@@ -223,13 +223,13 @@ def test_twinflows_share_is_exact_to_a_slice(policy: str) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(1.0, [0, 0, 0, 0]), (0.5, [0, 0, 64, 64]), (0.0, [64] * 4)])
-def test_twinflows_ends_are_zero_offload_and_resident(ratio: float, expected: list[int]) -> None:
+def test_twinflow_limits_are_zero_offload_and_resident(ratio: float, expected: list[int]) -> None:
     plan = plan_of([(64, 64)] * 4, policy="twinflow", ratio=ratio)
     assert [64 if param.placement is Placement.DEVICE else param.k for param in plan.params] == expected
     assert plan.host_bytes == plan_of([(64, 64)] * 4, policy="zero_offload").host_bytes * ratio
 
 
-def test_a_fixed_share_selects_nothing() -> None:
+def test_fixed_share_selects_nothing() -> None:
     cut = plan_of([(64, 64)] * 2, policy="twinflow", ratio=0.75).params[1]
     assert (cut.k, cut.deferred, cut.selects, cut.interval) == (32, 32, False, 1)
 
@@ -256,7 +256,7 @@ def test_every_kth_subgroup_is_streamed(stride: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("stride", "together"), [(1, 10), (2, 5), (3, 3), (5, 2), (7, 1), (1000, 1)])
-def test_a_small_model_has_four_strides_of_subgroups(stride: int, together: int) -> None:
+def test_small_model_has_four_strides_of_subgroups(stride: int, together: int) -> None:
     """40 equal parameters on the host: 40 / (4 x stride) of them are a subgroup, rounded down, one at least."""
     shapes: Shapes = [(64,), *[(64, 64)] * 40]
     plan = plan_of(shapes, policy="deep_optimizer_states", update_stride=stride)
@@ -293,7 +293,7 @@ def test_zenflow_deferred_state_placements() -> None:
     assert [param.subgroup for param in kept.params] == [None, None, 0, 1, 2, 3]
 
 
-def test_streamed_state_is_the_hosts() -> None:
+def test_streamed_state_is_in_host_memory() -> None:
     for dtype, per_element in ((torch.float32, 8), (torch.bfloat16, 12)):
         options = Options(policy="deep_optimizer_states", update_stride=1)
         param = make_plan(specs([(64, 64)], dtype), options).params[0]
@@ -378,7 +378,7 @@ def test_phases_are_balanced_by_bytes() -> None:
     assert max(load_of(plan)) < 1.1 * sum(load_of(plan)) / 4
 
 
-def test_extending_keeps_what_is_planned() -> None:
+def test_extended_plan_keeps_planned_parameters() -> None:
     options = Options(device_share=0.2, min_offload_size=1)
     rng = random.Random(2)
     for _ in range(20):
@@ -392,7 +392,7 @@ def test_extending_keeps_what_is_planned() -> None:
         assert max(load_of(both)) - min(load_of(both)) <= max(largest, max(load_of(first)) - min(load_of(first)))
 
 
-def test_a_plan_is_a_function_of_shapes_and_options() -> None:
+def test_plan_depends_on_shapes_and_options_only() -> None:
     """A compiled, an eager and a resumed run get the same one."""
     assert plan_of(gpt(3)) == plan_of(gpt(3))
     renamed = [ParamSpec("x" + spec.name, spec.shape, spec.dtype) for spec in specs(gpt(3))]

@@ -23,7 +23,7 @@ def plan_of(slices: int, k: int) -> ParamPlan:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("slices", SIZES)
-def test_every_group_selects_and_leaves_some(slices: int, ratio: float) -> None:
+def test_every_group_selects_and_defers_slices(slices: int, ratio: float) -> None:
     """The most groups, as a power of two up to 16, of which each has four slices on either side; or one group."""
     k = min(slices, max(1, round(ratio * slices)))
     groups = plan_of(slices, k).groups
@@ -45,7 +45,7 @@ def test_group_counts_of_usual_sizes() -> None:
 
 
 @pytest.mark.parametrize(("slices", "k"), [(0, 0), (64, 0), (64, 64), (1, 1)])
-def test_no_choice_is_one_group(slices: int, k: int) -> None:
+def test_selection_without_a_choice_is_one_group(slices: int, k: int) -> None:
     assert group_count(slices, k) == 1
 
 

@@ -35,7 +35,7 @@ def bytes_of(hardware: Hardware, **options: Any) -> int:
     return sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).device.values())
 
 
-def test_state_stays_on_the_device_where_it_fits() -> None:
+def test_state_stays_on_the_device_if_it_fits() -> None:
     assert chosen(SLOW_HOST).policy == "resident"
 
 
@@ -72,12 +72,12 @@ def test_given_memory_limits_the_choice() -> None:
     assert best.in_files
 
 
-def test_nothing_fits() -> None:
+def test_error_if_nothing_fits() -> None:
     with pytest.raises(ValueError, match=r"no policy fits 'round': \w+ comes nearest and lacks .* GB of device memory"):
         chosen(replace(SLOW_HOST, device_bytes=1.0))
 
 
-def test_the_fastest_that_fits_is_taken() -> None:
+def test_fastest_fitting_candidate_is_chosen() -> None:
     """No other candidate that fits is faster by more than what is worth it."""
     tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
     found = auto_policy.compare(scenario(Options(), tight, MODEL, tokens=64))
@@ -87,18 +87,18 @@ def test_the_fastest_that_fits_is_taken() -> None:
     assert best.step_s * (1 - auto_policy.WORTH_IT) <= min(each.step_s for each in found if each.fits)
 
 
-def test_knobs_that_steer_convergence_stay() -> None:
+def test_convergence_options_are_kept() -> None:
     tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
     best = chosen(tight, topk_ratio=0.2, update_interval=2, max_grad_norm=1.0)
     assert (best.topk_ratio, best.update_interval, best.max_grad_norm) == (0.2, 2, 1.0)
 
 
-def test_the_same_inputs_give_the_same_options() -> None:
+def test_same_inputs_give_the_same_options() -> None:
     tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
     assert chosen(tight) == chosen(tight)
 
 
-def test_the_stride_comes_from_the_equation() -> None:
+def test_stride_comes_from_the_equation() -> None:
     """Of three cores one works, as in the simulation."""
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1.5e9)
     ratio = performance_model.update_stride(cpu_update=1.5e9, gpu_update=1e9, link=1e9, cpu_downscale=inf)
@@ -154,7 +154,7 @@ def test_shape_from_parameters_only() -> None:
     assert auto_policy.choose(MODEL.params, Options(), SLOW_HOST, tokens=64).policy == "resident"
 
 
-def test_a_model_that_begins_with_a_scalar() -> None:
+def test_model_that_begins_with_a_scalar() -> None:
     specs = [ParamSpec("scale", (), BFLOAT16), *MODEL.params]
     assert auto_policy.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
 
@@ -196,7 +196,7 @@ def test_device_is_filled_up_to_its_memory() -> None:
     assert taken + 0.85 * (70e9 - taken) < kept <= taken + 0.9 * (70e9 - taken)
 
 
-def test_spare_bytes_are_of_each_device() -> None:
+def test_spare_bytes_count_per_device() -> None:
     hardware = machine(devices=2, peer_bandwidth=1e12)
     model = layers(8)
     options = Options(spare_device_bytes=12 * 1_000_000, device_share=0.0)  # the state of a layer; of two, in halves
@@ -243,7 +243,7 @@ def test_memory_by_hand() -> None:
 
 
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "twinflow", "zenflow"])
-def test_without_contention_the_equations_say_the_same(policy: str) -> None:
+def test_equations_equal_simulation_without_contention(policy: str) -> None:
     """Where nothing is scarce but one thing, a simulated step is as long as the published model has it."""
     model = layers(40)
     hardware = machine(link_to_device=1e9, link_to_host=1e9, adam_per_core=2e6, cores=3)

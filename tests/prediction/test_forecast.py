@@ -69,7 +69,7 @@ def test_host_time_counts_once_for_all_workers() -> None:
         ({"update_interval": 2}, None, "zenflow"),
     ],
 )
-def test_a_title_has_the_settings_that_differ(options: dict[str, Any], label: str | None, title: str) -> None:
+def test_title_has_the_settings_that_differ(options: dict[str, Any], label: str | None, title: str) -> None:
     assert of(8, label=label, sub_group_size=1_000_000, **options).title == title
 
 

@@ -165,7 +165,7 @@ def test_parts_of_a_real_run_with_evaluation(inner: str) -> None:
     assert not intersect(apart, union((each.start_ns, each.end_ns) for each in forwards))
 
 
-def test_inference_inside_a_forward_resumes_the_forward() -> None:
+def test_nested_inference_resumes_the_forward() -> None:
     """A teacher's forward without gradients between two graphs of a training forward."""
     model, teacher = nn.Linear(64, 64), nn.Linear(64, 64)
     named = [*model.named_parameters(prefix="model"), *teacher.named_parameters(prefix="teacher")]

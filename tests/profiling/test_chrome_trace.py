@@ -20,7 +20,7 @@ def track_names(trace):
     }
 
 
-def test_file_has_what_the_format_asks_for(tmp_path):
+def test_file_has_the_fields_of_the_format(tmp_path):
     path = tmp_path / "trace.json"
     write_chrome_trace([known_run()], path)
     trace = json.loads(path.read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def test_bytes_in_flight():
     assert values == [(0.0, 6), (3000.0, 8), (4000.0, 2), (6000.0, 3), (7000.0, 0)]
 
 
-def test_a_process_per_optimizer_on_one_clock():
+def test_optimizers_are_processes_on_one_clock():
     second = dataclasses.replace(
         recording([event("step", "step", 10, 20), event("compute", "forward", 10, 15)]),
         title="optimizer 2 of 2",

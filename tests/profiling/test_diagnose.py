@@ -115,7 +115,7 @@ def test_names_the_limit_and_the_option(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_is_one_sentence(case):
+def test_diagnosis_is_one_sentence(case):
     sentence = diagnose(summarize(CASES[case][0]))
     assert sentence.endswith(".")
     assert ". " not in sentence
@@ -124,13 +124,13 @@ def test_is_one_sentence(case):
     assert "nan" not in sentence.lower()
 
 
-def test_every_case_says_something_else():
+def test_every_case_has_its_own_text():
     sentences = {diagnose(summarize(made)) for made, _, _ in CASES.values()}
     assert len(sentences) == len(CASES)
 
 
-def test_works_on_a_run_whose_phases_were_not_recorded():
-    """Without forward and backward events, a lane that is nearly always busy is what limits."""
+def test_diagnosis_without_recorded_phases():
+    """Without forward and backward events, the lane that is nearly always busy is the limit."""
     events = [
         event("step", "step", 0, 10),
         event("compute", "wait", 1, 6),

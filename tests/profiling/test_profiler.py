@@ -197,7 +197,7 @@ def test_failure_in_flight_raises_and_detaches():
     assert born.timeline is None
 
 
-def test_the_innermost_of_nested_profiles_records():
+def test_innermost_of_nested_profiles_records():
     engine = FakeEngine()
     with profile() as outer:
         engine.train(1)
@@ -209,7 +209,7 @@ def test_the_innermost_of_nested_profiles_records():
     assert engine.timeline is None
 
 
-def test_is_entered_once():
+def test_profile_is_entered_once():
     prof = profile()
     with prof:
         pass
@@ -239,7 +239,7 @@ def test_report_and_trace(capsys, tmp_path):
     assert sum(entry["name"] == "host_update" for entry in trace["traceEvents"]) == 5
 
 
-def test_only_a_report_measures_bandwidths(capsys, measurements):
+def test_only_reports_measure_bandwidths(capsys, measurements):
     engine = FakeEngine()
     with profile() as prof:
         engine.train(5)

@@ -68,14 +68,14 @@ def test_80_columns_when_output_is_not_a_terminal(capsys, monkeypatch):
     assert "compute" in text
 
 
-def test_colour_only_adds(monkeypatch):
+def test_color_only_adds_codes(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = printed([known_run()], force_terminal=True, color_system="standard")
     assert "\x1b[" in coloured
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == printed([known_run()])
 
 
-def test_blocks_only_where_they_can_be_written():
+def test_blocks_only_if_the_encoding_has_them():
     assert "█" in printed([known_run()])
     text = printed([known_run()], encoding="ascii")
     assert "f forward" in text
@@ -159,7 +159,7 @@ def test_limits_include_the_disk_if_measured():
     assert "disk" not in limits(bandwidths, filed)
 
 
-def test_limits_name_the_stall_that_cannot_be_avoided():
+def test_limits_name_the_unavoidable_stall():
     heavy = dataclasses.replace(TRAFFIC, host=2e9, host_per_gradient=1_000_000_000)
     assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9), heavy).endswith(
         "limit: at best 100 ms per step, 64.0 ms of it stall, and no update_interval hides the host update"
@@ -170,11 +170,11 @@ def test_limits_name_the_stall_that_cannot_be_avoided():
     )
 
 
-def test_without_measured_bandwidths_there_is_no_limit():
+def test_no_limit_without_measured_bandwidths():
     assert "limit" not in printed([dataclasses.replace(known_run(), traffic=TRAFFIC)])
 
 
-def test_ends_with_the_diagnosis():
+def test_report_ends_with_the_diagnosis():
     last = printed([known_run()]).rstrip().rsplit("\n\n", 1)[1]
     assert " ".join(last.split()).startswith("The first layers' updates have too little time")
 
@@ -227,7 +227,7 @@ def test_cell_shows_the_longest_kind():
     assert row(gantt, "compute")[:3] == (FORWARD, WAIT, FORWARD)
 
 
-def test_shows_the_last_steps_only():
+def test_gantt_shows_the_last_steps_only():
     steps = [event("step", "step", 10 * i, 10 * i + 10, step=i) for i in range(9)]
     gantt = draw(recording(steps), width=80, steps=4)
     assert gantt is not None
@@ -251,6 +251,6 @@ def test_workers_in_numeric_order():
     assert labels == ["compute", "D2H", "H2D", *(f"worker {i}" for i in range(12))]
 
 
-def test_nothing_to_draw():
+def test_gantt_without_events():
     assert draw(Recording(events=()), width=80) is None
     assert draw(recording([event("step", "step", 5, 5)]), width=80) is None

@@ -49,7 +49,7 @@ def test_slack_and_time_taken_by_block() -> None:
     assert slack_by_block(flushed(), {3}) == {}
 
 
-def test_the_report_names_the_tightest_block() -> None:
+def test_report_names_the_tightest_block() -> None:
     run = recording(flushed())
     assert list(summarize(run)["slack_by_block"]) == ["layers.0", "layers.1"]
     from rich.console import Console

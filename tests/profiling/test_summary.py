@@ -66,7 +66,7 @@ def test_known_run():
         assert summary[key] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), key
 
 
-def test_mean_window_is_taken_parameter_by_parameter():
+def test_mean_window_is_computed_per_parameter():
     """Flushes at steps 0, 3 and 4, at 2 and 6, and one alone: 8 steps in 3 windows."""
     flushed = [("a", 0), ("a", 3), ("a", 4), ("b", 2), ("b", 6), ("c", 5)]
     events = [event("windows", "flush", 10 * s, 10 * s, step=s, param=param) for param, s in flushed]
@@ -78,7 +78,7 @@ def test_mean_window_is_taken_parameter_by_parameter():
     json.dumps(summary, allow_nan=False)
 
 
-def test_nothing_measured_is_none_and_serialisable():
+def test_missing_measurements_are_none():
     summary = summarize(Recording(events=()))
     for key in (
         "step_ms",
@@ -132,7 +132,7 @@ def test_leading_compilation_is_left_out():
     assert summary["windows_flushed"] == 1
 
 
-def test_a_slow_step_in_the_middle_counts():
+def test_slow_step_in_the_middle_counts():
     ends = [0, 10, 20, 120, 130]
     steps = [event("step", "step", a, b, step=i) for i, (a, b) in enumerate(pairwise(ends))]
     assert summarize(recording(steps))["warm_up_steps"] == 0

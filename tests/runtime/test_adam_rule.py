@@ -93,7 +93,7 @@ def test_half_precision_gradients_are_widened_first(make: Make, dtype: torch.dty
     assert torch.equal(gradient, untouched)
 
 
-def test_scaling_does_not_write_the_gradient(make: Make) -> None:
+def test_scaling_leaves_the_gradient_unchanged(make: Make) -> None:
     gradient = make(8)
     untouched = gradient.clone()
     own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 0.25)

@@ -95,7 +95,7 @@ def test_exhausted_arena_names_free_bytes() -> None:
     assert second.data_ptr() == first.data_ptr() + 128
 
 
-def test_empty_tensors_take_nothing() -> None:
+def test_empty_tensors_take_no_bytes() -> None:
     arena = HostArena(0)
     assert arena.take((0, 9), torch.float32).shape == (0, 9)
     with pytest.raises(RuntimeError, match="exhausted"):
@@ -174,7 +174,7 @@ def test_mapping_lives_as_long_as_its_tensors() -> None:
     assert mapped_range(address) is None
 
 
-def test_closed_arena_gives_nothing() -> None:
+def test_closed_arena_allocates_nothing() -> None:
     arena = HostArena(64)
     arena.close()
     arena.close()
@@ -270,7 +270,7 @@ def test_refused_pinning_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_cuda_there_is_nothing_to_pin(recwarn: pytest.WarningsRecorder) -> None:
+def test_nothing_is_pinned_without_cuda(recwarn: pytest.WarningsRecorder) -> None:
     assert not HostArena(64).pin()
     assert len(recwarn) == 0
 
@@ -294,7 +294,7 @@ def test_pinned_memory_copies_both_ways_on_cuda() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_refusal_leaves_no_error_behind() -> None:
+def test_refused_pinning_leaves_no_cuda_error() -> None:
     arena = HostArena(mmap.PAGESIZE)
     address = arena.take((1,), torch.float32).data_ptr()
     assert arena.pin()
@@ -326,7 +326,7 @@ def cgroup(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_tightest_control_group_of_version_2_limits(tmp_path: Path) -> None:
+def test_tightest_cgroup_v2_limits(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("0::/job/step\n")
     root = tmp_path / "fs"
@@ -338,7 +338,7 @@ def test_tightest_control_group_of_version_2_limits(tmp_path: Path) -> None:
     assert str(root / "job") in limited_by
 
 
-def test_control_group_of_version_1_limits(tmp_path: Path) -> None:
+def test_cgroup_v1_limits(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("5:devices:/a\n4:memory:/a\n0::/\n")
     root = tmp_path / "fs"
@@ -348,7 +348,7 @@ def test_control_group_of_version_1_limits(tmp_path: Path) -> None:
     assert available_host_memory(root, membership)[0] == 10
 
 
-def test_without_control_groups_the_machine_limits(tmp_path: Path) -> None:
+def test_machine_limits_without_cgroups(tmp_path: Path) -> None:
     available, limited_by = available_host_memory(tmp_path, tmp_path / "missing")
     assert available > 1 << 20
     assert "the machine has" in limited_by

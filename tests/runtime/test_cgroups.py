@@ -14,7 +14,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
-def test_all_groups_up_to_the_root_count(tmp_path: Path) -> None:
+def test_all_cgroups_up_to_the_root_count(tmp_path: Path) -> None:
     membership = tmp_path / "membership"
     write(membership, "3:cpu,cpuacct:/a/b\n2:memory:/m\n0::/c")
     found = [(str(group.relative_to(tmp_path)), version) for group, version in groups_of("cpu", tmp_path, membership)]
@@ -22,7 +22,7 @@ def test_all_groups_up_to_the_root_count(tmp_path: Path) -> None:
     assert list(groups_of("cpu", tmp_path, tmp_path / "missing")) == []
 
 
-def test_the_tightest_quota_counts(tmp_path: Path) -> None:
+def test_tightest_quota_counts(tmp_path: Path) -> None:
     membership = tmp_path / "membership"
     write(membership, "0::/outer/inner")
     assert cpu_quota(tmp_path, membership) is None
@@ -34,7 +34,7 @@ def test_the_tightest_quota_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("150000", 1.5)])
-def test_the_first_version(tmp_path: Path, quota: str, cores: float | None) -> None:
+def test_cgroup_v1_quota(tmp_path: Path, quota: str, cores: float | None) -> None:
     membership = tmp_path / "membership"
     write(membership, "4:cpu:/job")
     write(tmp_path / "cpu/job/cpu.cfs_quota_us", quota)

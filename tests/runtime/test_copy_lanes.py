@@ -126,7 +126,7 @@ def test_lane_knows_its_thread(lane: ThreadLane) -> None:
     assert [thread.name for thread in threading.enumerate() if lane.runs(thread)] == ["zenflow-D2H"]
 
 
-def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_copies_run_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is started for them; the ticket keeps an error, as for copies of the thread."""
     monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 16)
     lane = ThreadLane("D2H", Recorder(torch.device("cpu")))

@@ -57,7 +57,7 @@ def test_without_topology_the_first_cores_count(tmp_path: Path, monkeypatch: pyt
 
 
 @affinity
-def test_this_machine_has_cores_of_its_mask() -> None:
+def test_cores_of_this_machine_are_in_its_mask() -> None:
     found = physical_cores()
     assert found
     assert {core.logical for core in found} <= os.sched_getaffinity(0)
@@ -67,7 +67,7 @@ def test_this_machine_has_cores_of_its_mask() -> None:
     ("cores", "reserved", "workers"),
     [(8, 0.0, 8), (8, 0.5, 4), (8, 0.9, 1), (8, 1.0, 1), (8, 0.3, 5), (2, 0.5, 1), (10, 0.9, 1), (20, 0.9, 2)],
 )
-def test_a_share_of_the_cores_is_reserved(cores: int, reserved: float, workers: int) -> None:
+def test_reserved_share_is_left_free(cores: int, reserved: float, workers: int) -> None:
     assert worker_count(cores, workers=None, reserved_share=reserved) == workers
 
 
@@ -108,7 +108,7 @@ def test_more_workers_than_cores_are_refused() -> None:
         worker_count(4, workers=5, reserved_share=None)
 
 
-def test_last_cores_first_and_all_nodes_alike() -> None:
+def test_last_cores_first_and_even_over_nodes() -> None:
     one_node = [Core(logical) for logical in range(4)]
     assert choose_cores(one_node, 3, {}) == (3, 2, 1)
     two_nodes = [Core(logical, logical // 4) for logical in range(8)]

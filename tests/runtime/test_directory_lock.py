@@ -121,7 +121,7 @@ def test_holder_text_is_shown_printable(text: str, tmp_path: Path) -> None:
     ScratchDirectory(tmp_path).close()
 
 
-def test_full_disk_gives_the_directory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_unlocks_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().num_fds()
 
     def full(*args: Any) -> int:
@@ -175,7 +175,7 @@ os._exit(0)
 """
 
 
-def test_child_of_an_ended_process_is_named(tmp_path: Path) -> None:
+def test_lock_inherited_by_a_child_names_the_child(tmp_path: Path) -> None:
     """A child that was forked past Python's hooks has inherited the lock."""
     command = [sys.executable, "-W", "ignore", "-c", ORPHAN, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

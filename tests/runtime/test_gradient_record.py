@@ -105,7 +105,7 @@ def test_record_with_values_can_be_read(state: GradientState, deferred: bool) ->
 
 
 @every(PARTS, ON_DEVICE, ZERO)
-def test_dense_record_has_values_of_its_own(state: GradientState) -> None:
+def test_dense_record_owns_its_values(state: GradientState) -> None:
     source = Source()
     record = record_in(state, source)
     record.scale(0.5)
@@ -156,7 +156,7 @@ def test_gradient_of_a_backward_that_stepped_refuses() -> None:
 
 
 @every(PARTS, ON_DEVICE, ZERO, CONSUMED, SPOILED, DISCARDED)
-def test_zeroed_record_is_as_new(state: GradientState) -> None:
+def test_zeroed_record_equals_a_new_one(state: GradientState) -> None:
     record = record_in(state, source := Source())
     record.contributions, record.norm = 2, torch.tensor(5.0)
     record.scale(math.nan)
@@ -207,7 +207,7 @@ def test_replaced_record_takes_the_new_dtype() -> None:
 
 
 @every(PARTS, ON_DEVICE)
-def test_dropped_record_keeps_values_if_held(state: GradientState) -> None:
+def test_dropped_record_keeps_referenced_values(state: GradientState) -> None:
     record = record_in(state, source := Source())
     tensor = OffloadedGradient.of(record)
     record.scale(2.0)
@@ -235,7 +235,7 @@ def test_dropping_changes_only_engine_memory(state: GradientState) -> None:
     del tensor
 
 
-def test_any_tensor_of_a_record_holds_it() -> None:
+def test_any_tensor_keeps_its_record_alive() -> None:
     record = record_in(PARTS, Source())
     assert not record.has_tensor
     first = OffloadedGradient.of(record)
@@ -251,7 +251,7 @@ def test_any_tensor_of_a_record_holds_it() -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 @every(*GradientState)
-def test_closing_keeps_values_that_were_not_used(state: GradientState, keep: bool) -> None:
+def test_close_keeps_unused_values(state: GradientState, keep: bool) -> None:
     record = record_in(state, source := Source())
     left = record.values_at_close(keep=keep)
     kept = state is DENSE or (keep and state in (PARTS, ON_DEVICE, ZERO))

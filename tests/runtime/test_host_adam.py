@@ -90,7 +90,7 @@ def test_equals_the_eager_rule(kernel: Literal["aten", "inductor"], dtype: torch
 
 
 @kernels
-def test_long_odd_length(kernel: Literal["aten", "inductor"]) -> None:
+def test_long_odd_length_equals_the_rule(kernel: Literal["aten", "inductor"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(1_000_003, torch.bfloat16)
     before = state.copy()
@@ -126,7 +126,7 @@ def test_rate_of_zero_moves_moments_only(kernel: Literal["aten", "inductor"]) ->
 
 
 @kernels
-def test_first_windows_of_zero_gradients_stay_finite(kernel: Literal["aten", "inductor"]) -> None:
+def test_zero_gradients_at_the_start_stay_finite(kernel: Literal["aten", "inductor"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     zero = torch.zeros(64)
     state = State(torch.ones(64), zero.clone(), zero.clone(), torch.empty(64))
@@ -151,7 +151,7 @@ def test_rows_without_a_gradient_change_nothing(kernel: Literal["aten", "inducto
 
 
 @kernels
-def test_infinite_moments_stay_where_they_are(kernel: Literal["aten", "inductor"]) -> None:
+def test_infinite_gradients_stay_in_their_elements(kernel: Literal["aten", "inductor"]) -> None:
     """Rows without a gradient read the last gradient again; if it is infinite, zero times it would be NaN."""
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     gradient = torch.ones(64)
@@ -174,7 +174,7 @@ def test_window_of_missing_gradients_writes_out_only(kernel: Literal["aten", "in
 
 
 @kernels
-def test_two_threads_on_disjoint_ranges(kernel: Literal["aten", "inductor"]) -> None:
+def test_threads_on_disjoint_ranges_equal_one_call(kernel: Literal["aten", "inductor"]) -> None:
     """Ranges at odd offsets, one thread each, equal one call over the whole and leave their neighbours alone."""
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     numel, first, middle, last = 400_009, 3, 3 + 150_016, 400_002
@@ -218,8 +218,8 @@ def test_one_thread_per_call_keeps_the_callers_setting(kernel: Literal["aten", "
 
 
 @kernels
-def test_the_gil_is_free_during_an_update(kernel: Literal["aten", "inductor"]) -> None:
-    """The longest stop of a Python thread beside the update is far shorter than the update.
+def test_gil_is_released_during_an_update(kernel: Literal["aten", "inductor"]) -> None:
+    """The longest stop of a concurrent Python thread is far shorter than the update.
 
     The best of a few tries, since on busy cores the worker may lose its own just while it holds the GIL. A
     kernel that kept the GIL would stop the thread for its whole duration in every try.
@@ -230,7 +230,7 @@ def test_the_gil_is_free_during_an_update(kernel: Literal["aten", "inductor"]) -
     assert any(gap.gap < 0.25 * gap.update for gap in gaps)
 
 
-def test_the_measurement_sees_a_held_gil() -> None:
+def test_gil_measurement_detects_a_held_gil() -> None:
     libc = ctypes.PyDLL(None)  # PyDLL calls keep the GIL
     # The best of a few tries: waits of this thread for a core are subtracted, and may fall into the gap.
     assert any(spin_beside(lambda: libc.usleep(50_000)).gap > 40 for _ in range(5))
@@ -292,7 +292,7 @@ def test_auto_takes_the_fused_kernel_with_a_compiler() -> None:
     assert adam.name == "inductor"
 
 
-def test_auto_without_a_compiler_warns_once_and_works() -> None:
+def test_auto_without_a_compiler_warns_once() -> None:
     host_adam._warn_once.cache_clear()
     dtypes = {"gradient_dtype": torch.float32, "out_dtype": torch.float32}
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):

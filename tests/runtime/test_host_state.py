@@ -70,7 +70,7 @@ def run(close: FlushedWindow) -> None:
             close.job.finish_task()
 
 
-def test_a_window_closes_as_rule_p() -> None:
+def test_flushed_window_equals_rule_p() -> None:
     host = host_of()
     torch.manual_seed(0)
     host.state().master.normal_()
@@ -93,8 +93,8 @@ def test_a_window_closes_as_rule_p() -> None:
         host.flushed.pop(0)
 
 
-def test_a_slot_that_was_not_committed_is_used_again() -> None:
-    """A void step, or a gradient that was discarded."""
+def test_uncommitted_gradient_buffer_is_reused() -> None:
+    """As in a skipped step, or when a gradient is discarded."""
     host = host_of()
     first, _ = host.free_buffer()
     again, _ = host.free_buffer()
@@ -102,7 +102,7 @@ def test_a_slot_that_was_not_committed_is_used_again() -> None:
     assert [put(host, 0.0) for _ in range(3)] == [0, 1, 2]
 
 
-def test_slots_go_round_and_wait_for_the_job_that_reads_them() -> None:
+def test_reused_gradient_buffer_waits_for_its_job() -> None:
     host = host_of()
     for _ in range(3):
         put(host, 1.0)
@@ -113,7 +113,7 @@ def test_slots_go_round_and_wait_for_the_job_that_reads_them() -> None:
     assert host.state().exp_avg.abs().max() < 0.5  # of the ones, not of the twos
 
 
-def test_staleness_has_a_slot_and_an_upload_more() -> None:
+def test_staleness_adds_a_buffer_and_an_upload() -> None:
     host = host_of(STALE)
     put(host, 1.0)
     first = host.flush_window(at=0, eps=1e-8, deadline=0)
@@ -127,13 +127,13 @@ def test_staleness_has_a_slot_and_an_upload_more() -> None:
     assert host.flush_window(at=2, eps=1e-8, deadline=0).upload.data_ptr() == first.upload.data_ptr()
 
 
-def test_a_close_is_visible_in_the_next_forward() -> None:
+def test_update_is_visible_one_step_after_its_flush() -> None:
     host = host_of()
     put(host, 1.0)
     assert host.flush_window(at=5, eps=1e-8, deadline=0).visible_at == 6
 
 
-def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = host_of()
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
     cut = host_of()
@@ -152,8 +152,8 @@ def test_long_parameters_are_cut_into_tasks(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(actual, expected)
 
 
-def test_compressed_gradients_are_expanded_by_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A close on int8 blocks is rule P on what they stand for, however it is cut into tasks and pieces."""
+def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush of int8 blocks equals rule P on the expanded values, for every split into tasks and pieces."""
     plan = replace(PLAN, compressed=True)
     monkeypatch.setattr(host_state, "EXPANDED_ELEMENTS", 20)  # two slices of eight
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)  # four of these pieces
@@ -185,7 +185,7 @@ def test_compressed_gradients_are_expanded_by_whole_slices(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 14])
 @pytest.mark.parametrize("elements", [0, 1, 63, 64, 65, 1 << 16, (1 << 20) - 1, (1 << 20) + 1, 8_493_466, 33 << 20])
-def test_a_block_is_cut_evenly_for_the_workers(elements: int, workers: int) -> None:
+def test_parameter_is_split_evenly_over_workers(elements: int, workers: int) -> None:
     ranges = host_state.task_ranges(elements, workers)
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges)][: len(ranges)]
     assert (ranges[-1].stop if ranges else 0) == elements
@@ -197,14 +197,14 @@ def test_a_block_is_cut_evenly_for_the_workers(elements: int, workers: int) -> N
         assert max(sizes) - min(sizes) <= 64 * len(ranges)
 
 
-def test_small_blocks_stay_whole_and_others_use_every_worker() -> None:
+def test_small_parameters_are_one_task() -> None:
     assert len(host_state.task_ranges(100_000, 14)) == 1
     assert len(host_state.task_ranges((1 << 20) + 1, 14)) == 14
     assert len(host_state.task_ranges((1 << 20) + 1, 1)) == 2
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_touch_what_they_will_serve_and_nothing_twice(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_touch_their_ranges_once(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
     host = host_of(workers=workers)
     touched: list[tuple[int, int]] = []
@@ -224,7 +224,7 @@ def test_workers_touch_what_they_will_serve_and_nothing_twice(workers: int, monk
     assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
 
 
-def test_a_job_waits_for_its_copies() -> None:
+def test_job_waits_for_its_copies() -> None:
     host = host_of()
     ticket = ThreadTicket()
     put(host, 1.0, ticket)
@@ -239,7 +239,7 @@ def test_a_job_waits_for_its_copies() -> None:
     assert host.state().exp_avg.all()
 
 
-def test_waiting_for_copies_of_the_open_window() -> None:
+def test_wait_for_copies_of_the_open_window() -> None:
     host = host_of()
     ticket = ThreadTicket()
     put(host, 1.0, ticket)
@@ -266,8 +266,8 @@ def test_failures_are_raised_without_waiting() -> None:
         assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_clearing_waits_for_those_who_use_the_memory() -> None:
-    """A failed job is done before it has settled; what runs on must not write into what is loaded next."""
+def test_clear_waits_for_running_jobs() -> None:
+    """A failed job is done before its tasks have ended; they must not write into state that is loaded next."""
     host = host_of()
     put(host, 1.0)
     close = host.flush_window(at=0, eps=1e-8, deadline=0)

@@ -111,7 +111,7 @@ def test_whole_step_hides_updates_in_the_backward() -> None:
     assert run.step(1.0, 1.0) == 3
 
 
-def test_staleness_adds_a_step() -> None:
+def test_staleness_adds_a_step_to_hide_in() -> None:
     run = Measuring(plan=replace(PLAN, staleness=1))
     run.step(100.0, 100.0)
     run.step(0.1, fits(2) - 0.2)

@@ -16,7 +16,7 @@ def readback(rows: int = 3) -> Readback:
     return made
 
 
-def test_cells_cross_at_the_end_of_their_step_and_once() -> None:
+def test_cells_are_copied_once_at_step_end() -> None:
     values = readback()
     values.cell(2, 1).fill_(5.0)
     assert values.take() == {}

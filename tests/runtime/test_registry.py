@@ -37,7 +37,7 @@ def optimizer_on(model: nn.Module, **options: Any) -> ZenFlowAdamW:
     return ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **options)
 
 
-def test_workers_of_several_engines_share_cores_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_share_worker_cores_last(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # engines that tests before this one left in a cycle have cores, too
     monkeypatch.setattr(capacity, "physical_cores", lambda: FOUR_CORES)
     first, second = optimizer_on(mlp(), workers=2), optimizer_on(mlp(), workers=1)
@@ -80,7 +80,7 @@ def test_workers_touch_their_pages_first_on_numa(
     optimizer.close()
 
 
-def test_weights_are_the_same_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_equal_on_several_numa_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(None).run(0, 6).weights()
     monkeypatch.setattr(allocation, "nodes_of", lambda cores: {0, 1})
     for actual, weight in zip(Training(None).run(0, 6).weights(), expected, strict=True):

@@ -103,7 +103,7 @@ def test_mixed_dtypes_and_batches_change_no_result(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "with_holes", "expanded_gradient"])
-def test_memory_layout_does_not_matter(layout: str, dtype: torch.dtype) -> None:
+def test_memory_layout_changes_no_bit(layout: str, dtype: torch.dtype) -> None:
     weight = torch.randn(6, 4, 3, 3).to(dtype)
     gradient = torch.randn(6, 4, 3, 3).to(dtype)
     plain = Parameter(weight.clone())

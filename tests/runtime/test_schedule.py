@@ -113,7 +113,7 @@ def test_small_drift_does_not_reselect(entering: int, expected: list[int]) -> No
 
 
 def test_slices_enter_only_by_a_margin() -> None:
-    """Scores that take turns in leading swap slices back and forth without the margin, and none with it."""
+    """Scores that alternate in leading swap slices back and forth without the margin, and none with it."""
     below, above = 1.0 + 0.9 * ENTRY_MARGIN, 1.0 + 1.1 * ENTRY_MARGIN
     assert settled().reselections(1, 100, lambda step: scores(20, below)) == []
     assert settled().reselections(1, 20, lambda step: scores(20, above)) == [16]
@@ -139,7 +139,7 @@ def test_given_select_interval_is_kept() -> None:
 @pytest.mark.parametrize("k", [1, 20, 100])
 @pytest.mark.parametrize("slices", [20, 200])
 def test_moved_state_stays_within_its_budget(dtype: torch.dtype, k: int, slices: int) -> None:
-    """Where everything drifts all the time: with a share of the parameter's bytes, whatever its shape and dtype."""
+    """The budget per step is a share of the parameter's bytes; here every slice drifts all the time."""
     plan = replace(PLAN, dtype=dtype, shape=(2, slices), slices=slices, k=min(k, slices // 2))
     run = Run(plan)
     swaps, selected, steps = 0, None, 600
@@ -232,7 +232,7 @@ def test_no_measurement_where_it_decides_nothing(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("position", range(12, 24))
 def test_restored_schedule_decides_alike(position: int) -> None:
-    """At every position: with norms and a drift that were computed and not used yet."""
+    """At every position, with norms and a drift that were computed but not used yet."""
 
     def score_at(step: int) -> Tensor:
         return torch.rand(PLAN.slices, generator=torch.Generator().manual_seed(step // 7))

@@ -52,7 +52,7 @@ def test_disjoint_views_are_accepted(views: Views, swapped: bool) -> None:
     check(pair[::-1] if swapped else pair)
 
 
-def test_overlap_behind_others_is_found() -> None:
+def test_overlap_with_an_earlier_view_is_found() -> None:
     flat = torch.zeros(96)
     others = tuple(torch.zeros(8, 12) for _ in range(3))
     with pytest.raises(ValueError, match="w0 and w5 overlaps"):

@@ -39,7 +39,7 @@ def test_next_user_sees_the_last_reader() -> None:
     assert view.data_ptr() == first.data_ptr()
 
 
-def test_buffers_go_round() -> None:
+def test_buffers_are_used_round_robin() -> None:
     ring = StagingRing(3, 16, CPU)
     seen = []
     for _ in range(6):

@@ -43,8 +43,8 @@ def refused(call: str, code: int) -> Any:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_blocks_come_back_as_they_were(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through calls that move less than they were asked to, too."""
+def test_blocks_are_read_as_written(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also through system calls that move fewer bytes than requested."""
     if not direct:
         monkeypatch.setattr(state_file, "_open_direct", lambda path, header: None)
     monkeypatch.setattr(state_file, "PIECE_BYTES", 2 * PAGE_BYTES)
@@ -70,7 +70,7 @@ def test_blocks_come_back_as_they_were(direct: bool, tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
+def test_truncated_file_raises(tmp_path: Path) -> None:
     directory = ScratchDirectory(tmp_path)
     file = directory.create(4 * PAGE_BYTES, {})
     os.truncate(file.path, 3 * PAGE_BYTES)
@@ -85,7 +85,7 @@ def test_sizes_are_whole_pages(size: int, rounded: int) -> None:
     assert whole_pages(size) == rounded
 
 
-def test_a_second_optimizer_of_this_process_is_refused(tmp_path: Path) -> None:
+def test_second_optimizer_of_this_process_is_refused(tmp_path: Path) -> None:
     first = ScratchDirectory(tmp_path)
     with pytest.raises(ValueError, match=rf"nvme_path.*in use.*{os.getpid()} \(this one\)"):
         ScratchDirectory(tmp_path)
@@ -117,7 +117,7 @@ def test_read_only_directory_is_refused(code: int, tmp_path: Path, monkeypatch: 
         ScratchDirectory(tmp_path)
 
 
-def test_a_disk_without_space_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = ScratchDirectory(tmp_path)
     stats = os.statvfs(tmp_path)
     with pytest.raises(ValueError, match=r"nvme_path=.*too little space.*; free some"):

@@ -30,7 +30,7 @@ def test_counters_grow_and_wrap_around() -> None:
     assert Flag(flags, 0, last + 2).reached()
 
 
-def test_a_thread_waits_for_another() -> None:
+def test_flag_makes_a_thread_wait_for_another() -> None:
     flags = HostFlags(1, CPU)
     seen: list[int] = []
     written = [0]

@@ -1,7 +1,7 @@
 """The Triton kernels against their references.
 
 On a GPU they are compared as they run there. Without one they run in Triton's interpreter, which has to be chosen
-before Triton is first imported: ``test_in_the_interpreter`` runs this file once more in a process of its own.
+before Triton is first imported: ``test_kernels_in_the_interpreter`` runs this file once more in a process of its own.
 Compiling needs no GPU either: ``test_kernels_compile_for_cuda`` does that as far as machine code.
 """
 
@@ -80,7 +80,7 @@ def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, f
 
 @on_devices
 @dims
-def test_any_strides(dim: int, device: str) -> None:
+def test_kernels_take_any_strides(dim: int, device: str) -> None:
     from zenflow_compile.runtime.device import triton_kernels
 
     matrix = torch.randn(70, 90, device=device)
@@ -225,7 +225,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreter")
-def test_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("numpy", reason="Triton's interpreter computes with numpy")
     finished = run_here(
         {"TRITON_INTERPRET": "1"}, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__

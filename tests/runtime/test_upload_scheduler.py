@@ -18,14 +18,14 @@ def order(offloaded: dict[int, Any]) -> list[int]:
     return sorted(offloaded, key=lambda p: offloaded[p].deadline)
 
 
-def test_graphs_of_a_broken_model_keep_the_order_in_which_they_come() -> None:
+def test_graphs_keep_the_order_of_their_compilation() -> None:
     landing, offloaded = landing_of(6)
     landing.declare_order([1, 0, 2])
     landing.declare_order([4, 3, 5])
     assert order(offloaded) == [1, 0, 2, 4, 3, 5]
 
 
-def test_a_graph_that_was_compiled_again_keeps_its_place() -> None:
+def test_recompiled_graph_keeps_its_place() -> None:
     landing, offloaded = landing_of(6)
     landing.declare_order([0, 1, 2])
     landing.declare_order([3, 4, 5])

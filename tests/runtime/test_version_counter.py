@@ -39,7 +39,7 @@ def test_shared_storage_alone_shares_no_counter() -> None:
     assert first is not second
 
 
-def test_known_counters_stay() -> None:
+def test_known_counters_are_kept() -> None:
     one, other = halves()
     known = counters_of([one])
     assert counters_of([one, other], known) == [known[0], known[0]]

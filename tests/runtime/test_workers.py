@@ -32,7 +32,7 @@ def job(
     return Job(tasks, deadline=deadline, step=step, param=param, ready=ready, arrived=arrived)
 
 
-def test_earliest_deadline_first() -> None:
+def test_earliest_deadline_runs_first() -> None:
     pool = pool_of(1)
     gate = threading.Event()
     order: list[int] = []
@@ -152,7 +152,7 @@ def test_tasks_wait_for_their_inputs() -> None:
 
 
 @pytest.mark.parametrize("where", ["task", "ready"])
-def test_errors_surface_with_their_traceback(where: str) -> None:
+def test_errors_keep_their_traceback(where: str) -> None:
     pool = pool_of(1)
 
     def breaks() -> int:
@@ -263,7 +263,7 @@ def test_threads_start_with_the_first_job() -> None:
     assert threading.active_count() == before
 
 
-def test_fewer_threads_than_wanted_serve_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_threads_serve_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(3)
     start = threading.Thread.start
     started: list[str] = []

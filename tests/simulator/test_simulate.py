@@ -123,14 +123,14 @@ def test_windows_are_flushed_by_phase() -> None:
     assert step_times(clipped) == {2: 7.0, 3: 9.0, 4: 7.0, 5: 9.0}
 
 
-def test_a_stale_window_has_a_whole_step_more() -> None:
+def test_staleness_adds_a_whole_step() -> None:
     model = layers(2)
     plan = plan_of(model, topk_ratio=0.0, device_share=0.0, update_interval=2, staleness=1)
     recording = simulate(plan, machine(), model, tokens=1, steps=4)
     assert set(step_times(recording).values()) == {6.0}
 
 
-def test_the_ring_of_gradients_holds_two_blocks() -> None:
+def test_gradient_ring_holds_two_buffers() -> None:
     model = layers(3)
     plan = plan_of(model, policy="zero_offload")
     recording = simulate(plan, machine(link_to_host=4e5), model, tokens=1, steps=1)
@@ -174,7 +174,7 @@ def test_streamed_copies_overlap(count: int, step: float, stalls: list[Any]) -> 
     assert spans(recording, "compute", "wait", 1) == stalls
 
 
-def test_the_host_updates_its_neighbours_meanwhile() -> None:
+def test_host_updates_overlap_streamed_subgroups() -> None:
     model = layers(2)
     options = {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": ELEMENTS}
     recording = simulate(plan_of(model, **options), machine(link_to_device=12e6), model, tokens=1, steps=1)
@@ -198,8 +198,8 @@ def test_file_state_is_read_ahead_and_written_back() -> None:
     assert step_times(recording) == {1: 12.0}
 
 
-def test_what_is_not_written_yet_keeps_its_space() -> None:
-    """Two of three fit, and the step before is still writing. Every second step goes like this, the others in turn."""
+def test_unwritten_state_keeps_its_cache_space() -> None:
+    """Two of three blocks fit while the step before still writes. Steps alternate between two schedules."""
     model = layers(3)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=24_000_000)
     recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, final_at_step=True)
@@ -243,7 +243,7 @@ def test_recomputation_costs_another_forward() -> None:
 
 @pytest.mark.parametrize("name", ["llama2-7b", "qwen2.5-1.5b", "dos-20b"])
 def test_forward_and_backward_do_all_flops(name: str) -> None:
-    """Heads that are embeddings, too, count; embeddings that are only looked up do not."""
+    """Tied heads count; embeddings that are only looked up do not."""
     model = model_catalog.model(name)
     recording = simulate(plan_of(model, policy="resident"), machine(device_flops=1e15), model, tokens=100, steps=1)
     computed = sum(event.duration_ns for event in recording.events if event.kind in ("forward", "backward")) / S
@@ -341,7 +341,7 @@ def test_every_flush_is_updated_and_uploaded(case: tuple[Plan, Recording, float]
     assert uploaded == weights
 
 
-def test_no_lane_does_two_things_at_once(case: tuple[Plan, Recording, float]) -> None:
+def test_lanes_do_one_thing_at_a_time(case: tuple[Plan, Recording, float]) -> None:
     _, recording, _ = case
     lanes: dict[str, list[Event]] = defaultdict(list)
     for event in recording.events:
@@ -365,7 +365,7 @@ def test_host_bandwidth_is_never_exceeded(case: tuple[Plan, Recording, float]) -
             assert touched <= bandwidth * (event.end_ns - start + len(inside)) / S + len(inside)
 
 
-def test_the_report_and_the_trace_read_it(case: tuple[Plan, Recording, float]) -> None:
+def test_report_and_trace_take_a_simulation(case: tuple[Plan, Recording, float]) -> None:
     plan, recording, _ = case
     output = io.StringIO()
     print_report([recording], Console(width=100, file=output))
@@ -378,7 +378,7 @@ def test_the_report_and_the_trace_read_it(case: tuple[Plan, Recording, float]) -
     assert summary["steps"] == len(step_times(recording))
 
 
-def test_it_is_deterministic(case: tuple[Plan, Recording, float]) -> None:
+def test_simulation_is_deterministic(case: tuple[Plan, Recording, float]) -> None:
     plan, recording, bandwidth = case
     hardware = busy(bandwidth)
     assert simulate(plan, hardware, llama(), tokens=64) == recording
@@ -399,7 +399,7 @@ def test_overlap_never_costs_time(options: dict[str, Any]) -> None:
 # Refused.
 
 
-def test_what_is_refused() -> None:
+def test_bad_input_is_refused() -> None:
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch")
     with pytest.raises(ValueError, match="tokens=0 must be an integer >= 1"):

@@ -40,7 +40,7 @@ def test_file_traffic_of_a_steady_step(policy: str, window: float | None) -> Non
 
 @pytest.mark.parametrize("policy", FILES)
 @pytest.mark.parametrize("window", [None, 40e9])
-def test_plan_and_trace_have_the_same_step(policy: str, window: float | None) -> None:
+def test_plan_and_trace_have_equal_steps(policy: str, window: float | None) -> None:
     model, node, plan = model_catalog.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
     recording = simulate(plan, node, model, tokens=2048)
     steps = [event.duration_ns / 1e9 for event in recording.events if event.lane == "step"]

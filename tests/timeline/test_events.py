@@ -35,7 +35,7 @@ def device_clock(monkeypatch):
     monkeypatch.setattr(timeline_module, "_reference", lambda device: (FakeDeviceEvent(1000.0), 5_000_000_000))
 
 
-def test_events_come_back_by_start_with_all_fields():
+def test_events_are_sorted_by_start():
     timeline = Timeline()
     timeline.add("H2D", "copy", 30, 40, step=2, param="w", bytes=7)
     timeline.add("compute", "wait", 10, 20, step=1)
@@ -52,7 +52,7 @@ def test_events_come_back_by_start_with_all_fields():
     assert timeline.events() == [first, second]  # reading consumes nothing
 
 
-def test_worker_lanes_are_workers():
+def test_worker_lanes_are_recognized():
     timeline = Timeline()
     timeline.add(worker_lane(3), "host_update", 0, 1, step=0)
     timeline.add("compute", "forward", 0, 1, step=0)
@@ -95,7 +95,7 @@ def test_concurrent_recording_loses_nothing():
         assert [event.step for event in events if event.lane == worker_lane(worker)] == list(range(3000))
 
 
-def test_device_events_are_put_on_the_host_clock(device_clock):
+def test_device_events_are_on_the_host_clock(device_clock):
     timeline = Timeline()
     timeline.add("compute", "forward", 4_995_000_000, 4_996_000_000, step=0)
     timeline.add_device("D2H", "copy", FakeDeviceEvent(990.0), FakeDeviceEvent(992.5), step=0, param="w", bytes=9)

@@ -20,7 +20,7 @@ def test_subtract():
     assert subtract([], [(0, 1)]) == []
 
 
-def test_exclusive_gives_time_to_the_first_claim():
+def test_exclusive_gives_time_to_the_first_span():
     assert exclusive([("inner", [(2, 4)]), ("outer", [(0, 10)])]) == {
         "inner": [(2, 4)],
         "outer": [(0, 2), (4, 10)],
@@ -28,7 +28,7 @@ def test_exclusive_gives_time_to_the_first_claim():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_agrees_with_sets_of_moments(seed):
+def test_intervals_agree_with_sets_of_integers(seed):
     draw = random.Random(seed)
 
     def pairs():
