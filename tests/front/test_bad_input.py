@@ -135,7 +135,7 @@ def test_bad_options(options: dict[str, Any], kind: type[Exception], message: st
 def test_staging_ring_smaller_than_the_largest_block() -> None:
     model = mlp()
     largest = max(param.numel() for param in model.parameters()) * 4
-    message = rf"staging_bytes=64 must be at least {largest}, what param\d uploads at once; raise it, raise topk_ratio"
+    message = rf"staging_bytes=64 must be at least {largest}, the size of one upload of param\d; raise it, raise top"
     with pytest.raises(ValueError, match=message):
         ZenFlowAdamW(model.parameters(), **{**OFFLOAD_ALL, "topk_ratio": 0.0, "staging_bytes": 64})
     assert untouched(model)

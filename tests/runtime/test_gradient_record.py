@@ -237,15 +237,15 @@ def test_dropping_changes_only_engine_memory(state: GradientState) -> None:
 
 def test_any_tensor_keeps_its_record_alive() -> None:
     record = record_in(PARTS, Source())
-    assert not record.has_tensor
+    assert record.first_tensor is None
     first = OffloadedGradient.of(record)
     second = OffloadedGradient.of(record)
     del first
-    assert record.has_tensor
+    assert record.first_tensor is not None
     del second
-    assert not record.has_tensor
+    assert record.first_tensor is None
     third = OffloadedGradient.of(record)
-    assert record.has_tensor
+    assert record.first_tensor is not None
     del third
 
 
