@@ -142,7 +142,7 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["examples.train_gpt", "examples.finetune_llama", "benchmarks.convergence"])
+@pytest.mark.parametrize("module", ["examples.train_gpt", "examples.finetune_llama", "examples.report_picture"])
 def test_help(module: str) -> None:
     if module == "examples.finetune_llama":
         pytest.importorskip("transformers", reason="needs the hf extra")
