@@ -125,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numel = round(options.params * 1e6)
     rows, targets = [], []
     for kernel in options.kernel:
-        adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=options.slots)
+        adam = make_host_adam(
+            kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=options.slots
+        )
         gaps = [measure(adam, numel, options.slots) for _ in range(options.repeats)]
         spreads = {name: Spread.of([getattr(gap, name) for gap in gaps]) for name in Gap._fields}
         longest = max(gap.gap for gap in gaps)

@@ -67,7 +67,7 @@ class Window:
             "inductor" if name == "ours" else "aten",
             gradient_dtype=self.dtype,
             out_dtype=self.dtype,
-            max_slots=self.slots,
+            max_gradients=self.slots,
         )
 
         def update(part: slice) -> None:

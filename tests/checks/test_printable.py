@@ -127,5 +127,5 @@ def test_compiler_warning_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_adam, "InductorHostAdam", broken)
     host_adam._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="slower 'aten' kernel") as caught:
-        host_adam.make_host_adam("auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=1)
+        host_adam.make_host_adam("auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=1)
     assert_safe(str(caught[0].message))

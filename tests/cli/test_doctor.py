@@ -24,7 +24,9 @@ QUICK = ["doctor", "--device", "cpu", "--threads", "1", "--megabytes", "2", "--r
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing compiles, and the device updates a small matrix."""
-    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=bandwidth.SLOTS)
+    kernel = make_host_adam(
+        "aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=bandwidth.WINDOW_GRADIENTS
+    )
     monkeypatch.setattr(bandwidth, "host_kernel", lambda: kernel)
     device_rate = bandwidth.device_rate
     monkeypatch.setattr(bandwidth, "_LARGEST_MATRIX", bandwidth._SMALLEST_MATRIX)

@@ -1,4 +1,4 @@
-"""State in files: the same numbers through any window, whatever the disk does and whenever the process dies."""
+"""State in files: the same numbers through any cache, whatever the disk does and whenever the process dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.engine.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Tra
 from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.cached_state import block_bytes
+from zenflow_compile.runtime.nvme.chunk import Chunk, ChunkState, chunk_bytes
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compressed": {"gradient_compression": "int8", "update_interval": 2, "staleness": 1},
 }
 LAYERS = 8
-BLOCK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
+CHUNK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
 
 
 def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -67,9 +67,9 @@ class Directories:
         entry: dict[str, Any] | None = EAGER_BACKEND,
         dtype: torch.dtype = torch.float32,
         *,
-        window: int | None = BLOCK_BYTES,
+        window: int | None = CHUNK_BYTES,
     ) -> Training:
-        """State in files behind a window of that size."""
+        """State in files behind a cache of ``window`` bytes."""
         path = self._root / str(len(self._made))
         path.mkdir()
         in_files = {"offload_device": "nvme", "nvme_path": path, "host_window_bytes": window}
@@ -96,10 +96,10 @@ def in_memory(options: dict[str, Any], entry: dict[str, Any] | None, dtype: torc
     return Training(entry, options, dtype, deep)
 
 
-def window_of(training: Training) -> NvmeCache:
-    window = training.optimizer.engine.registry.memory.files
-    assert window is not None
-    return window
+def cache_of(training: Training) -> NvmeCache:
+    cache = training.optimizer.engine.registry.memory.files
+    assert cache is not None
+    return cache
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
@@ -110,11 +110,11 @@ def test_files_and_memory_train_to_the_same_bits(
 ) -> None:
     expected = in_memory(options, entry, dtype).run(0, 12)
     weights = expected.weights()
-    for window in (BLOCK_BYTES, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES)[: 3 if dtype is torch.float32 else 1]:
+    for window in (CHUNK_BYTES, 3 * CHUNK_BYTES, 100 * CHUNK_BYTES)[: 3 if dtype is torch.float32 else 1]:
         training = files.training(options, entry, dtype, window=window)
-        total = sum(block_bytes(plan) for plan in training.optimizer.engine.plan.params if plan.in_file)
-        assert window_of(training).nbytes == min(window, total)
-        assert total > 6 * BLOCK_BYTES
+        total = sum(chunk_bytes(plan) for plan in training.optimizer.engine.plan.params if plan.in_file)
+        assert cache_of(training).nbytes == min(window, total)
+        assert total > 6 * CHUNK_BYTES
         assert_same(training.run(0, 12).weights(), weights)
         assert training.optimizer.engine.selections == expected.optimizer.engine.selections
         state = training.optimizer.state_dict()["state"]
@@ -129,7 +129,7 @@ def test_late_reads_and_writes_change_nothing(
     entry: dict[str, Any] | None, options: dict[str, Any], files: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
-    for seed, window in enumerate((BLOCK_BYTES, 3 * BLOCK_BYTES)):
+    for seed, window in enumerate((CHUNK_BYTES, 3 * CHUNK_BYTES)):
         with monkeypatch.context() as patch:
             delays = Delays(seed, 4.0)
             patch.setattr(os, "preadv", delays.before(os.preadv))
@@ -140,7 +140,7 @@ def test_late_reads_and_writes_change_nothing(
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_a_run_resumes_bit_for_bit_with_and_without_files(options: dict[str, Any], files: Directories) -> None:
+def test_resume_is_bitwise_with_and_without_files(options: dict[str, Any], files: Directories) -> None:
     expected = in_memory(options, EAGER_BACKEND, torch.bfloat16).run(0, 12).weights()
     interval = options.get("update_interval", 1)
     for position in range(4, 4 + (4 if interval == "auto" else interval)):  # every position of a window
@@ -148,14 +148,14 @@ def test_a_run_resumes_bit_for_bit_with_and_without_files(options: dict[str, Any
         saved = training.saved()
         assert_same(training.run(position, 12).weights(), expected)
         for weights_first in (True, False):
-            resumed = files.training(options, dtype=torch.bfloat16, window=2 * BLOCK_BYTES)
+            resumed = files.training(options, dtype=torch.bfloat16, window=2 * CHUNK_BYTES)
             assert_same(resumed.load(saved, weights_first=weights_first).run(position, 12).weights(), expected)
         if "policy" not in options:
             resumed = in_memory(options, EAGER_BACKEND, torch.bfloat16)
             assert_same(resumed.load(saved).run(position, 12).weights(), expected)
 
 
-def test_a_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
+def test_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
     training = files.training(SETTINGS["reselecting"]).run(0, 5)
     saved = training.saved()
     expected = training.run(5, 9).weights()
@@ -163,24 +163,24 @@ def test_a_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
     assert_same(training.load(saved).run(5, 9).weights(), expected)
 
 
-def test_the_window_stays_as_it_is_through_checkpoints(files: Directories) -> None:
+def test_checkpoints_do_not_grow_the_cache(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
-    window = window_of(training)
+    cache = cache_of(training)
     resident: list[int] = []
     read = NvmeCache._read
 
-    def watched(self: NvmeCache, block: Any, memory: torch.Tensor) -> None:
+    def watched(self: NvmeCache, chunk: Chunk, memory: torch.Tensor) -> None:
         assert memory.data_ptr() >= self._memory.data_ptr()
-        resident.append(sum(each.size for each in self._blocks if each.place.name != "FILE"))
-        read(self, block, memory)
+        resident.append(sum(each.size for each in self._chunks if each.state is not ChunkState.ON_DISK))
+        read(self, chunk, memory)
 
     NvmeCache._read = watched  # type: ignore[method-assign]
     try:
         training.load(training.saved()).run(2, 4)
     finally:
         NvmeCache._read = read  # type: ignore[method-assign]
-    assert window.nbytes == BLOCK_BYTES
-    assert 0 < max(resident) <= BLOCK_BYTES
+    assert cache.nbytes == CHUNK_BYTES
+    assert 0 < max(resident) <= CHUNK_BYTES
 
 
 def no_space(calls: int) -> Callable[..., int]:
@@ -199,7 +199,7 @@ def no_space(calls: int) -> Callable[..., int]:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["zero_infinity", "windows", "reselecting"])
 @pytest.mark.parametrize("calls", [0, 1, 7])
-def test_a_disk_that_fills_up_raises_and_the_checkpoint_continues(
+def test_full_disk_raises_and_the_checkpoint_continues(
     entry: dict[str, Any] | None, name: str, calls: int, files: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = SETTINGS[name]
@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_raises_and_the_checkpoint_continues(
     training.optimizer.close()
 
 
-def test_a_disk_that_cannot_be_read_raises(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_disk_raises(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
 
     def broken(*args: Any) -> int:
@@ -234,17 +234,17 @@ def test_a_disk_that_cannot_be_read_raises(files: Directories, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
-def test_a_corrupted_byte_raises_and_names_file_and_parameter(name: str, files: Directories) -> None:
+def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directories) -> None:
     training = files.training(SETTINGS[name]).run(0, 4)
     saved = training.saved()
     expected = training.run(4, 7).weights()
     training.load(saved)
     training.optimizer.synchronize()
-    training.optimizer.state_dict()  # the last block is behind the others' reads: everything is in the file
-    file = window_of(training)._directory._files[0]
+    training.optimizer.state_dict()  # reads all chunks, so that changed ones are written
+    file = cache_of(training)._directory._files[0]
     with file.path.open("r+b") as raw:
-        for block in window_of(training)._blocks:
-            raw.seek(state_file.PAGE_BYTES + block.offset + 100)
+        for chunk in cache_of(training)._chunks:
+            raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
             byte = raw.read(1)
             raw.seek(-1, os.SEEK_CUR)
             raw.write(bytes([byte[0] ^ 1]))
@@ -255,7 +255,7 @@ def test_a_corrupted_byte_raises_and_names_file_and_parameter(name: str, files: 
     assert_same(training.load(saved).run(4, 7).weights(), expected)
 
 
-def test_nothing_is_left_after_the_end(files: Directories, tmp_path: Path) -> None:
+def test_no_file_is_left_after_close(files: Directories, tmp_path: Path) -> None:
     gc.collect()
     before = set(threading.enumerate())
     training = files.training({"policy": "zero_infinity"}).run(0, 3)
@@ -268,7 +268,7 @@ def test_nothing_is_left_after_the_end(files: Directories, tmp_path: Path) -> No
     assert not any(thread.is_alive() for thread in ours)
 
 
-def test_a_collected_optimizer_leaves_nothing(tmp_path: Path) -> None:
+def test_collected_optimizer_leaves_no_file(tmp_path: Path) -> None:
     options = {"policy": "zero_infinity", "nvme_path": tmp_path}
     training = Training(EAGER_BACKEND, options, build=deep).run(0, 2)
     assert list(tmp_path.iterdir())
@@ -277,8 +277,8 @@ def test_a_collected_optimizer_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directories) -> None:
-    """With a larger parameter than there was: the window grows."""
+def test_later_group_trains_like_an_early_one(files: Directories) -> None:
+    """With a larger parameter than there was: the cache grows."""
     ends = []
     for policy in ("zero_infinity", "zero_offload"):
         torch.manual_seed(0)
@@ -302,12 +302,12 @@ def test_a_group_that_comes_later_trains_as_one_that_was_there(files: Directorie
     assert_same(ends[0], ends[1])
 
 
-def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
-    window = optimizer.engine.registry.memory.files
-    assert window is not None
-    before = window.file_bytes, sorted(tmp_path.iterdir())
+    cache = optimizer.engine.registry.memory.files
+    assert cache is not None
+    before = cache.file_bytes, sorted(tmp_path.iterdir())
 
     def no_memory(*args: Any) -> DeviceState:
         raise MemoryError
@@ -318,7 +318,7 @@ def test_a_group_that_fails_to_be_added_leaves_no_files(tmp_path: Path, monkeypa
             patch.setattr(DeviceState, "allocate", no_memory)
             with pytest.raises(MemoryError):
                 optimizer.add_param_group(group)
-        assert (window.file_bytes, sorted(tmp_path.iterdir())) == before
+        assert (cache.file_bytes, sorted(tmp_path.iterdir())) == before
     optimizer.add_param_group(group)
     assert len(list(tmp_path.iterdir())) == len(before[1]) + 1
     optimizer.close()
@@ -345,15 +345,15 @@ def test_first_group_in_files_that_fails_unlocks(tmp_path: Path, monkeypatch: py
     optimizer.close()
 
 
-def test_the_window_of_files_needs_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
     monkeypatch.setattr(capacity, "require_host_memory", lambda size, hint: needed.append(size))
     options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
-    optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=BLOCK_BYTES, **options)
+    optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=CHUNK_BYTES, **options)
     optimizer.synchronize()
     optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})
     optimizer.close()
-    assert needed[-2] - needed[-1] == BLOCK_BYTES
+    assert needed[-2] - needed[-1] == CHUNK_BYTES
 
 
 def test_reads_and_writes_are_recorded_and_reported(files: Directories, tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_reads_and_writes_are_recorded_and_reported(files: Directories, tmp_path
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"nvme_path": "missing"}, "does not exist"),
     "a_file": ({"nvme_path": "a_file"}, "not a directory"),
-    "small_window": ({"host_window_bytes": BLOCK_BYTES - 1, "nvme_path": "."}, "host_window_bytes"),
+    "small_window": ({"host_window_bytes": CHUNK_BYTES - 1, "nvme_path": "."}, "host_window_bytes"),
 }
 
 
@@ -428,7 +428,7 @@ os.replace(directory + "/weights.new", directory + "/weights")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
-def test_a_killed_process_resumes_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:
+def test_killed_process_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     """``ZENFLOW_TEST_KILLS=20`` kills it as often, which takes four minutes."""
     kills = int(os.environ.get("ZENFLOW_TEST_KILLS", "1"))
     (tmp_path / "swap").mkdir()
@@ -461,11 +461,11 @@ def test_a_killed_process_resumes_from_the_last_checkpoint(name: str, tmp_path: 
     assert_same(torch.load(tmp_path / "weights", weights_only=True), expected.weights())
 
 
-def test_a_header_tells_whose_file_it_is(files: Directories) -> None:
+def test_header_names_format_and_process(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"})
-    file = window_of(training)._directory._files[0]
+    file = cache_of(training)._directory._files[0]
     with file.path.open("rb") as raw:
         assert raw.readline() == state_file.MAGIC
         about = json.loads(raw.readline())
     assert (about["format"], about["pid"]) == (state_file.FORMAT, os.getpid())
-    assert about["blocks"] == len(training.optimizer.engine.offloaded)
+    assert about["chunks"] == len(training.optimizer.engine.offloaded)

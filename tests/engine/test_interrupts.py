@@ -493,14 +493,14 @@ def test_a_block_of_a_file_is_given_back_wherever_the_interrupt_comes(method: st
     training.load(saved)
     if method == "begin_update":
         training.backward(3)
-    assert every_point(do, {"acquire", "end"}, go_on) > 5
+    assert every_point(do, {"acquire", "release"}, go_on) > 5
     training.optimizer.close()
 
 
 CLOSE = {
     "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
-    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "hide",
+    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "_evict",
 }  # fmt: skip
 
 

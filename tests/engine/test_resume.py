@@ -74,7 +74,7 @@ def test_a_training_goes_back_to_its_own_checkpoint() -> None:
     assert_same(training.load(saved).run(6, 12).weights(), expected)
 
 
-def test_a_state_dict_shares_nothing_with_what_loads_it() -> None:
+def test_state_dict_shares_no_memory_with_its_loader() -> None:
     options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
     training = Training(None, options).run(0, 3)
     state = training.optimizer.state_dict()
@@ -89,7 +89,7 @@ def test_a_state_dict_shares_nothing_with_what_loads_it() -> None:
                 assert torch.equal(state["state"][index][name], value), (index, name)
 
 
-def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_contains_gradients_of_open_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is still on its way when the state is taken must be waited for."""
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
@@ -108,7 +108,7 @@ def test_gradients_of_open_windows_are_complete_in_the_state(monkeypatch: pytest
         assert early[index][name].abs().sum() > 0
 
 
-def test_low_precision_weights_keep_their_masters_in_any_order() -> None:
+def test_half_precision_weights_keep_their_masters() -> None:
     """The cast of a master equals the weight: that must not count as somebody else's write."""
     training = Training(None, {"update_interval": 1}, torch.bfloat16).run(0, 5)
     saved = training.saved()
@@ -124,9 +124,7 @@ def test_low_precision_weights_keep_their_masters_in_any_order() -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("between", ["synchronize", "optimizer", "model"])
 @pytest.mark.parametrize("weights_before", [True, False])
-def test_masters_wait_for_their_weights_whatever_is_read_between(
-    between: str, staleness: int, weights_before: bool
-) -> None:
+def test_masters_wait_for_their_weights(between: str, staleness: int, weights_before: bool) -> None:
     """Saving, or what saves on its own, is no first use; with staleness the weights are an update behind."""
     options = {"update_interval": 1, "staleness": staleness}
     training = Training(EAGER_BACKEND, options, torch.bfloat16).run(0, 5)
@@ -152,7 +150,7 @@ def test_masters_wait_for_their_weights_whatever_is_read_between(
     assert_same(resumed.run(5, 8).weights(), expected)
 
 
-def test_weights_that_do_not_belong_to_a_loaded_state_count_at_the_first_step() -> None:
+def test_other_weights_than_the_states_count() -> None:
     training = Training(None, {"update_interval": 1}).run(0, 3)
     state = training.optimizer.state_dict()
     resumed = Training(None, {"update_interval": 1})
@@ -184,7 +182,7 @@ def test_weights_that_somebody_wrote_count(entry: dict[str, Any] | None, stalene
     assert moved.abs().max() < 0.1
 
 
-def test_weights_written_between_backward_and_step_count() -> None:
+def test_weights_written_before_the_step_count() -> None:
     training = Training(ENTRIES[1], {"update_interval": 1}).run(0, 3)
     training.backward(3)
     with torch.no_grad():
@@ -240,19 +238,19 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("exp_avg", filled(NAN), "'exp_avg' with values that are not finite"),
     ("exp_avg_sq", filled(NAN), "'exp_avg_sq' with values that are negative or NaN"),
     ("exp_avg_sq", filled(-1e-9, 5), "'exp_avg_sq' with values that are negative or NaN"),
-    ("exp_avg_sq", lambda value: [1.0], "a list instead of a tensor as 'exp_avg_sq'"),
-    ("step", filled(-1.0), r"step=-1\.0, which is no whole number >= 0"),
-    ("step", filled(NAN), "step=nan, which is no whole number"),
-    ("step", filled(1.5), r"step=1\.5, which is no whole number"),
+    ("exp_avg_sq", lambda value: [1.0], "'exp_avg_sq' that is a list instead of a tensor"),
+    ("step", filled(-1.0), r"step=-1\.0, which is not a whole number >= 0"),
+    ("step", filled(NAN), "step=nan, which is not a whole number"),
+    ("step", filled(1.5), r"step=1\.5, which is not a whole number"),
     ("step", filled(5.0), "step=5 with optimizer_step=4"),
-    ("optimizer_step", filled(-4), "optimizer_step=-4, which is no whole number"),
+    ("optimizer_step", filled(-4), "optimizer_step=-4, which is not a whole number"),
     ("optimizer_step", filled(5), r"saved after \[4, 5\] steps; it is put together of several"),
     ("mask", torch.zeros_like, "'mask' with 0 selected slices, not 3"),
     ("mask", torch.Tensor.int, "'mask' of shape .* torch.int32, not .* torch.bool"),
     ("selected_at", filled(4), "selected_at=4 with optimizer_step=4"),
-    ("selected_at", filled(-2), "selected_at=-2, which is no whole number >= -1"),
-    ("open", filled(4), "open=4 with room for 3 gradients"),
-    ("open", filled(-1), "open=-1, which is no whole number >= 0"),
+    ("selected_at", filled(-2), "selected_at=-2, which is not a whole number >= -1"),
+    ("open", filled(4), "open=4 with places for 3 gradients"),
+    ("open", filled(-1), "open=-1, which is not a whole number >= 0"),
     ("window0", None, "no 'window0'"),
     ("window1", lambda value: value[:1], "'window1' of shape"),
     ("coefficients", lambda value: value[:, :2], r"'coefficients' of shape \[3, 2\]"),
@@ -260,8 +258,8 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("schedule", filled(0.5), r"'schedule' with attempted=0\.5"),
     ("schedule", filled(NAN, 2), "'schedule' with waiting=nan"),
     ("schedule", filled(1.0, 4), "'schedule' with half of the latest norms"),
-    ("schedule", lambda value: [], "a list instead of a tensor as 'schedule'"),
-    ("plan", lambda value: [], "a list instead of a tensor as 'plan'"),
+    ("schedule", lambda value: [], "'schedule' that is a list instead of a tensor"),
+    ("plan", lambda value: [], "'plan' that is a list instead of a tensor"),
     ("plan", lambda value: value[:0], r"'plan' of shape \[0\]"),
     ("plan", filled(99), "format 99, this version reads .*; go on with the version that"),
     ("plan", filled(7, 1), "placement=7 for '0.weight', this optimizer 'split_columns'"),
@@ -270,7 +268,7 @@ DAMAGE: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "change", "message"), DAMAGE)
-def test_a_damaged_state_names_what_is_wrong_and_changes_nothing(key: str, change: Any, message: str) -> None:
+def test_damaged_state_is_named_and_changes_nothing(key: str, change: Any, message: str) -> None:
     training = Training(None).run(0, 4)
     before = training.optimizer.state_dict()
     assert before["state"][0]["open"] == 2
@@ -318,7 +316,7 @@ PART_DAMAGE: list[tuple[str | None, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "change", "message"), PART_DAMAGE)
-def test_a_state_whose_parts_are_of_another_kind_changes_nothing(key: str | None, change: Any, message: str) -> None:
+def test_state_of_other_types_changes_nothing(key: str | None, change: Any, message: str) -> None:
     training = Training(None).run(0, 4)
     saved = training.optimizer.state_dict()
     bad = change(saved) if key is None else {**saved, key: change(saved[key])}
@@ -346,7 +344,7 @@ def test_a_state_of_another_dtype_is_refused(policy: str, saved: torch.dtype, ow
     training.step(1)
 
 
-def test_an_engine_that_failed_in_a_load_waits_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_repaired_by_another_load(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(None).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
@@ -364,7 +362,7 @@ def test_an_engine_that_failed_in_a_load_waits_for_a_state(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("cause", ["calls", "frozen"])
-def test_a_plan_that_differs_by_calls_or_frozen_parameters_says_so(cause: str) -> None:
+def test_other_calls_or_frozen_parameters_are_named(cause: str) -> None:
     """Both are planned at the moment they are given: what the device keeps is chosen among the first call's."""
     first, second = mlp(), mlp()
     options: dict[str, Any] = {**OFFLOAD_ALL, "policy": "twinflow", "ratio": 0.5}

@@ -30,7 +30,7 @@ def test_setting_off_waits_for_nothing_and_taking_waits_for_the_values(synchroni
     recorder = Recorder(device)
     recorder.attach(Timeline(max_events=100))
     values = Readback(2, device, recorder)
-    values.make_room(3)
+    values.grow(3)
     for round_number in range(5):
         torch.cuda._sleep(50_000_000)  # tens of milliseconds, before the cell has its value
         values.cell(1, 1).fill_(float(round_number))

@@ -1,4 +1,4 @@
-"""What is measured, and how bytes are counted; no test looks at how fast this machine is."""
+"""What is measured, and how bytes are counted; no test depends on the speed of this machine."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ CORE = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 @pytest.fixture(autouse=True)
 def aten_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing compiles here."""
-    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=bandwidth.SLOTS)
+    kernel = make_host_adam(
+        "aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=bandwidth.WINDOW_GRADIENTS
+    )
     monkeypatch.setattr(bandwidth, "host_kernel", lambda: kernel)
 
 
 def ticks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let everything that is measured take ``seconds``."""
+    """Let every measured work take ``seconds``."""
 
     def interleaved(works: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
         for work in works.values():
             work()
         return {name: [seconds] * rounds for name in works}
 
-    monkeypatch.setattr(bandwidth, "_interleaved", interleaved)
+    monkeypatch.setattr(bandwidth, "_in_turns", interleaved)
 
 
-def test_host_rates_count_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_rates_count_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch, 2.0)
     rates = bandwidth.host_rates(1, SMALL, 3)
     assert rates.threads == 1
@@ -49,7 +51,7 @@ def test_host_rates_count_what_is_read_and_written(monkeypatch: pytest.MonkeyPat
     assert rates.adam_to_copy == 34 / 8
 
 
-def test_every_thread_works_on_its_own_part() -> None:
+def test_each_thread_works_on_its_own_part() -> None:
     host = bandwidth._Host(SMALL, 3, bandwidth.host_kernel())
     assert host.elements % 192 == 0
     assert 0 < host.elements * 22 <= SMALL
@@ -70,7 +72,7 @@ def test_every_thread_works_on_its_own_part() -> None:
     assert not torch.equal(before, host._state[2])
 
 
-def test_rounds_take_turns_and_the_first_does_not_count() -> None:
+def test_works_take_turns_and_warm_up_first() -> None:
     order: list[str] = []
 
     def work(name: str) -> Callable[[], float]:
@@ -80,31 +82,29 @@ def test_rounds_take_turns_and_the_first_does_not_count() -> None:
 
         return run
 
-    seconds = bandwidth._interleaved({"a": work("a"), "b": work("b")}, 2)
+    seconds = bandwidth._in_turns({"a": work("a"), "b": work("b")}, 2)
     assert order == ["a", "b"] * 3
     assert seconds == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
 def test_long_measurements_end_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_BUDGET_S", 0.0)
-    assert bandwidth._interleaved({"a": lambda: 1.0}, 50) == {"a": [1.0]}
+    monkeypatch.setattr(bandwidth, "_BUDGET_SECONDS", 0.0)
+    assert bandwidth._in_turns({"a": lambda: 1.0}, 50) == {"a": [1.0]}
 
 
-def test_where_the_device_is_the_cpu_one_thread_stands_for_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memmove_stands_for_the_link_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch, 0.5)
     assert bandwidth.link_rates(CPU, 1 << 16, 1) == [bandwidth.LinkRates("memmove", 2 << 16, 2 << 16)]
 
 
-def test_device_rate_counts_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_rate_counts_updated_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch, 0.5)
     rate = bandwidth.device_rate(CPU, 1, slices=40, length=16)
     assert rate == bandwidth.DeviceRate(parameters=2 * 4 * 16, bytes=28 * 2 * 4 * 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resident_is_updated_whole_and_takes_half_of_what_is_free(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resident_takes_half_of_the_free_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch, 0.5)
     monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 10)
     assert bandwidth.resident_rate(CPU, dtype, 1 << 30) == bandwidth.DeviceRate(2 * 1024, 28 * 2 * 1024)
@@ -118,7 +118,7 @@ def test_quick_rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         first = bandwidth.rates(CPU, (CORE,))
         assert all(0 < rate < math.inf for rate in first)
-        monkeypatch.setattr(bandwidth, "_interleaved", None)  # a second measurement would fail
+        monkeypatch.setattr(bandwidth, "_in_turns", None)  # a second measurement would fail
         assert bandwidth.rates(CPU, (CORE,)) is first
     finally:
         bandwidth.rates.cache_clear()
@@ -142,7 +142,7 @@ def test_sizes_follow_the_cache_and_the_memory(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_pinned_and_unpinned_memory_are_measured() -> None:
+def test_cuda_measures_pinned_and_unpinned_memory() -> None:
     device = torch.device("cuda")
     found = bandwidth.link_rates(device, 1 << 24, 2)
     assert [rates.memory for rates in found] == ["pinned", "unpinned"]

@@ -30,7 +30,7 @@ def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("free_bytes", "pieces"), [(105 << 20, 6), (PIECE_BYTES + PAGE_BYTES, 1), (1 << 40, 64)])
-def test_at_most_half_of_what_is_free_is_used(
+def test_at_most_half_of_the_free_space_is_used(
     free_bytes: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """105 MiB: half is 52.5 MiB, six pieces of 8 MiB. At least one piece, and at most 64."""
@@ -42,7 +42,7 @@ def test_at_most_half_of_what_is_free_is_used(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_said_to_be_too_small_for_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_too_small_for_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_free(monkeypatch, PIECE_BYTES)
     message = r"too little space: 0\.008 GB are needed to measure its rates.*leave nvme_path out"
     with pytest.raises(ValueError, match=message):
@@ -51,11 +51,11 @@ def test_a_full_disk_is_said_to_be_too_small_for_a_measurement(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_a_transfer_that_fails_names_the_path(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_transfer_names_the_path(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(disk, "_PIECES", 1)
+    monkeypatch.setattr(disk, "_MOST_PIECES", 1)
     monkeypatch.setattr(StateFile, direction, fail)
     with pytest.raises(ValueError, match=r"nvme_path=.* cannot be used: Input/output error"):
         disk.disk_rates(str(tmp_path))

@@ -20,7 +20,7 @@ GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(bandwidth, "_MATMUL_S", 0.0)
+    monkeypatch.setattr(bandwidth, "_MATMUL_SECONDS", 0.0)
     monkeypatch.setattr(measuring, "rates", lambda *args: bandwidth.Rates(host=7e9, to_host=8e9, to_device=4e9))
     monkeypatch.setattr(measuring, "available_host_memory", lambda: (3_000_000, ""))
     monkeypatch.setattr(measuring, "free_device_bytes", lambda device: 1_000_000)
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [({"update_interval": 4}, 4), ({"policy": "auto", "tokens_per_step": 1, "update_interval": 4}, 4),
      ({"policy": "deep_optimizer_states"}, 1)],
 )  # fmt: skip
-def test_the_host_is_measured_with_the_optimizers_own_parts(
+def test_host_is_measured_with_the_optimizers_parts(
     dtype: torch.dtype, options: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -53,7 +53,7 @@ def test_the_host_is_measured_with_the_optimizers_own_parts(
         assert 0 < rate < math.inf
 
 
-def test_a_disk_is_measured_where_there_is_a_path_and_nothing_stays(tmp_path: Path) -> None:
+def test_disk_is_measured_and_left_empty(tmp_path: Path) -> None:
     found = measured_hardware(Options(**GIVEN, offload_device="nvme", nvme_path=str(tmp_path)), [torch.zeros(8, 8)])
     for rate in (found.disk_read, found.disk_write, found.disk_bytes):
         assert rate is not None
@@ -61,12 +61,12 @@ def test_a_disk_is_measured_where_there_is_a_path_and_nothing_stays(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_path_is_named(tmp_path: Path) -> None:
     options = Options(**GIVEN, policy="auto", tokens_per_step=1, nvme_path=str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"nvme_path=.*does not exist"):
         measured_hardware(options, [torch.zeros(8, 8)])
 
 
-def test_a_path_that_the_policy_does_not_use_is_not_measured(tmp_path: Path) -> None:
+def test_unused_path_is_not_measured(tmp_path: Path) -> None:
     options = Options(**GIVEN, policy="deep_optimizer_states", nvme_path=str(tmp_path / "none"))
     assert measured_hardware(options, [torch.zeros(8, 8)]).disk_bytes is None

@@ -70,7 +70,7 @@ def test_host_bytes_per_parameter() -> None:
 def test_the_runtime_allocates_what_the_plan_says(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostState.arena_bytes(plan))
-    kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_slots=plan.gradient_buffers)
+    kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_gradients=plan.gradient_buffers)
     host = HostState.allocate(plan, arena, kernel)
     tensors = [*host.state(), *host.gradients, *host.uploads]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes

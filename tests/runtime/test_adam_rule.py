@@ -25,23 +25,23 @@ def make() -> Make:
 
 
 def literal_rule_p(
-    w: float, m: float, v: float, grads: list[float], slots: list[StepCoefficients], step: int, eps: float
+    w: float, m: float, v: float, grads: list[float], coefficients: list[StepCoefficients], step: int, eps: float
 ) -> tuple[float, float, float]:
     """Rule P for one weight, in Python floats: sums, products and powers written out."""
     decay, rate = 1.0, 0.0
-    for gradient, slot in zip(grads, slots, strict=True):
-        g = gradient * slot.grad_scale
-        m = slot.beta1 * m + (1 - slot.beta1) * g
-        v = slot.beta2 * v + (1 - slot.beta2) * g * g
-        decay *= 1 - slot.lr * slot.weight_decay
-        rate += slot.lr
-    m_hat = m / (1 - slots[-1].beta1 ** step)
-    v_hat = v / (1 - slots[-1].beta2 ** step)
+    for gradient, own in zip(grads, coefficients, strict=True):
+        g = gradient * own.grad_scale
+        m = own.beta1 * m + (1 - own.beta1) * g
+        v = own.beta2 * v + (1 - own.beta2) * g * g
+        decay *= 1 - own.lr * own.weight_decay
+        rate += own.lr
+    m_hat = m / (1 - coefficients[-1].beta1 ** step)
+    v_hat = v / (1 - coefficients[-1].beta2 ** step)
     return w * decay - rate * m_hat / (math.sqrt(v_hat) + eps), m, v
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_one_slot_is_adamw(make: Make, dtype: torch.dtype, tolerance: float) -> None:
+def test_one_gradient_is_adamw(make: Make, dtype: torch.dtype, tolerance: float) -> None:
     weight = make(33, 17, dtype=dtype)
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False)
@@ -52,28 +52,28 @@ def test_one_slot_is_adamw(make: Make, dtype: torch.dtype, tolerance: float) -> 
         parameter.grad = gradient.clone()
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        slot = StepCoefficients(lr, 0.8, 0.95, 0.1, 1.0)
-        rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [slot], step=step, eps=1e-6)
+        own = StepCoefficients(lr, 0.8, 0.95, 0.1, 1.0)
+        rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [own], step=step, eps=1e-6)
     torch.testing.assert_close(weight, parameter.detach(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(exp_avg, optimizer.state[parameter]["exp_avg"], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("slots_per_window", [1, 2, 3, 4, 8])
-def test_windows_equal_the_literal_rule(make: Make, slots_per_window: int) -> None:
+@pytest.mark.parametrize("per_window", [1, 2, 3, 4, 8])
+def test_windows_equal_the_literal_rule(make: Make, per_window: int) -> None:
     size, eps = 5, 1e-8
     weight, (exp_avg, exp_avg_sq) = make(size, dtype=torch.float64), torch.zeros(2, size, dtype=torch.float64)
     literal = [(float(w), 0.0, 0.0) for w in weight]
     step = 0
     for window in range(3):
-        slots = [
+        coefficients = [
             StepCoefficients(lr=1e-2 / (1 + i), beta1=0.9 - 0.02 * i, beta2=0.99, weight_decay=0.1 * i, grad_scale=0.5)
-            for i in range(slots_per_window - window % 2 if slots_per_window > 1 else 1)
+            for i in range(per_window - window % 2 if per_window > 1 else 1)
         ]
-        gradients = [make(size, dtype=torch.float64) for _ in slots]
-        step += len(slots)
-        rule_p_(weight, exp_avg, exp_avg_sq, gradients, slots, step=step, eps=eps)
+        gradients = [make(size, dtype=torch.float64) for _ in coefficients]
+        step += len(coefficients)
+        rule_p_(weight, exp_avg, exp_avg_sq, gradients, coefficients, step=step, eps=eps)
         literal = [
-            literal_rule_p(w, m, v, [float(g[i]) for g in gradients], slots, step, eps)
+            literal_rule_p(w, m, v, [float(g[i]) for g in gradients], coefficients, step, eps)
             for i, (w, m, v) in enumerate(literal)
         ]
     for tensor, column in zip((weight, exp_avg, exp_avg_sq), zip(*literal, strict=True), strict=True):
@@ -81,15 +81,13 @@ def test_windows_equal_the_literal_rule(make: Make, slots_per_window: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_gradients_are_widened_before_scaling_and_out_takes_the_cast(
-    make: Make, dtype: torch.dtype
-) -> None:
+def test_half_precision_gradients_are_widened_first(make: Make, dtype: torch.dtype) -> None:
     weight, exp_avg, exp_avg_sq = make(64), torch.zeros(64), torch.zeros(64)
     gradient = make(64, dtype=dtype)
     untouched = gradient.clone()
     out = torch.empty(64, dtype=dtype)
-    slot = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1 / 3)
-    rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [slot], step=1, eps=1e-8, out=out)
+    own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1 / 3)
+    rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [own], step=1, eps=1e-8, out=out)
     torch.testing.assert_close(exp_avg, (gradient.float() * (1 / 3)) * 0.1, rtol=1e-6, atol=0)
     assert torch.equal(out, weight.to(dtype))
     assert torch.equal(gradient, untouched)
@@ -98,12 +96,12 @@ def test_low_precision_gradients_are_widened_before_scaling_and_out_takes_the_ca
 def test_scaling_does_not_write_the_gradient(make: Make) -> None:
     gradient = make(8)
     untouched = gradient.clone()
-    slot = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 0.25)
-    rule_p_(make(8), torch.zeros(8), torch.zeros(8), [gradient], [slot], step=1, eps=1e-8)
+    own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 0.25)
+    rule_p_(make(8), torch.zeros(8), torch.zeros(8), [gradient], [own], step=1, eps=1e-8)
     assert torch.equal(gradient, untouched)
 
 
-def test_a_window_of_void_slots_only_publishes(make: Make) -> None:
+def test_window_of_missing_gradients_writes_out_only(make: Make) -> None:
     state = make(8), make(8), make(8).abs()
     before = [tensor.clone() for tensor in state]
     out = torch.full((8,), torch.nan, dtype=torch.bfloat16)
@@ -112,23 +110,23 @@ def test_a_window_of_void_slots_only_publishes(make: Make) -> None:
     assert torch.equal(out, before[0].bfloat16())
 
 
-def test_a_rate_of_zero_moves_moments_only(make: Make) -> None:
+def test_rate_of_zero_moves_moments_only(make: Make) -> None:
     weight, exp_avg, exp_avg_sq = make(8), torch.zeros(8), torch.zeros(8)
     before = weight.clone()
-    slots = [StepCoefficients(0.0, 0.9, 0.999, 0.1, 1.0)] * 2
-    rule_p_(weight, exp_avg, exp_avg_sq, [make(8), make(8)], slots, step=2, eps=1e-8)
+    coefficients = [StepCoefficients(0.0, 0.9, 0.999, 0.1, 1.0)] * 2
+    rule_p_(weight, exp_avg, exp_avg_sq, [make(8), make(8)], coefficients, step=2, eps=1e-8)
     assert torch.equal(weight, before)
     assert exp_avg.abs().min() > 0
 
 
-def test_bad_windows_raise_before_anything_is_written(make: Make) -> None:
-    slot = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1.0)
+def test_bad_windows_raise_and_write_nothing(make: Make) -> None:
+    own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1.0)
     state = make(8), make(8), make(8).abs()
     before = [tensor.clone() for tensor in state]
-    with pytest.raises(ValueError, match="1 gradients for 2 slots"):
-        rule_p_(*state, [make(8)], [slot, slot], step=2, eps=1e-8)
+    with pytest.raises(ValueError, match="1 gradients for 2 coefficients"):
+        rule_p_(*state, [make(8)], [own, own], step=2, eps=1e-8)
     with pytest.raises(ValueError, match="step=1 must be at least 2"):
-        rule_p_(*state, [make(8), make(8)], [slot, slot], step=1, eps=1e-8)
+        rule_p_(*state, [make(8), make(8)], [own, own], step=1, eps=1e-8)
     with pytest.raises(ValueError, match="no coefficients"):
         window_coefficients([], 3)
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))

@@ -80,13 +80,13 @@ def test_tensors_do_not_overlap() -> None:
 
 @linux
 @pytest.mark.parametrize("total", [1, 3 * mmap.PAGESIZE, (1 << 20) + (1 << 18) + 5])
-def test_mapping_is_rounded_to_a_page_not_to_a_power_of_two(total: int) -> None:
+def test_mapping_is_rounded_to_pages(total: int) -> None:
     arena = HostArena(total)
     assert arena._mapping is not None
     assert len(arena._mapping) == -(-total // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def test_exhaustion_names_what_is_left_and_changes_nothing() -> None:
+def test_exhausted_arena_names_free_bytes() -> None:
     arena = HostArena(carved_bytes([((32,), torch.float32), ((4,), torch.float32)]))
     first = arena.take((32,), torch.float32)
     with pytest.raises(RuntimeError, match=r"\(33,\) of torch.float32 needs 192 bytes, and of 192 only 64"):
@@ -107,7 +107,7 @@ def test_negative_size_is_refused() -> None:
         HostArena(-1)
 
 
-def test_what_cannot_be_mapped_is_a_memory_error() -> None:
+def test_failed_mapping_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="did not map"):
         HostArena(1 << 60)
 
@@ -137,7 +137,7 @@ def test_huge_pages_are_advised() -> None:
 
 
 @linux
-def test_a_child_that_drops_an_arena_does_not_unmap_what_lies_there_now() -> None:
+def test_child_that_drops_an_arena_unmaps_nothing() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     size = 1 << 20
@@ -158,7 +158,7 @@ def test_a_child_that_drops_an_arena_does_not_unmap_what_lies_there_now() -> Non
 
 
 @linux
-def test_mapping_lives_as_long_as_its_tensors_and_no_longer() -> None:
+def test_mapping_lives_as_long_as_its_tensors() -> None:
     arena = HostArena(carved_bytes([((1000,), torch.float32)]))
     tensor = arena.take((1000,), torch.float32)
     address = tensor.data_ptr()
@@ -185,7 +185,7 @@ def test_closed_arena_gives_nothing() -> None:
 
 
 @linux
-def test_touching_makes_pages_resident_and_keeps_contents() -> None:
+def test_touch_makes_pages_resident_and_keeps_contents() -> None:
     def resident_kib(address: int) -> int:
         text = Path("/proc/self/smaps").read_text()
         begin, end, _ = mapped_range(address) or (0, 0, "")
@@ -225,7 +225,7 @@ class FakeCuda:
         self.registered[address] = size_bytes
 
 
-def test_pin_registers_everything_once_and_close_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_registers_once_and_close_unregisters(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     arena = HostArena(10_000)
     tensor = arena.take((1,), torch.float32)
@@ -238,7 +238,7 @@ def test_pin_registers_everything_once_and_close_undoes_it(monkeypatch: pytest.M
     assert cuda.registered == {}
 
 
-def test_an_arena_that_nobody_closed_is_unregistered_before_it_is_unmapped(
+def test_unclosed_arena_is_unregistered_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = FakeCuda(monkeypatch)
@@ -253,7 +253,7 @@ def test_an_arena_that_nobody_closed_is_unregistered_before_it_is_unmapped(
     assert cuda.registered == {}
 
 
-def test_refused_pinning_warns_once_with_its_cost_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_pinning_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch, refusal="cudaHostRegister: out of memory")
     arena = HostArena(64)
     with pytest.warns(RuntimeWarning, match="slower, and the training thread waits") as caught:
@@ -277,7 +277,7 @@ def test_without_cuda_there_is_nothing_to_pin(recwarn: pytest.WarningsRecorder) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pinned_memory_is_known_to_cuda_and_copies_both_ways() -> None:
+def test_pinned_memory_copies_both_ways_on_cuda() -> None:
     arena = HostArena(carved_bytes([((1 << 16,), torch.float32)] * 2))
     source, target = arena.take((1 << 16,), torch.float32), arena.take((1 << 16,), torch.float32)
     source.copy_(torch.arange(1 << 16))
@@ -304,7 +304,7 @@ def test_a_refusal_leaves_no_error_behind() -> None:
     arena.close()
 
 
-def test_enough_memory_passes_and_too_much_says_how_much_and_what_helps() -> None:
+def test_too_large_a_plan_names_bytes_and_remedies() -> None:
     require_host_memory(0, "a smaller model")
     require_host_memory(1 << 20, "a smaller model")
     with pytest.raises(ValueError, match=r"need 1024\.0 GiB of host memory, but only \d+\.\d GiB"):
@@ -313,7 +313,7 @@ def test_enough_memory_passes_and_too_much_says_how_much_and_what_helps() -> Non
         require_host_memory(1 << 40, "a smaller model")
 
 
-def test_the_bound_is_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "available_host_memory", lambda: (1000, "a test"))
     require_host_memory(1000, "")
     with pytest.raises(ValueError, match="a test"):

@@ -48,9 +48,7 @@ def test_one_logical_core_per_physical_one(tmp_path: Path, monkeypatch: pytest.M
     assert nodes_of([0, 7], system) == {0, 1}
 
 
-def test_where_the_system_tells_nothing_the_first_logical_cores_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_topology_the_first_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, set(range(8)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
     assert physical_cores(tmp_path) == tuple(Core(logical) for logical in range(4))
@@ -79,7 +77,7 @@ def test_unset_leaves_two_cores(cores: int, workers: int) -> None:
 
 
 @pytest.mark.parametrize(("quota", "workers"), [(None, 14), (64.0, 14), (8.0, 6), (3.9, 1), (0.5, 1)])
-def test_unset_counts_what_a_container_may_use(
+def test_unset_workers_follow_the_container_quota(
     quota: float | None, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores_module, "cpu_quota", lambda: quota)
@@ -87,7 +85,7 @@ def test_unset_counts_what_a_container_may_use(
     assert worker_count(16, workers=12, reserved_share=None) == 12
 
 
-def test_unset_leaves_data_loader_processes_their_cores() -> None:
+def test_unset_workers_leave_cores_to_data_loaders() -> None:
     context = multiprocessing.get_context("fork")
     end = context.Event()
     children = [context.Process(target=end.wait, args=(60,), daemon=daemon) for daemon in (True, True, False)]
@@ -126,7 +124,7 @@ def test_cores_that_have_workers_come_last() -> None:
 
 
 @affinity
-def test_pinned_threads_run_beside_each_other_on_their_cores() -> None:
+def test_pinned_threads_run_in_parallel_on_their_cores() -> None:
     mine = os.sched_getaffinity(0)
     meeting = threading.Barrier(3, timeout=20)
     seen: dict[int, set[int]] = {}
@@ -141,7 +139,7 @@ def test_pinned_threads_run_beside_each_other_on_their_cores() -> None:
     assert os.sched_getaffinity(0) == mine
 
 
-def test_an_error_of_a_pinned_thread_is_raised_after_the_others_ended() -> None:
+def test_error_is_raised_after_all_pinned_threads() -> None:
     ended = threading.Event()
 
     def work(index: int) -> None:
@@ -154,7 +152,7 @@ def test_an_error_of_a_pinned_thread_is_raised_after_the_others_ended() -> None:
     assert ended.is_set()
 
 
-def test_where_pinning_is_forbidden_work_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_runs_where_pinning_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(thread: int, cores: set[int]) -> None:
         raise PermissionError
 

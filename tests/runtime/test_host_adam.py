@@ -22,9 +22,9 @@ from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 from zenflow_compile.torch_internals import torch_private
 
-MAX_SLOTS = 4
+MAX_GRADIENTS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SLOTS = tuple(
+COEFFICIENTS = tuple(
     StepCoefficients(lr=1e-2 / (1 + i), beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     for i, scale in enumerate((1.0, 0.5, 1.0, 3.0))
 )
@@ -56,18 +56,18 @@ def random_gradients(numel: int, count: int, dtype: torch.dtype) -> list[Tensor]
     return [torch.randn(numel, generator=generator).to(dtype) for _ in range(count)]
 
 
-def close(
-    adam: HostAdam, state: State, gradients: list[Tensor], slots: tuple[StepCoefficients, ...], step: int
+def update(
+    adam: HostAdam, state: State, gradients: list[Tensor], coefficients: tuple[StepCoefficients, ...], step: int
 ) -> None:
-    adam(*state[:3], gradients, slots, step=step, eps=1e-8, out=state.out)
+    adam(*state[:3], gradients, coefficients, step=step, eps=1e-8, out=state.out)
 
 
 def expect(
-    state: State, before: State, gradients: list[Tensor], slots: tuple[StepCoefficients, ...], step: int
+    state: State, before: State, gradients: list[Tensor], coefficients: tuple[StepCoefficients, ...], step: int
 ) -> None:
     """``state`` is what the eager rule makes of ``before``, and its out is exactly the cast of its master."""
     oracle = before.copy()
-    rule_p_(*oracle[:3], gradients, slots, step=step, eps=1e-8, out=oracle.out)
+    rule_p_(*oracle[:3], gradients, coefficients, step=step, eps=1e-8, out=oracle.out)
     for name, actual, expected in zip(State._fields[:3], state[:3], oracle[:3], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
     assert torch.equal(state.out, state.master.to(state.out.dtype))
@@ -77,97 +77,98 @@ def expect(
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_the_eager_rule(kernel: Literal["aten", "inductor"], dtype: torch.dtype, count: int) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=dtype, out_dtype=dtype, max_slots=MAX_SLOTS)
+    adam = make_host_adam(kernel, gradient_dtype=dtype, out_dtype=dtype, max_gradients=MAX_GRADIENTS)
     assert adam.name == kernel
     for numel in (0, 1, 7, 100_003):
         state = State.random(numel, dtype)
         before = state.copy()
         gradients = random_gradients(numel, count, dtype)
         untouched = [gradient.clone() for gradient in gradients]
-        close(adam, state, gradients, SLOTS[:count], step=count + 6)
-        expect(state, before, gradients, SLOTS[:count], step=count + 6)
+        update(adam, state, gradients, COEFFICIENTS[:count], step=count + 6)
+        expect(state, before, gradients, COEFFICIENTS[:count], step=count + 6)
         assert all(torch.equal(a, b) for a, b in zip(gradients, untouched, strict=True))
 
 
 @kernels
 def test_long_odd_length(kernel: Literal["aten", "inductor"]) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS)
+    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(1_000_003, torch.bfloat16)
     before = state.copy()
     gradients = random_gradients(1_000_003, 3, torch.bfloat16)
-    close(adam, state, gradients, SLOTS[:3], step=3)
-    expect(state, before, gradients, SLOTS[:3], step=3)
+    update(adam, state, gradients, COEFFICIENTS[:3], step=3)
+    expect(state, before, gradients, COEFFICIENTS[:3], step=3)
 
 
 @kernels
 def test_betas_may_change_within_a_window(kernel: Literal["aten", "inductor"]) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=MAX_SLOTS)
-    slots = tuple(
-        slot._replace(beta1=beta1, grad_scale=1.0) for slot, beta1 in zip(SLOTS, (0.9, 0.9, 0.5, 0.0), strict=True)
+    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
+    coefficients = tuple(
+        each._replace(beta1=beta1, grad_scale=1.0)
+        for each, beta1 in zip(COEFFICIENTS, (0.9, 0.9, 0.5, 0.0), strict=True)
     )
     state = State.random(1000, torch.float32)
     before = state.copy()
     gradients = random_gradients(1000, 4, torch.float32)
-    close(adam, state, gradients, slots, step=9)
-    expect(state, before, gradients, slots, step=9)
+    update(adam, state, gradients, coefficients, step=9)
+    expect(state, before, gradients, coefficients, step=9)
 
 
 @kernels
-def test_a_rate_of_zero_moves_moments_only(kernel: Literal["aten", "inductor"]) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=MAX_SLOTS)
+def test_rate_of_zero_moves_moments_only(kernel: Literal["aten", "inductor"]) -> None:
+    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     state = State.random(1000, torch.float32)
     before = state.copy()
     gradients = random_gradients(1000, 2, torch.float32)
-    slots = tuple(slot._replace(lr=0.0) for slot in SLOTS[:2])
-    close(adam, state, gradients, slots, step=2)
-    expect(state, before, gradients, slots, step=2)
+    coefficients = tuple(each._replace(lr=0.0) for each in COEFFICIENTS[:2])
+    update(adam, state, gradients, coefficients, step=2)
+    expect(state, before, gradients, coefficients, step=2)
     assert torch.equal(state.master, before.master)
 
 
 @kernels
 def test_first_windows_of_zero_gradients_stay_finite(kernel: Literal["aten", "inductor"]) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=MAX_SLOTS)
+    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     zero = torch.zeros(64)
     state = State(torch.ones(64), zero.clone(), zero.clone(), torch.empty(64))
-    close(adam, state, [zero, torch.ones(64)], SLOTS[:2], step=2)
-    expect(state, State(torch.ones(64), zero, zero, torch.empty(64)), [zero, torch.ones(64)], SLOTS[:2], step=2)
+    update(adam, state, [zero, torch.ones(64)], COEFFICIENTS[:2], step=2)
+    expect(state, State(torch.ones(64), zero, zero, torch.empty(64)), [zero, torch.ones(64)], COEFFICIENTS[:2], step=2)
 
 
 @kernels
-def test_nothing_leaks_from_places_without_a_slot(kernel: Literal["aten", "inductor"]) -> None:
+def test_rows_without_a_gradient_change_nothing(kernel: Literal["aten", "inductor"]) -> None:
     """After a full window of garbage in other tensors, shorter windows see only their own gradients."""
-    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=MAX_SLOTS)
+    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     garbage = State.random(1000, torch.float32)
     nan = torch.full((1000,), torch.nan)
-    close(adam, garbage, [nan] * 4, SLOTS, step=4)
+    update(adam, garbage, [nan] * 4, COEFFICIENTS, step=4)
     assert garbage.master.isnan().all()
     for count in (1, 2, 3):
         state = State.random(1000, torch.float32)
         before = state.copy()
         gradients = random_gradients(1000, count, torch.float32)
-        close(adam, state, gradients, SLOTS[:count], step=count)
-        expect(state, before, gradients, SLOTS[:count], step=count)
+        update(adam, state, gradients, COEFFICIENTS[:count], step=count)
+        expect(state, before, gradients, COEFFICIENTS[:count], step=count)
 
 
 @kernels
 def test_infinite_moments_stay_where_they_are(kernel: Literal["aten", "inductor"]) -> None:
-    """Places without a slot get a neighbour's gradient; were it infinite, zero times it would be NaN."""
-    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=MAX_SLOTS)
+    """Rows without a gradient read the last gradient again; if it is infinite, zero times it would be NaN."""
+    adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     gradient = torch.ones(64)
     gradient[5] = torch.inf
     state = State.random(64, torch.float32)
-    close(adam, state, [gradient], SLOTS[:1], step=1)
+    update(adam, state, [gradient], COEFFICIENTS[:1], step=1)
     assert state.exp_avg[5] == torch.inf
     deferred = torch.arange(64) != 5
     assert all(tensor[deferred].isfinite().all() for tensor in state)
 
 
 @kernels
-def test_a_window_of_void_slots_only_publishes(kernel: Literal["aten", "inductor"]) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS)
+def test_window_of_missing_gradients_writes_out_only(kernel: Literal["aten", "inductor"]) -> None:
+    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(1000, torch.bfloat16)
     before = state.copy()
-    close(adam, state, [], (), step=0)
+    update(adam, state, [], (), step=0)
     assert all(torch.equal(a, b) for a, b in zip(state[:3], before[:3], strict=True))
     assert torch.equal(state.out, before.master.bfloat16())
 
@@ -175,17 +176,17 @@ def test_a_window_of_void_slots_only_publishes(kernel: Literal["aten", "inductor
 @kernels
 def test_two_threads_on_disjoint_ranges(kernel: Literal["aten", "inductor"]) -> None:
     """Ranges at odd offsets, one thread each, equal one call over the whole and leave their neighbours alone."""
-    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS)
+    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     numel, first, middle, last = 400_009, 3, 3 + 150_016, 400_002
     gradients = random_gradients(numel, 3, torch.bfloat16)
     start = State.random(numel, torch.bfloat16)
     whole, split = start.copy(), start.copy()
-    close(adam, whole, gradients, SLOTS[:3], step=3)
+    update(adam, whole, gradients, COEFFICIENTS[:3], step=3)
     failures: list[BaseException] = []
 
     def work(where: slice) -> None:
         try:
-            close(adam, split.part(where), [g[where] for g in gradients], SLOTS[:3], step=3)
+            update(adam, split.part(where), [g[where] for g in gradients], COEFFICIENTS[:3], step=3)
         except BaseException as failure:
             failures.append(failure)
 
@@ -202,15 +203,15 @@ def test_two_threads_on_disjoint_ranges(kernel: Literal["aten", "inductor"]) -> 
 
 
 @kernels
-def test_one_thread_per_call_and_the_callers_setting_is_kept(kernel: Literal["aten", "inductor"]) -> None:
-    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS)
+def test_one_thread_per_call_keeps_the_callers_setting(kernel: Literal["aten", "inductor"]) -> None:
+    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(4_000_000, torch.bfloat16)
     gradients = random_gradients(4_000_000, 4, torch.bfloat16)
-    close(adam, state, gradients, SLOTS, step=4)
+    update(adam, state, gradients, COEFFICIENTS, step=4)
     threads = torch.get_num_threads()
     wall, used = time.perf_counter(), time.process_time()
     for _ in range(3):
-        close(adam, state, gradients, SLOTS, step=8)
+        update(adam, state, gradients, COEFFICIENTS, step=8)
     wall, used = time.perf_counter() - wall, time.process_time() - used
     assert used < 1.3 * wall
     assert torch.get_num_threads() == threads
@@ -223,9 +224,9 @@ def test_the_gil_is_free_during_an_update(kernel: Literal["aten", "inductor"]) -
     The best of a few tries, since on busy cores the worker may lose its own just while it holds the GIL. A
     kernel that kept the GIL would stop the thread for its whole duration in every try.
     """
-    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS)
+    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     numel = 32_000_000 if kernel == "inductor" else 8_000_000
-    gaps = (measure(adam, numel, MAX_SLOTS) for _ in range(5))
+    gaps = (measure(adam, numel, MAX_GRADIENTS) for _ in range(5))
     assert any(gap.gap < 0.25 * gap.update for gap in gaps)
 
 
@@ -236,7 +237,7 @@ def test_the_measurement_sees_a_held_gil() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_kernels_do_not_know_the_users_torch_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_ignore_the_users_torch_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compilation and no other result under resets, default devices and dtypes, grad modes, any length."""
 
     def fail(*_: object, **__: object) -> None:
@@ -249,19 +250,19 @@ def test_compiled_kernels_do_not_know_the_users_torch_settings(monkeypatch: pyte
 
         def work() -> None:
             with torch.device("meta"), torch.inference_mode():
-                close(adam, state, gradients, SLOTS[:2], step=5)
+                update(adam, state, gradients, COEFFICIENTS[:2], step=5)
 
         run_in_thread(work)
-        close(adam, state, gradients, SLOTS[:2], step=5)
+        update(adam, state, gradients, COEFFICIENTS[:2], step=5)
         for _ in range(2):
-            rule_p_(*before[:3], gradients, SLOTS[:2], step=5, eps=1e-8, out=before.out)
+            rule_p_(*before[:3], gradients, COEFFICIENTS[:2], step=5, eps=1e-8, out=before.out)
         torch.testing.assert_close(state.master, before.master, rtol=1e-6, atol=1e-6)
 
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
             adam = make_host_adam(
-                "inductor", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=MAX_SLOTS
+                "inductor", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS
             )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -280,12 +281,14 @@ def run_in_thread(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
-def test_auto_takes_the_fused_kernel_where_there_is_a_compiler() -> None:
+def test_auto_takes_the_fused_kernel_with_a_compiler() -> None:
     if torch_private.cpp_compiler() is None:
         pytest.skip("needs a C++ compiler")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        adam = make_host_adam("auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=MAX_SLOTS)
+        adam = make_host_adam(
+            "auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS
+        )
     assert adam.name == "inductor"
 
 
@@ -294,14 +297,14 @@ def test_auto_without_a_compiler_warns_once_and_works() -> None:
     dtypes = {"gradient_dtype": torch.float32, "out_dtype": torch.float32}
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         with pytest.warns(RuntimeWarning, match=r"slower 'aten' kernel: no C\+\+ compiler was found") as caught:
-            adams = [make_host_adam("auto", max_slots=MAX_SLOTS, **dtypes) for _ in range(3)]
+            adams = [make_host_adam("auto", max_gradients=MAX_GRADIENTS, **dtypes) for _ in range(3)]
         with pytest.raises(RuntimeError, match=r"host_kernel='inductor' cannot be made: no C\+\+ compiler"):
-            make_host_adam("inductor", max_slots=MAX_SLOTS, **dtypes)
+            make_host_adam("inductor", max_gradients=MAX_GRADIENTS, **dtypes)
     assert [adam.name for adam in adams] == ["aten"] * 3
     assert len([warning for warning in caught if warning.category is RuntimeWarning]) == 1
 
 
-def test_auto_with_a_broken_compiler_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_with_a_broken_compiler_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
@@ -310,29 +313,29 @@ def test_auto_with_a_broken_compiler_warns_with_the_reason(monkeypatch: pytest.M
     monkeypatch.setattr(torch_private, "compile_host_kernel", broken)
     dtypes = {"gradient_dtype": torch.float32, "out_dtype": torch.float32}
     with pytest.warns(RuntimeWarning, match="OSError: No space left on device"):
-        assert make_host_adam("auto", max_slots=1, **dtypes).name == "aten"
+        assert make_host_adam("auto", max_gradients=1, **dtypes).name == "aten"
     with pytest.raises(RuntimeError, match="No space left on device"):
-        make_host_adam("inductor", max_slots=1, **dtypes)
+        make_host_adam("inductor", max_gradients=1, **dtypes)
 
 
-def test_bad_arguments_raise_before_anything_is_written() -> None:
+def test_bad_arguments_raise_and_write_nothing() -> None:
     with pytest.raises(ValueError, match=r"gradient_dtype=torch\.float64 must be one of torch\.float32"):
-        make_host_adam("aten", gradient_dtype=torch.float64, out_dtype=torch.float32, max_slots=1)
-    with pytest.raises(ValueError, match="max_slots=0 must be at least 1"):
-        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=0)
+        make_host_adam("aten", gradient_dtype=torch.float64, out_dtype=torch.float32, max_gradients=1)
+    with pytest.raises(ValueError, match="max_gradients=0 must be at least 1"):
+        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=0)
     with pytest.raises(ValueError, match="kernel='cuda' must be"):
-        make_host_adam("cuda", gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=1)  # type: ignore[arg-type]
-    adam = make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=torch.float32, max_slots=1)
+        make_host_adam("cuda", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=1)  # type: ignore[arg-type]
+    adam = make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=1)
     state = State.random(8, torch.float32)
     before = state.copy()
     good = random_gradients(8, 1, torch.float32)
-    with pytest.raises(ValueError, match="2 gradients for 2 slots"):
-        close(adam, state, good * 2, SLOTS[:2], step=2)
+    with pytest.raises(ValueError, match="2 gradients for 2 coefficients"):
+        update(adam, state, good * 2, COEFFICIENTS[:2], step=2)
     with pytest.raises(TypeError, match=r"gradient is torch\.bfloat16 on cpu"):
-        close(adam, state, [good[0].bfloat16()], SLOTS[:1], step=1)
+        update(adam, state, [good[0].bfloat16()], COEFFICIENTS[:1], step=1)
     with pytest.raises(ValueError, match="contiguous"):
-        close(adam, state, [torch.ones(16)[::2]], SLOTS[:1], step=1)
+        update(adam, state, [torch.ones(16)[::2]], COEFFICIENTS[:1], step=1)
     with pytest.raises(ValueError, match="step=0 must be at least 1"):
-        close(adam, state, good, SLOTS[:1], step=0)
+        update(adam, state, good, COEFFICIENTS[:1], step=0)
     for tensor, original in zip(state, before, strict=True):
         assert torch.equal(tensor.nan_to_num(), original.nan_to_num())

@@ -38,7 +38,9 @@ COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.
 
 
 def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
-    kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_slots=plan.gradient_buffers)
+    kernel = make_host_adam(
+        "aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers
+    )
     return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, workers)
 
 
@@ -158,7 +160,7 @@ def test_compressed_gradients_are_expanded_by_whole_slices(monkeypatch: pytest.M
     host = HostState.allocate(
         plan,
         HostArena(HostState.arena_bytes(plan)),
-        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_slots=plan.gradient_buffers),
+        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers),
     )
     torch.manual_seed(0)
     host.state().master.normal_()

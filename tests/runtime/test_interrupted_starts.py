@@ -1,4 +1,4 @@
-"""Threads whose start is interrupted: what serves is known and joined, and the next use starts what is missing."""
+"""Threads whose start is interrupted: running ones are registered and joined; the next use starts those missing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tests.runtime.test_nvme_cache import plan_of, values
 from tests.runtime.test_workers import job, pool_of
 from zenflow_compile.runtime.host.workers import _Queued
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.cached_state import block_bytes
+from zenflow_compile.runtime.nvme.cached_state import CachedState
+from zenflow_compile.runtime.nvme.chunk import chunk_bytes
 from zenflow_compile.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def interrupted_start(patch: pytest.MonkeyPatch, number: int, *, runs: bool) -> list[threading.Thread]:
-    """Ctrl-C in the start of thread ``number``, which runs then, or does not run yet; returns all that were started."""
+    """Ctrl-C in the start of thread ``number``, which runs then, or not yet; returns all started threads."""
     start, seen = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:
@@ -33,7 +34,7 @@ def interrupted_start(patch: pytest.MonkeyPatch, number: int, *, runs: bool) -> 
     return seen
 
 
-def test_a_worker_whose_start_was_interrupted_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_worker_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(2)
     lost = job(lambda: 0)
     with monkeypatch.context() as patch:
@@ -48,9 +49,7 @@ def test_a_worker_whose_start_was_interrupted_ends_with_the_pool(monkeypatch: py
 
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_next_job_completes_a_pool_whose_start_was_interrupted(
-    number: int, runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_job_completes_an_interrupted_start(number: int, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(3)
     with monkeypatch.context() as patch:
         seen = interrupted_start(patch, number, runs=runs)
@@ -63,14 +62,14 @@ def test_the_next_job_completes_a_pool_whose_start_was_interrupted(
     three.wait()
     assert names == {f"zenflow-worker-{index}" for index in range(3)}
     if not runs:
-        seen[number].start()  # at last; another one has its place
+        seen[number].start()  # late: another thread has its place
         seen[number].join(20)
         assert not seen[number].is_alive()
     pool.close()
     assert not any(thread.is_alive() for thread in seen)
 
 
-def test_a_worker_that_begins_after_the_close_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_begins_after_close_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(2)
     with monkeypatch.context() as patch:
         seen = interrupted_start(patch, 1, runs=False)
@@ -86,33 +85,33 @@ def test_a_worker_that_begins_after_the_close_serves_nobody(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_threads_whose_start_was_interrupted_are_completed_and_end_with_the_window(
+def test_next_use_completes_the_threads_of_the_cache(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
+    cache = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
     seen = interrupted_start(monkeypatch, number, runs=True)
-    size = 2 * block_bytes(plan_of(0))
+    size = 2 * chunk_bytes(plan_of(0))
     with pytest.raises(KeyboardInterrupt):
-        window.add([plan_of(0)], "test", size)
-    home = window.add([plan_of(1)], "test", size)[1]
+        cache.add([plan_of(0)], "test", size)
+    store = CachedState(cache, cache.add([plan_of(1)], "test", size)[1])
     kinds = ("zenflow-reader-0", "zenflow-writer-0", "zenflow-reader-1", "zenflow-writer-1")
     assert [thread.name for thread in seen] == list(kinds)
-    assert all(window.runs(thread) for thread in seen)
-    assert values(home) == {0.0}
-    window.close()
+    assert all(cache.runs(thread) for thread in seen)
+    assert values(store) == {0.0}
+    cache.close()
     assert not any(thread.is_alive() for thread in seen)
 
 
-def test_a_thread_of_the_window_that_begins_late_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    window = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
-    size = 2 * block_bytes(plan_of(0))
+def test_late_thread_of_the_cache_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
+    size = 2 * chunk_bytes(plan_of(0))
     with monkeypatch.context() as patch:
         late = interrupted_start(patch, 0, runs=False)
         with pytest.raises(KeyboardInterrupt):
-            window.add([plan_of(0)], "test", size)
-    home = window.add([plan_of(1)], "test", size)[1]
+            cache.add([plan_of(0)], "test", size)
+    store = CachedState(cache, cache.add([plan_of(1)], "test", size)[1])
     late[0].start()
     late[0].join(20)
     assert not late[0].is_alive()
-    assert values(home) == {0.0}
-    window.close()
+    assert values(store) == {0.0}
+    cache.close()

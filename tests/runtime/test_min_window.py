@@ -159,7 +159,7 @@ def test_host_rate_uses_the_kernel_on_all_workers(
 ) -> None:
     monkeypatch.setattr(min_window, "TASK_ELEMENTS", 5000)
     monkeypatch.setattr(min_window, "last_level_cache_bytes", lambda: cache_bytes * workers)
-    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=4)
+    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=4)
     calls: list[tuple[str, int, int]] = []
     together = threading.Barrier(workers, timeout=30)
 

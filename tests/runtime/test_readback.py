@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def readback(rows: int = 3) -> Readback:
     made = Readback(2, CPU, Recorder(CPU))
-    made.make_room(rows)
+    made.grow(rows)
     return made
 
 
@@ -31,16 +31,16 @@ def test_cells_cross_at_the_end_of_their_step_and_once() -> None:
     assert values.take() == {}
 
 
-def test_room_for_more_parameters_keeps_what_was_filled() -> None:
+def test_grow_keeps_filled_cells() -> None:
     values = readback(1)
     values.cell(0, 0).fill_(1.0)
-    values.make_room(4)
+    values.grow(4)
     values.cell(3, 1).fill_(2.0)
     values.start()
     assert values.take() == {(0, 0): 1.0, (3, 1): 2.0}
 
 
-def test_what_is_forgotten_does_not_come() -> None:
+def test_forgotten_cells_are_not_returned() -> None:
     values = readback()
     values.cell(0, 0).fill_(1.0)
     values.start()

@@ -93,7 +93,7 @@ def test_a_second_optimizer_of_this_process_is_refused(tmp_path: Path) -> None:
     ScratchDirectory(tmp_path).close()
 
 
-def test_another_run_is_refused_while_it_lives_and_its_files_go_when_it_is_dead(tmp_path: Path) -> None:
+def test_files_of_a_dead_run_are_removed(tmp_path: Path) -> None:
     theirs = tmp_path / "zenflow-notes.state"
     theirs.write_text("not ours")
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
@@ -111,9 +111,7 @@ def test_another_run_is_refused_while_it_lives_and_its_files_go_when_it_is_dead(
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_a_directory_that_cannot_be_written_to_is_refused(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_directory_is_refused(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refused("open", code))
     with pytest.raises(ValueError, match=r"nvme_path=.*cannot be used.*; name a directory"):
         ScratchDirectory(tmp_path)
@@ -132,7 +130,7 @@ def test_a_disk_without_space_is_refused_at_once(tmp_path: Path, monkeypatch: py
     directory.close()
 
 
-def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_with_a_removed_file_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes it when it closes, perhaps between another's opening and locking it."""
     lock, calls = directory_lock._try_lock, [0]
 
@@ -150,7 +148,7 @@ def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytes
     first.close()
 
 
-def test_a_relative_path_outlives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "swap").mkdir()
     monkeypatch.chdir(tmp_path)
     directory = ScratchDirectory("swap")

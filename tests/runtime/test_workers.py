@@ -1,4 +1,4 @@
-"""Jobs by deadline, errors that surface, and an end that finishes what was queued."""
+"""Workers run jobs by deadline, raise their errors, and finish queued jobs at the close."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zenflow_compile.runtime.host.workers import Job, WorkerPool, preferred_worker
+from zenflow_compile.runtime.host.workers import Job, WorkerPool, _Queued, preferred_worker
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.transfer.copy_lanes import CopyError
 
@@ -48,8 +48,8 @@ def test_earliest_deadline_first() -> None:
     pool.close()
 
 
-def test_an_earlier_step_goes_first_whatever_the_deadlines() -> None:
-    """What a later step's job waits for may itself wait for the earlier job, on a device that runs behind."""
+def test_earlier_step_runs_first_at_any_deadline() -> None:
+    """The inputs of a later step may wait for the earlier job, on a device that runs behind."""
     pool = pool_of(1)
     gate = threading.Event()
     order: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ def test_an_earlier_step_goes_first_whatever_the_deadlines() -> None:
     pool.close()
 
 
-def test_nobody_waits_for_gradients_while_others_have_arrived() -> None:
+def test_job_with_inputs_runs_before_one_without() -> None:
     pool = pool_of(1)
     arrived = threading.Event()
     order: list[str] = []
@@ -79,6 +79,19 @@ def test_nobody_waits_for_gradients_while_others_have_arrived() -> None:
     late.wait()
     assert order == ["here", "late"]
     pool.close()
+
+
+def test_idle_workers_share_one_poll() -> None:
+    """A worker that has waited does not ask all jobs again; one that has just ended a task does."""
+    pool = pool_of(2)
+    asked: list[int] = []
+    late = job(lambda: 0, arrived=lambda: bool(asked.append(1)))
+    pool._queue = [(0, 0, 0, _Queued(late, 2))]
+    assert pool._first_arrived(idle=True) is None
+    assert pool._first_arrived(idle=True) is None
+    assert len(asked) == 1
+    assert pool._first_arrived(idle=False) is None
+    assert len(asked) == 2
 
 
 def test_equal_deadlines_keep_their_order() -> None:
@@ -95,7 +108,7 @@ def test_equal_deadlines_keep_their_order() -> None:
     pool.close()
 
 
-def test_tasks_of_a_job_run_beside_each_other() -> None:
+def test_tasks_of_a_job_run_in_parallel() -> None:
     pool = pool_of(3)
     meeting = threading.Barrier(3, timeout=20)
     three = job(*[lambda: meeting.wait()] * 3)
@@ -104,7 +117,7 @@ def test_tasks_of_a_job_run_beside_each_other() -> None:
     pool.close()
 
 
-def test_a_job_is_done_with_its_last_task() -> None:
+def test_job_is_done_with_its_last_task() -> None:
     pool = pool_of(2)
     gate = threading.Event()
     two = job(lambda: 0, lambda: int(gate.wait(20)))
@@ -118,14 +131,14 @@ def test_a_job_is_done_with_its_last_task() -> None:
     pool.close()
 
 
-def test_a_job_without_tasks_is_done() -> None:
+def test_job_without_tasks_is_done() -> None:
     empty = job()
     assert empty.done()
     empty.wait()
     empty.settle()
 
 
-def test_inputs_are_waited_for() -> None:
+def test_tasks_wait_for_their_inputs() -> None:
     pool = pool_of(1)
     arrived = threading.Event()
     seen: list[bool] = []
@@ -163,7 +176,7 @@ def test_errors_surface_with_their_traceback(where: str) -> None:
     pool.close()
 
 
-def test_a_failed_copy_is_named_by_what_failed_it() -> None:
+def test_failed_copy_is_chained_to_its_cause() -> None:
     pool = pool_of(1)
 
     def not_copied() -> None:
@@ -177,7 +190,7 @@ def test_a_failed_copy_is_named_by_what_failed_it() -> None:
     pool.close()
 
 
-def test_after_an_error_the_other_tasks_are_skipped_and_the_job_settles() -> None:
+def test_error_skips_the_other_tasks_and_settles() -> None:
     pool = pool_of(1)
     ran: list[int] = []
 
@@ -192,8 +205,8 @@ def test_after_an_error_the_other_tasks_are_skipped_and_the_job_settles() -> Non
     pool.close()
 
 
-def test_an_error_is_known_while_other_tasks_still_run() -> None:
-    """Whoever waits hears of it at once; whoever frees the memory waits for the others."""
+def test_error_is_raised_while_other_tasks_run() -> None:
+    """``wait`` raises at once; ``settle`` waits for the other tasks."""
     pool = pool_of(2)
     gate, held = threading.Event(), threading.Event()
 
@@ -218,7 +231,7 @@ def test_an_error_is_known_while_other_tasks_still_run() -> None:
     pool.close()
 
 
-def test_closing_finishes_what_is_queued() -> None:
+def test_close_finishes_queued_jobs() -> None:
     pool = pool_of(2)
     count = [0]
     lock = threading.Lock()
@@ -270,7 +283,7 @@ def test_fewer_threads_than_wanted_serve_all_jobs(monkeypatch: pytest.MonkeyPatc
     pool.close()
 
 
-def test_without_any_thread_a_job_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_without_any_thread_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -289,7 +302,7 @@ def test_without_any_thread_a_job_fails_at_once(monkeypatch: pytest.MonkeyPatch)
     pool.close()
 
 
-def test_only_jobs_that_were_never_queued_are_withdrawn() -> None:
+def test_only_jobs_never_queued_are_withdrawn() -> None:
     pool = pool_of(1)
     gate, begun = threading.Event(), threading.Event()
     running = job(lambda: begun.set() or int(gate.wait(20)))
@@ -309,8 +322,8 @@ def test_only_jobs_that_were_never_queued_are_withdrawn() -> None:
     pool.close()
 
 
-def test_workers_prefer_the_part_of_a_block_that_is_theirs() -> None:
-    """Every worker holds its first task until all have one: so each is seen to take one of its own first."""
+def test_workers_prefer_their_part_of_the_memory() -> None:
+    """Each worker blocks in its first task until all have one, which shows that it takes one of its own first."""
     pool = pool_of(3)
     meeting = threading.Barrier(3, timeout=20)
     first_of: dict[str, int] = {}
@@ -332,7 +345,7 @@ def test_workers_prefer_the_part_of_a_block_that_is_theirs() -> None:
     pool.close()
 
 
-def test_an_idle_worker_takes_the_tasks_of_a_busy_one() -> None:
+def test_idle_worker_takes_tasks_of_a_busy_one() -> None:
     pool = pool_of(2)
     gate = threading.Event()
     ran: list[int] = []
@@ -352,14 +365,14 @@ def test_an_idle_worker_takes_the_tasks_of_a_busy_one() -> None:
 
     six = job(held, *[quick(number) for number in range(1, 6)])
     pool.submit(six)
-    assert stolen.wait(20)  # whoever holds the gate holds it still
+    assert stolen.wait(20)  # one worker is still blocked
     assert sorted(ran) == [1, 2, 3, 4, 5]
     gate.set()
     six.wait()
     pool.close()
 
 
-def test_an_earlier_deadline_goes_before_an_own_task() -> None:
+def test_earlier_deadline_runs_before_an_own_task() -> None:
     pool = pool_of(1)
     gate = threading.Event()
     order: list[str] = []
@@ -384,7 +397,7 @@ def test_preferred_workers_are_in_order_and_even(tasks: int, workers: int) -> No
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
-def test_workers_run_on_the_cores_they_were_given() -> None:
+def test_workers_run_on_their_cores() -> None:
     mine = os.sched_getaffinity(0)
     core = max(mine)
     pool = WorkerPool(2, Recorder(torch.device("cpu")), cores=[core, core])

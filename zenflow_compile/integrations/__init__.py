@@ -1,1 +1,1 @@
-"""Adapters for training frameworks: one module for each, which imports that framework at its top."""
+"""Adapters for training frameworks, one module each."""

@@ -12,8 +12,8 @@ def register_backend() -> None:
 
     Afterwards ``TrainingArguments(torch_compile_backend="zenflow")``, ``Accelerator(dynamo_backend="zenflow")`` and
     ``TorchDynamoPlugin(backend="zenflow")`` work in this process. Accelerate passes any name to ``torch.compile``, but
-    checks it against the enum ``accelerate.utils.DynamoBackend`` first; this adds a member to it. Idempotent. An
-    Accelerate that lists the name itself stays as it is.
+    checks it against the enum ``accelerate.utils.DynamoBackend`` first; this adds a member to the enum. Idempotent. If
+    Accelerate already has the name, this does nothing.
 
     The launcher is another process: ``accelerate launch --dynamo_backend zenflow`` does not know the name. Pass it to
     ``Accelerator`` or ``TrainingArguments`` in the script instead.

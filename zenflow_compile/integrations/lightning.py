@@ -1,10 +1,9 @@
-"""A callback for ``lightning.pytorch``: the last saved model holds every gradient, averages see current weights."""
+"""A callback for ``lightning.pytorch``: flushes before the last save, and updates weights before averages read them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,29 +14,29 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 
 class ZenFlowCallback(Callback):
-    """Calls ``optimizer.flush()`` at the end of training, and lets averaging callbacks see every update.
+    """Calls ``optimizer.flush()`` at the end of training, and makes every update visible to averaging callbacks.
 
     It flushes every :class:`~zenflow_compile.optimizer.ZenFlowAdamW` of the trainer before a checkpoint that is written
     after the last step, and in any case before ``on_train_end`` of the other callbacks. The flush comes after the last
-    step, so that training is the same with and without it, and earlier checkpoints hold their update windows for a
-    resume. Where the trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due updates
+    step, so it does not change training, and earlier checkpoints contain their update windows for a resume. If the
+    trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due updates
     visible, at the cost of their overlap with the next forward. A further ``trainer.fit()``, also one after a
     ``Tuner``, may create a new optimizer for the same model: the callback drops the optimizer of the fit before.
 
-    The order of the callbacks does not matter.
+    Its position among the callbacks does not matter.
 
     Raises:
-        ValueError: at the setup of ``trainer.fit()``, before anything was changed: the strategy is neither a
-            ``SingleDeviceStrategy`` nor a ``DDPStrategy``. Others replace or shard parameters.
+        ValueError: at the setup of ``trainer.fit()``, before anything has changed: the strategy is neither a
+            ``SingleDeviceStrategy`` nor a ``DDPStrategy``. Other strategies replace or shard parameters.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class ZenFlowCallback(Callback):
                 "trains whole parameters: use Trainer(devices=1, strategy='auto'), or strategy='ddp' with a model that "
                 "is not compiled"
             )
-        # The optimizers of an earlier fit own the parameters as long as something refers to them.
+        # The optimizers of an earlier fit own the parameters until the last reference to them is gone.
         trainer.optimizers = []
         strategy.lr_scheduler_configs = []
         # An averaging callback writes averages into the weights in on_train_end: the flush must come before.
@@ -69,7 +68,7 @@ class ZenFlowCallback(Callback):
         self._remove_hooks()
         optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlowAdamW)]
         self._save = _LastSave(trainer, optimizers)
-        self._hooks.append(pl_module.register_state_dict_pre_hook(_BeforeStateDict(self._save)))
+        self._hooks.append(pl_module.register_state_dict_pre_hook(StateDictHook(self._save)))
         if any(isinstance(each, _AVERAGING) for each in trainer.callbacks):
             self._hooks += [each.register_step_post_hook(_synchronize) for each in optimizers]
 
@@ -98,8 +97,8 @@ class _LastSave:
 
     Attributes:
         read_at: the ``global_step`` at which the model was last read by ``state_dict()`` without a flush.
-        epochs_before: epochs that were over when this one began. Lightning's counts of epochs begun lag behind after a
-            resume, and an epoch counts as processed only after its validation, which may save.
+        epochs_before: epochs that had ended when this one began. Lightning's counts of started epochs lag behind after
+            a resume, and an epoch counts as processed only after its validation, which may save.
     """
 
     def __init__(self, trainer: Trainer, optimizers: Sequence[ZenFlowAdamW]) -> None:
@@ -115,7 +114,7 @@ class _LastSave:
             self.read_at = self._trainer.global_step
 
     def end(self) -> None:
-        """Training is over.
+        """Flush at the end of training.
 
         Warns if the model was read at the last step, before it was known to be the last.
         """
@@ -124,7 +123,7 @@ class _LastSave:
             warnings.warn(
                 f"state_dict() of the model was called at step {self.read_at}, before it was known to be the last: a "
                 "checkpoint that was saved there is right to resume from, but its weights lack the gradients in open "
-                "update windows; call trainer.save_checkpoint() after fit() for a model that holds them",
+                "update windows; call trainer.save_checkpoint() after fit() for a model that contains them",
                 stacklevel=2,
             )
         self._flush()
@@ -133,7 +132,7 @@ class _LastSave:
     def _training_ends(self) -> bool:
         """Whether the trainer takes no further step. Lightning decides the same, but only after hooks that may save."""
         fit, batches = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress
-        if batches.current.processed < batches.current.ready:  # the step of this batch is still to come
+        if batches.current.processed < batches.current.ready:  # the step of this batch comes later
             return False
         step, epochs = self._trainer.global_step, self.epochs_before + batches.is_last_batch
         if fit.max_steps != -1 and step >= fit.max_steps:
@@ -147,21 +146,6 @@ class _LastSave:
     def _flush(self) -> None:
         for optimizer in self._optimizers:
             optimizer.flush()
-
-
-@dataclass(frozen=True)
-class _BeforeStateDict:
-    """The state_dict pre-hook of the LightningModule. Copies of the module get one that does nothing."""
-
-    save: _LastSave | None
-
-    def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
-        if self.save is not None:
-            self.save.before_state_dict()
-
-    def __reduce__(self) -> tuple[type[_BeforeStateDict], tuple[None]]:
-        """What ``copy.deepcopy`` and ``pickle`` call: an optimizer cannot be copied."""
-        return _BeforeStateDict, (None,)
 
 
 def _synchronize(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -1,14 +1,13 @@
-"""A callback for the Hugging Face Trainer: the last model that it saves holds every gradient."""
+"""A callback for the Hugging Face Trainer: flushes before the last save."""
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 
@@ -16,13 +15,12 @@ class ZenFlowCallback(TrainerCallback):
     """Calls ``optimizer.flush()`` at the end of training, before the last checkpoint is written.
 
     With ``update_interval`` above 1, the gradients of the last steps are in open update windows when training ends, and
-    the Trainer neither flushes nor closes its optimizer. With this callback they are in the last checkpoint, and in the
-    model after ``train()``, whether ``max_steps`` ends training or another callback, such as
-    ``EarlyStoppingCallback``. Its place among the callbacks does not matter. Training up to its end, and earlier
-    checkpoints, are the same with and without it. A checkpoint that the Trainer writes on SIGTERM
-    (``enable_jit_checkpoint``) is meant for resuming and keeps its windows.
+    the Trainer neither flushes nor closes its optimizer. This callback applies them before the last checkpoint is
+    written, whether ``max_steps`` ends training or another callback, such as ``EarlyStoppingCallback``. Its position
+    among the callbacks does not matter. It changes neither training nor earlier checkpoints. A checkpoint that the
+    Trainer writes on SIGTERM (``enable_jit_checkpoint``) is meant for resuming and keeps its windows.
 
-    A run that resumes from the last checkpoint starts with empty update windows, as one that called ``flush()`` there.
+    A run that resumes from the last checkpoint starts with empty update windows, like one that called ``flush()``.
 
     Example:
         >>> Trainer(..., optimizer_cls_and_kwargs=(ZenFlowAdamW, {"lr": 2e-5}), callbacks=[ZenFlowCallback()])
@@ -44,10 +42,10 @@ class ZenFlowCallback(TrainerCallback):
         self._optimizer = _unwrapped(kwargs["optimizer"])
         self._control = control
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
-        self._hook = kwargs["model"].register_state_dict_pre_hook(_BeforeStateDict(self))
+        self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._flush_at_end(control)  # before an evaluation, so that it is of the model that is saved
+        self._flush_at_end(control)  # before an evaluation, so that it evaluates the saved model
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -83,22 +81,8 @@ class ZenFlowCallback(TrainerCallback):
         self._optimizer = self._control = self._hook = None
 
 
-class _BeforeStateDict:
-    """The model's state_dict pre-hook. It keeps no callback alive; in copies of the model it does nothing."""
-
-    def __init__(self, callback: ZenFlowCallback | None = None) -> None:
-        self._callback = (lambda: None) if callback is None else weakref.ref(callback)
-
-    def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
-        if (callback := self._callback()) is not None:
-            callback.before_state_dict()
-
-    def __reduce__(self) -> tuple[type[_BeforeStateDict], tuple[()]]:
-        return _BeforeStateDict, ()
-
-
 def _unwrapped(optimizer: Any) -> ZenFlowAdamW:
-    """The optimizer inside of Accelerate's wrapper."""
+    """The optimizer inside Accelerate's wrapper."""
     found = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(found, ZenFlowAdamW):
         raise TypeError(

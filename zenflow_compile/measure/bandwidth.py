@@ -1,10 +1,10 @@
-"""What memory, links and update kernels of this machine reach, measured with the runtime's own parts.
+"""Measures the rates of memory, links and update kernels of this machine, with the runtime's own parts.
 
-Bytes are counted as the plan counts them: what must be read and what must be written. That a processor also reads what
-it will overwrite (write-allocate) is counted nowhere; it weighs on ``copy_`` most, a third of whose traffic it is. So
-host Adam may reach more than 1.0 of ``copy_``, and ``add_``, in place like most of Adam, is the better roof.
+Bytes are counted as the plan counts them: those that must be read or written. A processor also reads the lines that it
+overwrites (write-allocate), which is not counted. That is a third of the traffic of ``copy_``, so host Adam may reach
+more than 1.0 of ``copy_``; ``add_``, in place like most of Adam, is the better roof.
 
-Threads are pinned as workers are, each with a contiguous part of the memory, which it touched first.
+Threads are pinned as workers are. Each has a contiguous part of the memory, which it touched first.
 """
 
 from __future__ import annotations
@@ -29,33 +29,36 @@ from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.transfer.cpu_lane import copy_without_gil
 from zenflow_compile.torch_internals import torch_private
 
-SLOTS = 4
-"""Gradients per window in the measurement of host Adam: the default of ``update_interval``."""
+WINDOW_GRADIENTS = 4
+"""Gradients per update window in the measurement of host Adam: the default of ``update_interval``."""
 
-ADAM_BYTES = 2 * 3 * 4 + 2 * SLOTS + 2
+ADAM_BYTES = 2 * 3 * 4 + 2 * WINDOW_GRADIENTS + 2
 """Bytes per parameter of host Adam: fp32 master and moments read and written, bf16 gradients read, bf16 out written."""
 
 DEVICE_ADAM_BYTES = 2 * 3 * 4 + 2 + 2
-"""Likewise on the device, with one gradient."""
+"""Bytes per parameter of device Adam, which has one gradient."""
 
-_HELD_BYTES = 3 * 4 + 2 * SLOTS + 2  # memory per parameter of host Adam's measurement
-_CACHES = 3  # times the last-level cache that one measurement should go through
+_ADAM_MEMORY_BYTES = 3 * 4 + 2 * WINDOW_GRADIENTS + 2  # memory per parameter of host Adam's measurement
+_CACHES = 3  # a measurement should go through this multiple of the last-level cache
 _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 20, 2 << 30
 _MEMORY_SHARE = 4  # at most a quarter of what is available
 _LINK_BYTES = 256 << 20
 _QUICK_BYTES, _QUICK_LINK_BYTES, _QUICK_ROUNDS = 512 << 20, 64 << 20, 3
-_BUDGET_S = 2.0  # per measurement: after that no further round begins
+_BUDGET_SECONDS = 2.0  # per measurement: no further round begins after it
 _SMALLEST_MATRIX, _LARGEST_MATRIX = 256, 4096  # width: the largest takes 100 MB in 16 bits
-_MATMUL_S = 0.01  # a width whose product takes this long is large enough; the next would take eight times as long
-_SELECTED = 10  # of so many columns one
-_CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 22, 1 << 26  # of a resident: beyond the caches, and long beside a kernel's start
-_RESIDENT_ROUNDS = 15  # short ones, of which the first few wait for pages
-_RESIDENT_BYTES = 16  # memory per element of it: weight, gradient and moments, and an fp32 master or wider others
-_SLOT = StepCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
+_MATMUL_SECONDS = 0.01  # a product that takes this long is large enough; the next would take eight times as long
+_COLUMNS_PER_SELECTED = 10
+_CPU_ELEMENTS, _CUDA_ELEMENTS = (
+    1 << 22,
+    1 << 26,
+)  # of a resident parameter: beyond the caches, and long next to a kernel's start
+_RESIDENT_ROUNDS = 15  # short ones; the first few wait for pages
+_RESIDENT_BYTES = 16  # memory per element: weight, gradient and moments, and an fp32 master or wider weights
+_COEFFICIENTS = StepCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
 
 
 class Rates(NamedTuple):
-    """Bytes per second: of memory, read and written, in place; and of the link, each way."""
+    """Bytes per second of host memory, read and written in place, and of the link, each way."""
 
     host: float
     to_host: float
@@ -64,13 +67,13 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """What ``threads`` threads together reach in host memory, in bytes per second, write-allocate not counted.
+    """The rates of ``threads`` threads together in host memory, in bytes per second, without write-allocate.
 
     Attributes:
         copy: ``Tensor.copy_``, 8 bytes per fp32 element.
         add: ``Tensor.add_``, in place, 12 bytes per fp32 element.
         adam: the host update of a window of 4 bf16 gradients, 34 bytes per parameter.
-        parameters: parameters per second of that.
+        parameters: parameters per second of that update.
     """
 
     threads: int
@@ -81,7 +84,7 @@ class HostRates:
 
     @property
     def adam_to_copy(self) -> float:
-        """Bandwidth of host Adam as a multiple of that of ``copy_``, same threads, same rounds."""
+        """Bandwidth of host Adam as a multiple of that of ``copy_``, with the same threads in the same rounds."""
         return self.adam / self.copy
 
 
@@ -107,17 +110,17 @@ class DeviceRate:
     bytes: float
 
 
-@cache  # the memo is the once: a report is printed often, and the machine stays the same
+@cache  # measure once per process: reports are printed often, and the machine stays the same
 def rates(device: torch.device, cores: tuple[int, ...]) -> Rates:
-    """A quick measurement, in about a second, of what bounds host updates and copies; once per process.
+    """Measure the rates that bound host updates and copies, in about a second; once per process.
 
     Args:
-        device: that the link leads to.
+        device: the other end of the link.
         cores: the logical cores of the workers.
     """
     host = _Host(_fitting(_QUICK_BYTES), len(cores))
     _in_threads(cores, host.fill)
-    seconds = median(_interleaved({"add": partial(_in_threads, cores, host.add)}, _QUICK_ROUNDS)["add"])
+    seconds = median(_in_turns({"add": partial(_in_threads, cores, host.add)}, _QUICK_ROUNDS)["add"])
     elements = host.elements
     del host
     link = link_rates(device, _fitting(_QUICK_LINK_BYTES), _QUICK_ROUNDS)[0]
@@ -125,33 +128,35 @@ def rates(device: torch.device, cores: tuple[int, ...]) -> Rates:
 
 
 def host_rates(threads: int, total_bytes: int, rounds: int) -> HostRates:
-    """Rates of host memory with ``threads`` threads.
+    """Measure host memory with ``threads`` threads.
 
     Args:
         threads: at most the number of physical cores.
-        total_bytes: memory to go through, as ``default_bytes`` says.
-        rounds: at most, of which the medians are taken; one more comes before them.
+        total_bytes: memory to go through; see ``default_bytes``.
+        rounds: at most; their medians count, and one more comes before them.
     """
     cores = choose_cores(physical_cores(), threads, {})
     host = _Host(total_bytes, threads, host_kernel())
     _in_threads(cores, host.fill)
     works = {"copy": host.copy, "add": host.add, "adam": host.adam}
-    measured = _interleaved({name: partial(_in_threads, cores, work) for name, work in works.items()}, rounds)
-    per_s = {name: host.elements / median(seconds) for name, seconds in measured.items()}
-    return HostRates(threads, 8 * per_s["copy"], 12 * per_s["add"], ADAM_BYTES * per_s["adam"], per_s["adam"])
+    seconds = _in_turns({name: partial(_in_threads, cores, work) for name, work in works.items()}, rounds)
+    copied, added, updated = (host.elements / median(seconds[name]) for name in works)  # per second
+    return HostRates(threads, 8 * copied, 12 * added, ADAM_BYTES * updated, updated)
 
 
 @cache  # one compilation for all thread counts
 def host_kernel() -> HostAdam:
-    """The host kernel that is measured: the one that ``host_kernel="auto"`` would use. May compile for seconds."""
-    return make_host_adam("auto", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_slots=SLOTS)
+    """The host kernel to measure: that of ``host_kernel="auto"``. May compile for seconds."""
+    return make_host_adam(
+        "auto", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=WINDOW_GRADIENTS
+    )
 
 
 def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkRates]:
-    """Rates of the link between ``device`` and the host, pinned memory first; the directions take turns.
+    """Measure the link between ``device`` and the host, pinned memory first; the directions take turns.
 
-    Memory that CUDA does not pin is left out. Where the device is the CPU there is one entry, for the memmove of one
-    thread that stands for a link there.
+    Pinned memory is left out if CUDA refuses to pin it. Where the device is the CPU, one thread's memmove stands for
+    the link, and there is one entry.
     """
     if device.type != "cuda":
         return [_link(device, HostArena(2 * size_bytes), "memmove", size_bytes, rounds)]
@@ -164,17 +169,17 @@ def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkR
 
 
 def device_rate(device: torch.device, rounds: int, slices: int | None = None, length: int = 4096) -> DeviceRate:
-    """Rate of ``adam_columns_`` on a tenth of the columns of a bf16 matrix ``[length, slices]``.
+    """Measure ``adam_columns_`` on a tenth of the columns of a bf16 matrix ``[length, slices]``.
 
     Args:
-        slices: None takes what is beyond a GPU's cache, and less where the device is the CPU.
+        slices: None takes more than a GPU's cache holds, and less where the device is the CPU.
     """
     on_gpu = device.type == "cuda"
-    calls = 10 if on_gpu else 1  # a call on a GPU is short beside what it takes to wait for it
+    calls = 10 if on_gpu else 1  # a call on a GPU is short next to the wait for it
     slices = slices or (16384 if on_gpu else 4096)
-    k = max(1, slices // _SELECTED)
+    k = max(1, slices // _COLUMNS_PER_SELECTED)
     matrix = torch.zeros(length, slices, dtype=torch.bfloat16, device=device)
-    spread = torch.arange(k, dtype=torch.int32) * (slices // k)  # over all of the matrix, as a selection is
+    spread = torch.arange(k, dtype=torch.int32) * (slices // k)  # selections spread over the matrix, too
     selection = column_ops.Selection.of(spread, slices, device)
     gradient = torch.ones(k, length, dtype=torch.bfloat16, device=device)
     master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))
@@ -183,21 +188,21 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     def update() -> float:
         begin = time.perf_counter()
         for _ in range(calls):
-            column_ops.adam_columns_([state], _SLOT, eps=1e-8)
+            column_ops.adam_columns_([state], _COEFFICIENTS, eps=1e-8)
         _finish(device)
         return time.perf_counter() - begin
 
-    seconds = median(_interleaved({"update": update}, rounds)["update"])
-    per_s = calls * k * length / seconds
-    return DeviceRate(parameters=per_s, bytes=DEVICE_ADAM_BYTES * per_s)
+    seconds = median(_in_turns({"update": update}, rounds)["update"])
+    per_second = calls * k * length / seconds
+    return DeviceRate(parameters=per_second, bytes=DEVICE_ADAM_BYTES * per_second)
 
 
 def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> DeviceRate:
-    """Rate of AdamW on a whole parameter whose state is on the device: what planning calls its bandwidth.
+    """Measure AdamW on a resident parameter: planning calls this rate the device's bandwidth.
 
     Args:
         dtype: of the weights.
-        free_bytes: of the device, of which at most half is taken.
+        free_bytes: free memory of the device; at most half of it is used.
     """
     elements = _CUDA_ELEMENTS if device.type == "cuda" else _CPU_ELEMENTS
     elements = max(1, min(elements, free_bytes // (2 * _RESIDENT_BYTES)))
@@ -206,42 +211,42 @@ def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> 
 
     def update() -> float:
         begin = time.perf_counter()
-        update_on_device([resident], _SLOT, eps=1e-8)
+        update_on_device([resident], _COEFFICIENTS, eps=1e-8)
         _finish(device)
         return time.perf_counter() - begin
 
-    per_s = elements / median(_interleaved({"update": update}, _RESIDENT_ROUNDS)["update"])
-    return DeviceRate(parameters=per_s, bytes=DEVICE_ADAM_BYTES * per_s)
+    per_second = elements / median(_in_turns({"update": update}, _RESIDENT_ROUNDS)["update"])
+    return DeviceRate(parameters=per_second, bytes=DEVICE_ADAM_BYTES * per_second)
 
 
 @torch.no_grad()
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the product of two square matrices that is large enough to take a while."""
+    """Measure the FLOP/s of a product of two square matrices that takes at least 10 ms, or is of the largest width."""
     width = _SMALLEST_MATRIX
     while True:
         matrix = torch.ones(width, width, dtype=dtype, device=device)
         seconds = []
-        for _ in range(1 + _QUICK_ROUNDS):  # the first one starts threads and loads kernels
+        for _ in range(1 + _QUICK_ROUNDS):  # the first round starts threads and loads kernels
             _finish(device)
             begin = time.perf_counter()
             torch.mm(matrix, matrix)
             _finish(device)
             seconds.append(time.perf_counter() - begin)
-        fastest = min(seconds)  # a product that was interrupted tells nothing, least of all when to stop
-        if fastest >= _MATMUL_S or width == _LARGEST_MATRIX:
+        fastest = min(seconds)  # another process may have interrupted the others
+        if fastest >= _MATMUL_SECONDS or width == _LARGEST_MATRIX:
             return 2.0 * width**3 / fastest
         width *= 2
 
 
 def default_bytes() -> int:
-    """Memory to measure host rates in: well above the last-level cache, and a small share of what there is."""
-    # copy_ goes through the fewest bytes: two of the fp32 tensors.
-    wanted = _CACHES * last_level_cache_bytes() * _HELD_BYTES // 8
+    """Bytes of memory to measure host rates in: well above the last-level cache, at most a quarter of what is free."""
+    # copy_ goes through the fewest bytes: two fp32 tensors.
+    wanted = _CACHES * last_level_cache_bytes() * _ADAM_MEMORY_BYTES // 8
     return _fitting(min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES))
 
 
 def default_link_bytes() -> int:
-    """Bytes per copy between device and host: long enough that starting one does not show."""
+    """Bytes per copy between device and host: so many that the start of a copy does not show."""
     return _fitting(_LINK_BYTES)
 
 
@@ -250,15 +255,15 @@ def _fitting(wanted_bytes: int) -> int:
 
 
 class _Host:
-    """Host memory like a parameter's, and work on the part of each thread.
+    """Host memory like a parameter's, and the work of each thread on its part.
 
-    Contents are ones: numbers that stay far from overflow and from the slow denormal ones, and that no processor elides
-    as it may zeros. Without a kernel there is only what ``add`` needs.
+    It is filled with ones, which stay far from overflow and from slow denormal numbers; a processor may skip zeros.
+    Without a kernel there is only the memory for ``add``.
     """
 
     def __init__(self, total_bytes: int, threads: int, kernel: HostAdam | None = None) -> None:
         self._kernel = kernel
-        fp32, bf16 = (2, 0) if kernel is None else (3, SLOTS + 1)
+        fp32, bf16 = (2, 0) if kernel is None else (3, WINDOW_GRADIENTS + 1)
         size = max(64, total_bytes // (4 * fp32 + 2 * bf16) // threads // 64 * 64)
         self.elements = size * threads
         self._parts = [slice(index * size, (index + 1) * size) for index in range(threads)]
@@ -268,7 +273,7 @@ class _Host:
         self._state, self._narrow = tensors[:fp32], tensors[fp32:]
 
     def fill(self, index: int) -> None:
-        """Without it pages would lie near another core, and those that are only read would all be one page of zeros."""
+        """Touch the part of a thread, so that its pages are near to its core, and are not all one page of zeros."""
         with torch_private.one_intra_op_thread():
             for tensor in (*self._state, *self._narrow):
                 tensor[self._parts[index]].fill_(1.0)
@@ -288,8 +293,8 @@ class _Host:
         part = self._parts[index]
         master, exp_avg, exp_avg_sq = (tensor[part] for tensor in self._state)
         out, *window = (tensor[part] for tensor in self._narrow)
-        slots = [_SLOT] * SLOTS
-        self._kernel(master, exp_avg, exp_avg_sq, window, slots, step=SLOTS, eps=1e-8, out=out)
+        coefficients = [_COEFFICIENTS] * WINDOW_GRADIENTS
+        self._kernel(master, exp_avg, exp_avg_sq, window, coefficients, step=WINDOW_GRADIENTS, eps=1e-8, out=out)
 
 
 def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, rounds: int) -> LinkRates:
@@ -311,7 +316,7 @@ def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, 
         return time.perf_counter() - begin
 
     works = {"down": partial(copy, on_host, on_device), "up": partial(copy, on_device, on_host)}
-    seconds = _interleaved(works, rounds)
+    seconds = _in_turns(works, rounds)
     return LinkRates(memory, size_bytes / median(seconds["down"]), size_bytes / median(seconds["up"]))
 
 
@@ -321,7 +326,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _in_threads(cores: Sequence[int], work: Callable[[int], None]) -> float:
-    """Seconds from the first thread's start of its work to the last one's end."""
+    """Seconds from the first thread's begin to the last one's end."""
     begins, ends = [0.0] * len(cores), [0.0] * len(cores)
 
     def timed(index: int) -> None:
@@ -333,14 +338,14 @@ def _in_threads(cores: Sequence[int], work: Callable[[int], None]) -> float:
     return max(ends) - min(begins)
 
 
-def _interleaved(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each work in each round, one after the other: what slows the machine down slows all of them.
+def _in_turns(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each work in each round. The works take turns, so that a slow minute of the machine slows all of them.
 
-    A round before the first does not count: it makes pages resident and compiles kernels. Rounds are fewer, but at
-    least one, where they take long.
+    One more round comes first and does not count: it makes pages resident and compiles kernels. If rounds take long,
+    there are fewer, but at least one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    end = time.perf_counter() + _BUDGET_S
+    end = time.perf_counter() + _BUDGET_SECONDS
     for number in range(rounds + 1):
         if number > 1 and time.perf_counter() > end:
             break

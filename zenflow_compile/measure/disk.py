@@ -1,4 +1,4 @@
-"""What the disk below a directory reaches, measured as the window of files uses it."""
+"""Measures the disk below a directory, with reads and writes as the NVMe cache makes them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.nvme.cache import THREADS_PER_DIRECTION
 from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, memory_of
 
-_PIECES = 64  # at most; and at most half of what is free, but one
-_BUDGET_S = 0.5  # each way: no further piece begins after it
+_MOST_PIECES = 64  # and at most half of the free space, but at least one
+_BUDGET_SECONDS = 0.5  # each way: no further piece begins after it
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Bytes per second read, and written: one direction at a time, checksums taken, as many threads as the window has.
+    """Bytes per second read and written, one direction at a time, with checksums and as many threads as the cache has.
 
     Attributes:
-        free_bytes: on the file system.
+        free_bytes: free space of the file system.
     """
 
     read: float
@@ -32,10 +32,10 @@ class DiskRates:
 
 
 def disk_rates(directory: str) -> DiskRates:
-    """Measure, past the page cache where the file system allows it, in a second or so; nothing is left behind.
+    """Measure in about a second, past the page cache where the file system allows it; removes its file.
 
     Args:
-        directory: as the option ``nvme_path`` takes it.
+        directory: a value of the option ``nvme_path``.
 
     Raises:
         ValueError: it cannot be used, see ``ScratchDirectory``; or a read or write failed.
@@ -46,30 +46,32 @@ def disk_rates(directory: str) -> DiskRates:
     scratch = ScratchDirectory(directory)
     try:
         free = scratch.free_bytes()
-        pieces = max(1, min(_PIECES, free // 2 // PIECE_BYTES))
+        pieces = max(1, min(_MOST_PIECES, free // 2 // PIECE_BYTES))
         file = scratch.create(
             pieces * PIECE_BYTES,
             {"holds": "nothing: a measurement"},
             purpose="to measure its rates",
             otherwise="leave nvme_path out, so that no state goes to files",
         )
-        written, write_s = _move(file.write, buffers, pieces)
-        read, read_s = _move(file.read, buffers, written)
+        written, write_seconds = _move(file.write, buffers, pieces)
+        read, read_seconds = _move(file.read, buffers, written)
     except OSError as error:
         raise scratch.unusable(error) from error
     finally:
         scratch.close()
-    return DiskRates(read=read * PIECE_BYTES / read_s, write=written * PIECE_BYTES / write_s, free_bytes=free)
+    return DiskRates(
+        read=read * PIECE_BYTES / read_seconds, write=written * PIECE_BYTES / write_seconds, free_bytes=free
+    )
 
 
 def _move(transfer: Callable[[int, memoryview], int], buffers: list[memoryview], pieces: int) -> tuple[int, float]:
-    """Move the first ``pieces`` pieces, or as many as there is time for; returns how many, and the seconds."""
+    """Move up to ``pieces`` pieces, as many as there is time for; returns their number and the seconds."""
     numbers = count()
     begin = time.perf_counter()
 
     def run(buffer: memoryview) -> int:
         moved = 0
-        while (number := next(numbers)) < pieces and time.perf_counter() - begin < _BUDGET_S:
+        while (number := next(numbers)) < pieces and time.perf_counter() - begin < _BUDGET_SECONDS:
             transfer(number * PIECE_BYTES, buffer)
             moved += 1
         return moved

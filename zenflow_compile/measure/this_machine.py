@@ -1,4 +1,4 @@
-"""This machine in the numbers that the performance model needs, measured when an optimizer leaves choices to it."""
+"""Measures this machine for the performance model, when an optimizer leaves choices to it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from zenflow_compile.runtime.step.min_window import host_rate
 
 
 def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
-    """This machine with one device, in about a second, with the kernels and threads that the optimizer will have.
+    """Measure this machine with one device, in about a second, with the optimizer's own kernels and threads.
 
-    Its numbers mean what those of ``measured.hardware_of`` mean, which has longer to measure them.
-    ``utilization`` is 1: forward and backward are taken to be as fast as a large product of matrices in the weights'
-    dtype. They are slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is what the
-    device has free, and what ``params`` take there. Where the CPU plays the device, both memories are the same one.
+    The numbers mean the same as those of ``doctor_hardware.hardware_of``, which measures longer. ``utilization`` is 1:
+    forward and backward are assumed to be as fast as a large product of matrices in the weights' dtype. They are
+    slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is the free memory of the
+    device, and the memory of ``params`` there. If the device is the CPU, both memories are the same one.
 
     Args:
-        options: for workers, host kernel, window and ``nvme_path``; without a path no disk is measured.
+        options: workers, host kernel, window and ``nvme_path``; without a path no disk is measured.
         params: of the optimizer, all on one device.
 
     Raises:
@@ -57,7 +57,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
         link_to_host=memory.to_host,
         link_to_device=memory.to_device,
         host_bytes=available_host_memory()[0],
-        host_bandwidth=max(memory.host, per_worker * len(cores)),  # an update mostly reads, and may be ahead
+        host_bandwidth=max(memory.host, per_worker * len(cores)),  # an update mostly reads, and may be faster
         cores=len(cores) + LEFT_FREE,
         device_cores=torch.get_num_threads() if device.type == "cpu" else None,
         adam_per_core=per_worker / HOST_PASS_BYTES,
@@ -69,22 +69,22 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
 
 
 def _unused_device_bytes(device: torch.device) -> int:
-    """What is free, and what PyTorch's allocator holds without a tensor in it."""
-    held = 0
+    """Free memory, and memory that PyTorch's allocator reserves for no tensor."""
+    reserved = 0
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_device_bytes(device) + held
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_device_bytes(device) + reserved
 
 
 def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores: Sequence[int]) -> float:
-    """Bytes of host memory per second that all workers read and write, in windows as long as the optimizer's."""
+    """Bytes per second that all workers read and write, with windows as long as the optimizer's."""
     if options.policy == "auto":
-        options = replace(options, policy="zenflow")  # whose windows the others do not have: a pass hardly differs
+        options = replace(options, policy="zenflow")  # the others have no windows, and hardly another rate
     steps = options.longest_window
     plan = ParamPlan(
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps
     )
-    kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_slots=steps)
+    kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_gradients=steps)
     pool = WorkerPool(len(cores), Recorder(device), cores)
     try:
         return host_rate(kernel, plan, pool)

@@ -1,21 +1,21 @@
-"""The update rule, as pure functions: host, device and the tests' oracle share it.
+"""The update rule as pure functions, which the host, the device and the tests' oracle share.
 
-Rule P. A *window* is a number of steps whose gradients are applied together. When it closes, the
-moments take every stored gradient in order, exactly as AdamW would, and the weights then take one step, with
-the rate summed over the window and the closing moments::
+Rule P. An update window keeps the gradients of several steps. When it is flushed, the moments take every stored
+gradient in order, exactly as AdamW would. The weights then take one step, with the rate summed over the window and the
+latest moments::
 
-    for each slot i:  g = grad_i * grad_scale_i
-                      m = m + (1 - beta1_i) (g - m)
-                      v = beta2_i v + (1 - beta2_i) g^2
+    for each gradient i:  g = grad_i * grad_scale_i
+                          m = m + (1 - beta1_i) (g - m)
+                          v = beta2_i v + (1 - beta2_i) g^2
     w = w * prod(1 - lr_i weight_decay_i) - sum(lr_i) * m_hat / (sqrt(v_hat) + eps)
 
-With one slot it *is* AdamW. Weights are not replayed step by step: that would move them by old momentum
-several times before the new gradients count, which lowers the largest stable rate about as a delay does.
+With one gradient it *is* AdamW. Weights are not replayed step by step: that would move them by old momentum several
+times before the new gradients count, which lowers the largest stable rate about as much as a delay.
 
-Mean step. Where only the sum of a window's n gradients is known, every one of them counts as their mean, by the same
-rule: the moments are decayed by ``beta ** n`` and take ``(1 - beta ** n)`` of the mean and of its square, the rate is
-summed, the decay multiplied, and the bias corrections count n gradients. ``rule_p_`` does this when it is given the
-mean n times. With n = 1 it is AdamW, too; with more, ``v`` misses the variance of the gradients about their mean.
+Mean step. Where only the sum of a window's n gradients is known, each of them counts as their mean, by the same rule:
+the moments decay by ``beta ** n`` and take ``(1 - beta ** n)`` of the mean and of its square, the rate is summed, the
+decay multiplied, and the bias corrections count n gradients. ``rule_p_`` does this if it is given the mean n times.
+With n = 1 it is also AdamW; with more, ``v`` misses the variance of the gradients about their mean.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 VECTOR_ELEMENTS = 16
-"""fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements behind the last whole vector of a
+"""fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements after the last whole vector of a
 tensor by scalar code, which rounds differently."""
 
 
@@ -37,7 +37,7 @@ class PaddedTail(NamedTuple):
 
     Attributes:
         vectors: views of all whole vectors.
-        tail: views of the elements behind them. Empty if there are none.
+        tail: views of the elements after them. Empty if there are none.
         padded: copies of ``tail``, each filled up to one vector.
     """
 
@@ -47,22 +47,22 @@ class PaddedTail(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> PaddedTail:
-        """Cut 1-D tensors; ``put_back`` after the update of ``padded``."""
-        deferred = tensors[0].numel() % VECTOR_ELEMENTS
-        if not deferred:
+        """Cut 1-D tensors; call ``put_back`` after the update of ``padded``."""
+        left = tensors[0].numel() % VECTOR_ELEMENTS
+        if not left:
             return cls(list(tensors), [], [])
-        tail = [tensor[-deferred:] for tensor in tensors]
-        padded = [torch.nn.functional.pad(each, (0, VECTOR_ELEMENTS - deferred)) for each in tail]
-        return cls([tensor[:-deferred] for tensor in tensors], tail, padded)
+        tail = [tensor[-left:] for tensor in tensors]
+        padded = [torch.nn.functional.pad(each, (0, VECTOR_ELEMENTS - left)) for each in tail]
+        return cls([tensor[:-left] for tensor in tensors], tail, padded)
 
     def put_back(self, count: int) -> None:
-        """Copy the first ``count`` of ``padded`` into their places."""
+        """Copy the first ``count`` of ``padded`` into ``tail``."""
         for each, padded in zip(self.tail[:count], self.padded, strict=False):
             each.copy_(padded[: each.numel()])
 
 
 class StepCoefficients(NamedTuple):
-    """Hyperparameters at the optimizer step that used the gradient in a slot. A missing gradient has none."""
+    """Hyperparameters of the optimizer step that used a gradient. A missing gradient has none."""
 
     lr: float
     beta1: float
@@ -73,16 +73,16 @@ class StepCoefficients(NamedTuple):
 
 
 class WindowCoefficients(NamedTuple):
-    """What the weights' one step at the close of a window needs."""
+    """The numbers of the one step that the weights take when a window is flushed."""
 
     decay: float
     """prod(1 - lr_i * weight_decay_i)"""
     rate: float
     """sum(lr_i)"""
     bias_correction1: float
-    """1 - beta1 ** step, with the closing slot's beta1"""
+    """1 - beta1 ** step, with the last gradient's beta1"""
     bias_correction2_sqrt: float
-    """sqrt(1 - beta2 ** step), with the closing slot's beta2"""
+    """sqrt(1 - beta2 ** step), with the last gradient's beta2"""
 
     @property
     def step_size(self) -> float:
@@ -90,29 +90,29 @@ class WindowCoefficients(NamedTuple):
         return self.rate / self.bias_correction1
 
 
-def window_coefficients(slots: Sequence[StepCoefficients], step: int) -> WindowCoefficients:
-    """Coefficients of the closing step.
+def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> WindowCoefficients:
+    """Compute the coefficients of the weights' step.
 
     Args:
-        slots: one for each gradient of the window, oldest first; at least one.
-        step: how many gradients the moments have taken once this window is in, these slots included.
+        coefficients: one for each gradient of the window, oldest first; at least one.
+        step: gradients in the moments after this window, its own included.
 
     Raises:
-        ValueError: no slot, or ``step`` smaller than the number of slots.
+        ValueError: no coefficients, or ``step`` smaller than their number.
     """
-    if not slots:
-        raise ValueError("slots is empty: a window of missing gradients has no coefficients, and is not flushed")
-    if step < len(slots):
+    if not coefficients:
+        raise ValueError("a window of missing gradients has no coefficients, and is not flushed")
+    if step < len(coefficients):
         raise ValueError(
-            f"step={step} must be at least {len(slots)}, the number of slots: it counts the gradients in the "
-            f"moments after the window; add the slots to the count before the close"
+            f"step={step} must be at least {len(coefficients)}, the number of gradients: it counts the gradients in "
+            f"the moments after the window; add those of the window to the count before the flush"
         )
-    closing = slots[-1]
+    last = coefficients[-1]
     return WindowCoefficients(
-        decay=math.prod(1.0 - slot.lr * slot.weight_decay for slot in slots),
-        rate=math.fsum(slot.lr for slot in slots),
-        bias_correction1=1.0 - closing.beta1**step,
-        bias_correction2_sqrt=math.sqrt(1.0 - closing.beta2**step),
+        decay=math.prod(1.0 - each.lr * each.weight_decay for each in coefficients),
+        rate=math.fsum(each.lr for each in coefficients),
+        bias_correction1=1.0 - last.beta1**step,
+        bias_correction2_sqrt=math.sqrt(1.0 - last.beta2**step),
     )
 
 
@@ -122,35 +122,34 @@ def rule_p_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gradients: Sequence[Tensor],
-    slots: Sequence[StepCoefficients],
+    coefficients: Sequence[StepCoefficients],
     *,
     step: int,
     eps: float,
     out: Tensor | None = None,
 ) -> None:
-    """Close one window, in place, eagerly, on any device.
+    """Apply the gradients of one window, in place, eagerly, on any device.
 
-    Arithmetic is done in the master's dtype, in the order of operations of ``torch.optim.AdamW`` (single
-    tensor), so that a window of one slot agrees with it to rounding.
+    Computes in the master's dtype, in the order of operations of ``torch.optim.AdamW`` (single tensor), so that a
+    window of one gradient agrees with it to rounding.
 
     Args:
         master, exp_avg, exp_avg_sq: state, of one shape and dtype (fp32 in training); updated in place.
-        gradients: one per slot, oldest first, of that shape and any floating dtype; not written.
-        slots: coefficients of those gradients. Missing gradients are absent from both. With none at all the state
-            stays.
+        gradients: oldest first, of that shape and any floating dtype; not written.
+        coefficients: one for each of them. Missing gradients are absent from both. With none at all the state stays.
         step: gradients in the moments after this window.
         eps: of Adam, outside the root.
         out: takes the new master, cast to its own dtype; also when every gradient was missing.
 
     Raises:
-        ValueError: numbers of gradients and slots differ; or see :func:`window_coefficients`.
+        ValueError: numbers of gradients and coefficients differ; or see :func:`window_coefficients`.
     """
-    if len(gradients) != len(slots):
-        raise ValueError(f"{len(gradients)} gradients for {len(slots)} slots: there must be one each")
-    if slots:
-        window = window_coefficients(slots, step)
-        for gradient, slot in zip(gradients, slots, strict=True):
-            update_moments_(exp_avg, exp_avg_sq, gradient, slot)
+    if len(gradients) != len(coefficients):
+        raise ValueError(f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each")
+    if coefficients:
+        window = window_coefficients(coefficients, step)
+        for gradient, own in zip(gradients, coefficients, strict=True):
+            update_moments_(exp_avg, exp_avg_sq, gradient, own)
         master.mul_(window.decay)
         denominator = (exp_avg_sq.sqrt() / window.bias_correction2_sqrt).add_(eps)
         master.addcdiv_(exp_avg, denominator, value=-window.step_size)
@@ -159,10 +158,10 @@ def rule_p_(
 
 
 @torch.no_grad()
-def update_moments_(exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, slot: StepCoefficients) -> None:
-    """Let the moments take one gradient, in place and in their own dtype."""
+def update_moments_(exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, coefficients: StepCoefficients) -> None:
+    """Add one gradient to the moments, in place and in their own dtype."""
     grad = gradient.to(exp_avg.dtype)
-    if slot.grad_scale != 1.0:
-        grad = grad * slot.grad_scale  # not in place: .to() may have returned the caller's tensor
-    exp_avg.lerp_(grad, 1.0 - slot.beta1)
-    exp_avg_sq.mul_(slot.beta2).addcmul_(grad, grad, value=1.0 - slot.beta2)
+    if coefficients.grad_scale != 1.0:
+        grad = grad * coefficients.grad_scale  # not in place: .to() may have returned the caller's tensor
+    exp_avg.lerp_(grad, 1.0 - coefficients.beta1)
+    exp_avg_sq.mul_(coefficients.beta2).addcmul_(grad, grad, value=1.0 - coefficients.beta2)

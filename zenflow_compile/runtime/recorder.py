@@ -1,4 +1,4 @@
-"""Records what runtime objects do into a timeline, if somebody is profiling."""
+"""Records what runtime objects do into a timeline, if a profiler is attached."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, SLACK, STEP, WINDOWS, Timeline
 
-_NOTHING = nullcontext()  # shared: a generator's context costs as much as an operator, and mostly nobody records
+_NOTHING = nullcontext()  # shared: making a generator's context costs as much as an operator
 
 Moment = int | torch.cuda.Event
 """Nanoseconds of the host's clock, or an event of a CUDA stream with timing."""
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
-    """From ``begin`` to ``end``, which are of one kind; an event that has not passed is waited for."""
+    """Seconds from ``begin`` to ``end``, two moments of one kind; waits for an event that has not happened yet."""
     if isinstance(begin, int) or isinstance(end, int):
         assert isinstance(begin, int)
         assert isinstance(end, int)
@@ -28,9 +28,9 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 
 
 class Recorder:
-    """Shared by an engine, its lanes and its workers; it keeps none of them alive.
+    """Records events of an engine, its lanes and its workers; keeps none of them alive.
 
-    Work on the device is timed by events of its stream, waits of the host by the host's clock.
+    Events of the device's stream time its work; the host's clock times waits of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,18 +41,18 @@ class Recorder:
         self._step_began: int | None = None
 
     def attach(self, timeline: Timeline | None) -> None:
-        """Record into ``timeline`` from now on; the step that is under way counts from here."""
+        """Record into ``timeline`` from now on; None: stop. The current step counts from here."""
         self.timeline = timeline
         self._phase = None
         self._step_began = None if timeline is None else time.perf_counter_ns()
 
     def compute(self, kind: str, *, param: str = "", on_host: bool = False) -> AbstractContextManager[None]:
-        """Record what the training thread (``on_host``), or else its stream, does as ``kind`` on the compute lane."""
+        """Record the block as ``kind`` on the compute lane: by the host's clock (``on_host``) or the device's."""
         return _NOTHING if self.timeline is None else self._recorded(kind, param, on_host)
 
     def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> AbstractContextManager[None]:
-        """Record a wait, if there is something to wait for."""
-        return self.compute("wait", param=param, on_host=on_host) if waiting else _NOTHING
+        """Record the block as a wait, if ``waiting``."""
+        return self._recorded("wait", param, on_host) if waiting and self.timeline is not None else _NOTHING
 
     @contextmanager
     def _recorded(self, kind: str, param: str, on_host: bool) -> Iterator[None]:
@@ -63,20 +63,24 @@ class Recorder:
             self._add(kind, begin, time.perf_counter_ns() if on_host else self.now(), param)
 
     def begin_phase(self, kind: str) -> None:
-        """The training thread is in ``kind`` ("forward", "backward", "update") from here on."""
+        """Begin the phase ``kind`` ("forward", "backward", "update") of the training thread; ends another one."""
         if self.timeline is None or (self._phase is not None and self._phase[0] == kind):
             return
         self.end_phase()
         self._phase = (kind, self.now())
 
     def end_phase(self) -> None:
-        """The phase, if any, is over."""
+        """End the phase, if there is one."""
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
             self._add(kind, begin, self.now(), "")
 
     def end_step(self, steps: int) -> None:
-        """An optimizer step is done; ``steps`` were done so far."""
+        """End an optimizer step.
+
+        Args:
+            steps: optimizer steps so far.
+        """
         self.end_phase()
         if self.timeline is not None and self._step_began is not None:
             now = time.perf_counter_ns()
@@ -85,23 +89,23 @@ class Recorder:
         self.step = steps
 
     def mark(self, kind: str, *, param: str) -> None:
-        """Something about windows happened: "close" or "select"."""
+        """Record an event of update windows: "close" (a flush) or "select"."""
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
 
     def dense_gradient(self, line: str) -> None:
-        """A gradient took memory of its own, because ``line`` ("file:line") asked for it."""
+        """Record that the line ``line`` ("file:line") made a gradient dense."""
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(GRADIENTS, "dense", now, now, step=self.step, param=line)
 
     def moment(self) -> Moment | None:
-        """Now, on the device's own clock; None while nobody records."""
+        """Now, on the device's own clock; None without a profiler."""
         return None if self.timeline is None else self.now()
 
     def slack(self, final: Moment | None, *, step: int, param: str) -> None:
-        """A weight is about to be read whose update became possible at ``final``, with the gradient of ``step``."""
+        """Record the time from the final gradient of ``step`` (``final``) to the read of the weight, which is now."""
         if self.timeline is None or final is None:
             return
         now = self.now()
@@ -111,14 +115,14 @@ class Recorder:
             self.timeline.add_device(SLACK, "slack", final, now, step=step, param=param)
 
     def moved_state(self, size: int, begin_ns: int, *, param: str) -> None:
-        """A re-selection moved ``size`` bytes of state each way, and nothing went on meanwhile."""
+        """Record that a re-selection moved ``size`` bytes of state each way; the training thread waited for it."""
         if self.timeline is not None and size:
             end = time.perf_counter_ns()
             for lane in (D2H, H2D):
                 self.timeline.add(lane, "state", begin_ns, end, step=self.step, param=param, bytes=size)
 
     def now(self) -> Moment:
-        """This moment of the training thread, or on CUDA of its stream."""
+        """This moment of the training thread, or of its stream on CUDA."""
         if not self._on_stream:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

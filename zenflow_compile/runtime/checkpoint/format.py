@@ -1,7 +1,7 @@
-"""The entries of a state dict: their names, shapes and dtypes follow from the plan of a parameter alone.
+"""The entries of a state dict, whose names, shapes and dtypes follow from the plan of a parameter alone.
 
-A fresh optimizer and a trained one therefore write the same entries, and ``torch.distributed.checkpoint`` can load into
-the tensors of either. Everything is a tensor: there is no None, no string and no list of varying length.
+So a fresh optimizer and a trained one write the same entries, and ``torch.distributed.checkpoint`` can load into the
+tensors of both. All entries are tensors: no None, no string and no list of varying length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 
 FORMAT = 5
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
-"""The entries that torch.optim.AdamW has, too."""
+"""The entries of torch.optim.AdamW."""
 
 CHOSEN = ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device")
 """Options that a measurement may choose, in the order of the entry ``chosen``."""
@@ -59,7 +59,7 @@ def state_dtype(plan: ParamPlan) -> torch.dtype:
 
 
 def window_places(plan: ParamPlan) -> int:
-    """Most gradients that an update window holds between two steps: the last one of a window flushes it."""
+    """Most gradients in an update window between two steps: the last one of a window flushes it."""
     return plan.interval - 1 if plan.offloaded and plan.deferred else 0
 
 
@@ -103,7 +103,7 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
 
 
 def plan_entry(plan: ParamPlan) -> Tensor:
-    """What decides which entries there are and what they mean: int64[n], the format first."""
+    """The format, and the fields of the plan that decide the entries and their meaning: int64[n]."""
     return torch.tensor([FORMAT, *(_code(name, getattr(plan, name)) for name in _PLANNED)], dtype=torch.int64)
 
 
@@ -124,13 +124,13 @@ def chosen(entry: Tensor) -> dict[str, Any]:
 
 
 def in_slices(plan: ParamPlan, tensor: Tensor) -> Tensor:
-    """A tensor of the parameter's shape as [slices, length], a view where it can be."""
+    """A tensor of the parameter's shape as [slices, length], a view where possible."""
     matrix = tensor.reshape(plan.shape[0], -1)
     return matrix if plan.dim == 0 else matrix.t()
 
 
 def in_shape(plan: ParamPlan, parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
-    """A new tensor of the parameter's shape on the host, zero in slices that no part has.
+    """A new tensor of the parameter's shape on the host, zero in slices of no part.
 
     Args:
         parts: indices i[n] of slices, and their values [n, length].
@@ -156,7 +156,7 @@ def _code(name: str, value: Any) -> float:
 
 
 def _named(name: str, code: float) -> Any:
-    """What ``_code`` stands for; the number itself if it stands for nothing here."""
+    """The value that ``code`` stands for; the number itself if it stands for none."""
     names = _NAMES.get(name)
     if names is None:
         return None if code == NONE else int(code) if float(code).is_integer() else code

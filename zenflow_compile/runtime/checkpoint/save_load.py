@@ -1,7 +1,7 @@
-"""An engine's state as tensors under torch.optim.AdamW's two keys, and back.
+"""Saves an engine's state as tensors under torch.optim.AdamW's two keys, and loads it.
 
-Moments and masters are stored dense, in the parameter's own shape, whatever side a slice was on. What makes a resume
-bitwise (selection, score, update window, schedule) is stored with them; see ``checkpoint_format.layout``.
+Moments and masters are stored dense, in the parameter's shape, for selected and deferred slices. Selection, score,
+update window and schedule are stored with them, so that a resume is bitwise; see ``checkpoint.format.layout``.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
-    """Put a state back into an engine of the same plan, or one of torch.optim.AdamW into any engine.
+    """Load a state of the same plan into an engine, or a state of torch.optim.AdamW into any engine.
 
     Raises:
         ValueError: the state is damaged, not complete, or of another model or plan; nothing has been changed then.
-            Whatever is raised later, such as a failure of memory or disk, leaves an engine that has failed.
+            After any other error, such as one of memory or disk, the engine has failed.
     """
     checked = check_state(engine, groups, state)
     try:
@@ -74,12 +74,12 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
 
 
 def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[tuple[Tensor, int]]:
-    """Bring ``optimizer.state`` up to date: ``step`` of each parameter, and None for what ``state_dict()`` makes.
+    """Update ``optimizer.state``: ``step`` of each parameter, and None for the other entries of ``state_dict()``.
 
-    The names are all there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
+    All names are there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
 
     Returns:
-        Each ``step`` with its version, which a write to it moves.
+        Each ``step`` with its version, which changes with every write to it.
     """
     shown = []
     for index, param in enumerate(engine.params):
@@ -104,7 +104,7 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 
 
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
-    """Master and moments of both sides, in the parameter's shape; no job may be writing them."""
+    """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
     selection = offloaded.device.selection
     with offloaded.host.acquire() as on_host_side:
         return {
@@ -143,7 +143,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
 
 
 def _own(value: Any) -> Any:
-    """A group's value of its own: schedulers write into learning rates that are tensors."""
+    """A copy of a group's value: schedulers write into learning rates that are tensors."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -151,11 +151,11 @@ def _or_none(value: float | None) -> float:
     return NONE if value is None else value
 
 
-# Parameters that the device updates whole.
+# Parameters that are updated on the device.
 
 
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
-    """Of a parameter that has had no gradient: zeros, and its weight as the master."""
+    """The entries of a parameter that is updated on the device; without a gradient yet, zeros and its weight."""
     plan, param = engine.plan.params[index], engine.params[index].detach()
     state = engine.registry.device_updated.state(index)
     if state is None:
@@ -205,7 +205,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     if (residual := _residual(offloaded)) is not None:
         found["residual"] = in_shape(plan, [(selection.deferred, residual.lost)], residual.lost.dtype)
     if plan.staleness and plan.deferred:
-        waiting = [close.visible_at for close in host.flushed]
+        waiting = [window.visible_at for window in host.flushed]
         found["visible_at"] = torch.tensor(waiting + [NONE] * (plan.staleness - len(waiting)))
         shown = [(selection.deferred, offloaded.weights.shown(selection))] if waiting else []
         found["shown"] = in_shape(plan, shown, plan.dtype)
@@ -213,7 +213,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
 
 
 def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
-    """The gradients that the update window holds, oldest first, and zeros in its empty places."""
+    """The gradients in the update window, oldest first, and zeros in its empty places."""
     host, plan, deferred = offloaded.host, offloaded.plan, offloaded.device.selection.deferred
     slots = _coefficients(offloaded)
     empty = (0.0,) * len(StepCoefficients._fields)
@@ -234,7 +234,7 @@ def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
 
 
 def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
-    """Of each gradient that the update window holds, oldest first."""
+    """The coefficients of each gradient in the update window, oldest first."""
     window_sum = _window_sum(offloaded)
     return [slot.coefficients for slot in offloaded.host.open] if window_sum is None else window_sum.slots
 
@@ -251,10 +251,9 @@ def _residual(offloaded: OffloadedParam) -> Residual | None:
 
 
 def _unselected(offloaded: OffloadedParam, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter whose state does not come from here, or that has had no gradient.
+    """The entries of a parameter without an entry of ours: of torch.optim.AdamW, or without a gradient yet.
 
-    Its weight is the master, as it is now or as it is at the first use; nothing has been selected, and its update
-    window is empty.
+    The master is its weight; no slice has been selected, and its update window is empty.
 
     Args:
         entry: moments and ``step`` of torch.optim.AdamW; empty: no gradient yet.
@@ -270,7 +269,7 @@ def _unselected(offloaded: OffloadedParam, entry: Mapping[str, Any]) -> dict[str
 
 
 def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[str, Any]) -> None:
-    """Load ``entry``, which has all entries of the layout, or of them the master, the moments and ``step`` alone."""
+    """Load ``entry``: all entries of the layout, or only master, moments and ``step``."""
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
     selected = torch.arange(plan.k)
     if "mask" in entry:
@@ -315,7 +314,7 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
     """Load the first ``count`` gradients of the update window, or their sum.
 
     Args:
-        rest: int64[deferred] on the host, the deferred slices.
+        deferred: int64[deferred] on the host, the deferred slices.
     """
     host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
     slots = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []

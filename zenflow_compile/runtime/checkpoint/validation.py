@@ -1,9 +1,9 @@
-"""Whether a state dict is one that an engine can load, decided completely before anything is changed."""
+"""Checks a state dict completely before anything is changed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -27,9 +27,9 @@ from zenflow_compile.runtime.checkpoint.format import (
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
 
-# How torch.optim.AdamW computes, which another optimizer does not take over.
+# Options of torch.optim.AdamW's kernels, which a group of ours does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
-# The options that decide what an entry ``plan`` says.
+# The options that decide the fields of the entry ``plan``.
 _DECIDED_BY = {
     "placement": "topk_ratio, min_offload_size, device_share, spare_device_bytes, ratio and update_stride",
     "dim": "topk_ratio",
@@ -40,6 +40,16 @@ _DECIDED_BY = {
     "summed": "accumulate_on_device",
     "compressed": "gradient_compression",
 }
+_FINITE: tuple[Callable[[Tensor], Tensor], str] = (torch.isfinite, "values that are not finite")
+# The values that an entry may have; ``layout`` has their shapes and dtypes.
+_VALUES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "exp_avg": _FINITE,
+    # Infinite after a gradient that was too large. The comparison is False for NaN.
+    "exp_avg_sq": (lambda values: values >= 0, "values that are negative or NaN"),
+    "master": _FINITE,
+}
+# The least value of an entry that counts; NONE stands for None.
+_LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "shortest_window": NONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +57,11 @@ class Checked:
     """A state dict that can be loaded.
 
     Attributes:
-        entries: by the parameters' indices: all of the layout, or those of torch.optim.AdamW. A parameter without
+        entries: by index of the parameter: all of the layout, or those of torch.optim.AdamW. A parameter without
             entries has had no gradient.
-        groups: what each param group takes over.
+        groups: the values that each param group takes over.
         step: optimizer steps.
-        shortest_window: least length of adaptive windows; None where it is to be measured, or does not exist.
+        shortest_window: least length of adaptive windows; None if it will be measured, or does not exist.
     """
 
     entries: dict[int, Mapping[str, Any]]
@@ -77,8 +87,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     if "zenflow" in state:
         refuse_format(4)
     whole = _Part(state, "the optimizer")
-    keys, taken = _check_groups(groups, whole.items("param_groups"))
-    saved = whole.mapping("state")
+    keys, taken = _check_groups(groups, whole.get("param_groups", (list, tuple), "list"))
+    saved = whole.get("state", Mapping, "dict")
     index_of = {id(param): index for index, param in enumerate(engine.params)}
     own = [index_of[id(param)] for group in groups for param in group["params"]]
     index_by_key = dict(zip(keys, own, strict=True))
@@ -88,8 +98,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in saved.items():
         entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
-    if any(_kept_by_adamw(entry) for entry in entries.values()):
-        entries = {index: _adamws_part(engine, index, entry) for index, entry in entries.items()}
+    if any(_cast_by_adamw(entry) for entry in entries.values()):
+        entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
     for index, plan in enumerate(engine.plan.params):
@@ -110,10 +120,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
 
 
 def refuse_format(found: int) -> NoReturn:
-    """
-    Raises:
-        ValueError: always: the state dict was written by another version.
-    """
+    """Raise ValueError: the state dict was written by another version."""
     raise ValueError(
         f"the state dict has format {found}, this version reads {FORMAT}; go on with the version that wrote it, or "
         "load the weights alone and start with a new optimizer"
@@ -123,9 +130,9 @@ def refuse_format(found: int) -> NoReturn:
 def _check_groups(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Any]
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
-    """The saved names of all parameters, in the order of the groups, and what each own group takes over."""
+    """The saved names of all parameters in the order of the groups, and the values that each own group takes over."""
     parts = [_Part(group, f"param group {number}") for number, group in enumerate(saved)]
-    names = [part.items("params") for part in parts]
+    names = [part.get("params", (list, tuple), "list") for part in parts]
     saved_sizes = [len(each) for each in names]
     own_sizes = [len(group["params"]) for group in groups]
     if saved_sizes != own_sizes:
@@ -153,26 +160,26 @@ def _check_groups(
 
 def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The values that an own group takes from a saved one."""
-    left_out = ("params", "param_names", *_EXECUTION)
+    ignored = ("params", "param_names", *_EXECUTION)
     return {
-        # full_state_dict=True makes lists of tuples
+        # full_state_dict=True turns tuples into lists
         name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
         for name, value in saved.items()
-        if name not in left_out
+        if name not in ignored
     }
 
 
 # States of torch.optim.AdamW.
 
 
-def _kept_by_adamw(entry: Mapping[str, Any]) -> bool:
-    """Whether torch.optim.AdamW loaded the entries of a state of ours: it casts them all to the parameter's dtype."""
+def _cast_by_adamw(entry: Mapping[str, Any]) -> bool:
+    """Whether torch.optim.AdamW loaded and saved a state of ours: it casts all entries to the parameter's dtype."""
     plan = entry.get("plan")
     return isinstance(plan, Tensor) and plan.is_floating_point()
 
 
-def _adamws_part(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that torch.optim.AdamW has updated. The others are as old as the state that it loaded.
+def _adamw_entries(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that torch.optim.AdamW has updated; the others are older.
 
     Raises:
         ValueError: an update window held gradients then, which AdamW has not applied.
@@ -188,7 +195,7 @@ def _adamws_part(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[s
 
 
 def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
-    """A state without any entry of ours; the optimizer has made as many steps as the parameter with most gradients."""
+    """Check a state of torch.optim.AdamW. Its number of steps is that of the parameter with most gradients."""
     if not all("betas" in group for group in taken):
         raise ValueError(
             "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: its param groups have no 'betas'; "
@@ -199,20 +206,21 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
         plan = engine.plan.params[index]
         part = _Part(entry, repr(plan.name))
         if not entry:
-            continue  # as of a parameter that has had no gradient
+            continue  # the parameter has had no gradient
         if "max_exp_avg_sq" in entry:
             raise ValueError(
                 f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
                 "which is not supported; load the state of one without amsgrad"
             )
-        part.only(ADAMW)
-        part.shape_of_model(plan)
+        part.check_names(ADAMW)
+        _check_model_shape(part, plan)
         for key in ("exp_avg", "exp_avg_sq"):
-            part.check_tensor(key, Field(plan.shape, part.tensor(key).dtype))
-            if not part.tensor(key).is_floating_point():
-                part.refuse(f"{key!r} of {part.tensor(key).dtype}")
-        part.moments()
-        used[index] = {**entry, "step": float(part.gradients())}
+            dtype = part.tensor(key).dtype
+            part.check_tensor(key, Field(plan.shape, dtype))
+            if not dtype.is_floating_point:
+                part.refuse(f"{key!r} of {dtype}")
+            part.check_values(key)
+        used[index] = {**entry, "step": float(part.step())}
     step = max((int(entry["step"]) for entry in used.values()), default=0)
     return Checked(used, taken, step, None)
 
@@ -221,11 +229,11 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
 
 
 def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) -> None:
-    """Whether the entries of one parameter are complete, of this plan, and have values that a step can use."""
+    """Check that the entries of one parameter are complete, of this plan, and have values that a step can use."""
     part = _Part(entry, repr(plan.name))
     if "plan" not in entry:
         part.refuse("no 'plan'")
-    part.shape_of_model(plan)
+    _check_model_shape(part, plan)
     _check_plan(engine, part, plan)
     if ("shortest_window" in entry) != engine.plan.adaptive:
         raise ValueError(
@@ -236,32 +244,36 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
     expected = layout(plan, adaptive=engine.plan.adaptive)
     for key, field in expected.items():
         part.check_tensor(key, field)
-    part.only(tuple(expected))
-    part.moments()
-    if "master" in expected and not bool(part.tensor("master").isfinite().all()):
-        part.refuse("'master' with values that are not finite")
-    step, gradients = part.count("optimizer_step"), part.gradients()
+        part.check_values(key)
+    part.check_names(expected)
+    gradients, step = part.step(), int(entry["optimizer_step"])
     if gradients > step:
         part.refuse(f"step={gradients} with optimizer_step={step}, which counts every step,")
-    if "shortest_window" in expected:
-        part.count("shortest_window", at_least=NONE)
     if "mask" in expected:
-        if (count := int(part.tensor("mask").sum())) != plan.k:
+        if (count := int(entry["mask"].sum())) != plan.k:
             part.refuse(f"'mask' with {count} selected slices, not {plan.k},")
-        if (at := part.count("selected_at", at_least=NONE)) >= max(step, 1):
+        if (at := int(entry["selected_at"])) >= max(step, 1):
             part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
     if "open" in expected:
-        _check_window(part, gradients, len(part.tensor("coefficients")))
+        _check_window(part, gradients)
     if "visible_at" in expected and any(
-        at != NONE and not step <= at <= step + plan.staleness for at in part.tensor("visible_at").tolist()
+        at != NONE and not step <= at <= step + plan.staleness for at in entry["visible_at"].tolist()
     ):
         part.refuse(f"'visible_at' that is neither {NONE} nor one of the next {plan.staleness} steps")
     if "schedule" in expected:
         _check_schedule(part)
 
 
+def _check_model_shape(part: _Part, plan: ParamPlan) -> None:
+    if (shape := tuple(part.tensor("exp_avg").shape)) != plan.shape:
+        raise ValueError(
+            f"the state dict has shape={list(shape)} for {part.name}, this optimizer {list(plan.shape)}; it "
+            "belongs to another model: load it over parameters of that shape"
+        )
+
+
 def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
-    """Whether a parameter was planned as it is here."""
+    """Check that the parameter was planned as it is here."""
     saved, own = part.tensor("plan"), plan_entry(plan)
     if saved.dtype != torch.int64 or saved.dim() != 1 or not len(saved):
         part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
@@ -290,12 +302,12 @@ def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
         raise ValueError(f"{difference}; it belongs to another model, or was saved with other options{remedy}")
 
 
-def _check_window(part: _Part, gradients: int, places: int) -> None:
-    """The update window: how many gradients it holds, and a row of finite coefficients for each of them."""
-    count = part.count("open")
-    if count > min(places, gradients):
-        part.refuse(f"open={count} with room for {places} gradients and step={gradients}")
-    if not bool(part.tensor("coefficients")[:count].isfinite().all()):
+def _check_window(part: _Part, gradients: int) -> None:
+    """Check the number of gradients in the update window, and the coefficients of each."""
+    coefficients, count = part.tensor("coefficients"), int(part.tensor("open"))
+    if count > min(len(coefficients), gradients):
+        part.refuse(f"open={count} with places for {len(coefficients)} gradients and step={gradients}")
+    if not bool(coefficients[:count].isfinite().all()):
         part.refuse("'coefficients' with values that are not finite")
 
 
@@ -311,10 +323,10 @@ def _check_schedule(part: _Part) -> None:
 
 
 class _Part:
-    """A part of a state, read with errors that say what it is of.
+    """A part of a state dict, whose errors name it.
 
     Args:
-        name: of a parameter, quoted: it may come from a file, and is printed.
+        name: for a parameter, its name in quotes: it may come from a file, and is printed.
     """
 
     def __init__(self, content: Any, name: str) -> None:
@@ -323,88 +335,62 @@ class _Part:
             self.refuse(f"a {type(content).__name__} instead of a dict")
         self.content: Mapping[Any, Any] = content
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, problem: str) -> NoReturn:
         raise ValueError(
-            f"the state dict has {what} for {self.name}; it is damaged or not complete: load it as state_dict() "
+            f"the state dict has {problem} for {self.name}; it is damaged or not complete: load it as state_dict() "
             "returned it"
         )
 
-    def value(self, key: str) -> Any:
+    def get(self, key: str, kind: Any, noun: str) -> Any:
+        """The value at ``key``, which must be of the type ``kind``."""
         if key not in self.content:
             self.refuse(f"no {key!r}")
-        return self.content[key]
-
-    def only(self, keys: Sequence[str]) -> None:
-        """Refuse entries that nothing would read."""
-        if unknown := [key for key in self.content if key not in keys]:
-            self.refuse(f"an unknown entry {unknown[0]!r}")
-
-    def mapping(self, key: str) -> Mapping[Any, Any]:
-        value = self.value(key)
-        if not isinstance(value, Mapping):
-            self.refuse(f"{key!r} that is a {type(value).__name__} instead of a dict")
-        return value
-
-    def items(self, key: str) -> Sequence[Any]:
-        value = self.value(key)
-        if not isinstance(value, (list, tuple)):
-            self.refuse(f"{key!r} that is a {type(value).__name__} instead of a list")
+        if not isinstance(value := self.content[key], kind):
+            self.refuse(f"{key!r} that is a {type(value).__name__} instead of a {noun}")
         return value
 
     def tensor(self, key: str) -> Tensor:
-        """A dense tensor."""
-        value = self.value(key)
-        if not isinstance(value, Tensor):
-            self.refuse(f"a {type(value).__name__} instead of a tensor as {key!r}")
+        """The dense tensor at ``key``."""
+        value: Tensor = self.get(key, Tensor, "tensor")
         if value.layout != torch.strided or value.device.type == "meta":
             self.refuse(f"{key!r} that is not dense (layout {value.layout}, device {value.device})")
         return value
 
+    def step(self) -> int:
+        """``step``: a whole number, in a tensor of one element or as it is."""
+        value = self.get("step", (Tensor, int, float), "number")
+        if isinstance(value, Tensor):
+            if self.tensor("step").numel() != 1 or value.is_complex():
+                self.refuse(f"'step' of shape {list(value.shape)} and {value.dtype}")
+            value = value.item()
+        if not 0 <= value < 2**53 or not float(value).is_integer():  # NaN is in no range
+            self.refuse(f"step={value!r}, which is not a whole number >= 0,")
+        return int(float(value))
+
+    def check_names(self, keys: Iterable[str]) -> None:
+        """Refuse entries that would not be read."""
+        if unknown := [key for key in self.content if key not in keys]:
+            self.refuse(f"an unknown entry {unknown[0]!r}")
+
     def check_tensor(self, key: str, field: Field) -> None:
+        """Check shape and dtype."""
         value = self.tensor(key)
         if tuple(value.shape) != field.shape or value.dtype != field.dtype:
             self.refuse(
                 f"{key!r} of shape {list(value.shape)} and {value.dtype}, not {list(field.shape)} and {field.dtype},"
             )
 
-    def shape_of_model(self, plan: ParamPlan) -> None:
-        """Refuse moments of a parameter of another shape."""
-        if (shape := tuple(self.tensor("exp_avg").shape)) != plan.shape:
-            raise ValueError(
-                f"the state dict has shape={list(shape)} for {self.name}, this optimizer {list(plan.shape)}; it "
-                "belongs to another model: load it over parameters of that shape"
-            )
-
-    def moments(self) -> None:
-        """Refuse moments that no step can use; an infinite ``exp_avg_sq`` is one of a gradient that was too large."""
-        if not bool(self.tensor("exp_avg").isfinite().all()):
-            self.refuse("'exp_avg' with values that are not finite")
-        if not bool((self.tensor("exp_avg_sq") >= 0).all()):  # False for NaN
-            self.refuse("'exp_avg_sq' with values that are negative or NaN")
-
-    def count(self, key: str, *, at_least: int = 0) -> int:
-        """The whole number in a tensor of one element that ``check_tensor`` has seen."""
-        number = int(self.tensor(key))
-        if number < at_least:
-            self.refuse(f"{key}={number}, which is no whole number >= {at_least},")
-        return number
-
-    def gradients(self) -> int:
-        """``step``: a whole number, in a tensor of one element or as it is."""
-        value = self.value("step")
-        if isinstance(value, Tensor):
-            if self.tensor("step").numel() != 1 or value.is_complex():
-                self.refuse(f"'step' of shape {list(value.shape)} and {value.dtype}")
-            value = value.item()
-        if not isinstance(value, (int, float)):
-            self.refuse(f"a {type(value).__name__} instead of a number as 'step'")
-        if not 0 <= value < 2**53 or not float(value).is_integer():  # NaN is in no range
-            self.refuse(f"step={value!r}, which is no whole number >= 0,")
-        return int(float(value))
+    def check_values(self, key: str) -> None:
+        """Check the values of a tensor that ``check_tensor`` has accepted."""
+        value = self.tensor(key)
+        if key in _LEAST and (number := int(value)) < _LEAST[key]:
+            self.refuse(f"{key}={number}, which is not a whole number >= {_LEAST[key]},")
+        if key in _VALUES and not bool(_VALUES[key][0](value).all()):
+            self.refuse(f"{key!r} with {_VALUES[key][1]}")
 
 
 def _remedy(engine: Engine, part: _Part) -> str:
-    """What to pass instead of what was chosen by a measurement, if some of that is what differs."""
+    """The saved values of options that a measurement may choose, as the end of an error, if they differ."""
     saved = chosen(part.tensor("chosen"))
     own = {name: getattr(engine.options, name) for name in CHOSEN}
     if saved == own:

@@ -1,15 +1,14 @@
 """Host memory of one engine: whether there is enough, and one mapping of exactly the size needed.
 
-PyTorch's pinned allocator would round each request up to a power of two, so memory is mapped here and
-registered with CUDA as it is.
+PyTorch's pinned allocator rounds each request up to a power of two, so memory is mapped here and registered with CUDA.
 
-[Note: lifetime] Tensors keep the mapping alive, and it goes with the last of them. It is never closed by
-hand: ``torch.frombuffer`` holds a reference to the mapping but no buffer export, so ``mmap.close()`` would
-succeed under living tensors, and their next access would crash.
+[Note: lifetime] Tensors keep the mapping alive, and the last of them frees it. It is never closed by hand:
+``torch.frombuffer`` holds a reference to the mapping but no buffer export, so ``mmap.close()`` would succeed under
+living tensors, and their next access would crash.
 
-[Note: fork] The mapping is not inherited by forked children (MADV_DONTFORK): DataLoader workers would
-otherwise copy its page tables at start and its pages wherever the parent writes later. A child that touches a
-tensor of an arena crashes; the optimizer belongs to the process that made it.
+[Note: fork] Forked children do not inherit the mapping (MADV_DONTFORK): DataLoader workers would otherwise copy its
+page tables at start, and every page that the parent writes later. A child that touches a tensor of an arena crashes;
+the optimizer belongs to the process that made it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from zenflow_compile.runtime.host.cgroups import CGROUPS, MEMBERSHIP, groups_of
 from zenflow_compile.torch_internals import torch_private
 
 ALIGNMENT_BYTES = 64
-"""A cache line, and the widest vector load of current CPUs: no two tensors share a line."""
+"""A cache line, and the widest vector load of current CPUs: no two tensors share a cache line."""
 
 _TOUCH_BYTES = 64 << 20
-"""Bytes per operator in ``touch_pages``: so few pages that PyTorch does not spread them over threads."""
+"""Bytes per operator in ``touch_pages``: few enough pages that PyTorch does not spread them over threads."""
 
 _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -42,30 +41,30 @@ _MEMORY_FILES = {
 }
 
 
-def require_host_memory(needed_bytes: int, knobs_hint: str) -> None:
-    """Refuses a plan that does not fit, before anything is allocated.
+def require_host_memory(needed_bytes: int, remedies: str) -> None:
+    """Refuse a plan that does not fit, before anything is allocated.
 
-    Linux maps more memory than there is, and kills the process that later touches too much of it.
+    Linux maps more memory than there is, and kills a process that later touches too much of it.
 
     Args:
-        knobs_hint: what needs less, see ``remedies.less_host_memory``.
+        remedies: settings that need less; see ``errors.less_host_memory``.
 
     Raises:
-        ValueError: more is needed than is available to this process; says how much, and which knobs help.
+        ValueError: more is needed than is available to this process; says how much, and which settings help.
     """
     available_bytes, limited_by = available_host_memory()
     if needed_bytes > available_bytes:
         raise ValueError(
             f"optimizer state and gradient windows need {_gib(needed_bytes)} of host memory, but only "
-            f"{_gib(available_bytes)} are available ({limited_by}); free some, or choose {knobs_hint}"
+            f"{_gib(available_bytes)} are available ({limited_by}); free some, or choose {remedies}"
         )
 
 
 def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, str]:
-    """Bytes that this process can still use without swapping, and what limits them.
+    """Bytes that this process can still use without swapping, and the limit that applies.
 
-    The limit of a container is that of the tightest of its control groups, version 1 or 2, where readable.
-    Cached file pages that the kernel would give back count as available.
+    A container's limit is that of its tightest control group, version 1 or 2, where readable. Cached file pages that
+    the kernel would give back count as available.
     """
     machine = psutil.virtual_memory()
     bounds = [(int(machine.available), f"the machine has {_gib(machine.total)}")]
@@ -76,9 +75,9 @@ def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP
 
 
 def _cgroup_bound(group: Path, limit_file: str, usage_file: str, cache_key: str) -> tuple[int, str] | None:
-    """What a control group has left; None if it has no limit, or does not exist in this process's view."""
+    """Free bytes of a control group; None if it has no limit, or is not visible to this process."""
     try:
-        limit = int((group / limit_file).read_text())  # "max", which is no number, where there is no limit
+        limit = int((group / limit_file).read_text())  # "max", which int() refuses, without a limit
         usage = int((group / usage_file).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         left = limit - usage + int(statistics.get(cache_key, 0))
@@ -93,15 +92,13 @@ def carved_bytes(pieces: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
 
 
 class HostArena:
-    """Anonymous host memory, zero to begin with, from which tensors are taken once and never given back.
+    """Anonymous host memory, zero to begin with, from which tensors are taken and never given back.
 
-    The kernel hands out pages when they are first touched, so an arena costs nothing before, and its pages
-    lie near the core that touches them: let the worker that will serve a tensor touch it (``touch_pages``).
-    ``pin`` touches what is left.
+    The kernel allocates pages when they are first touched, near the core that touches them: let the worker that will
+    serve a tensor touch it (``touch_pages``). ``pin`` touches all other pages.
 
     Args:
-        total_bytes: what will be taken, as ``carved_bytes`` counts it. Only whole pages can be mapped, so
-            less than one page is added.
+        total_bytes: bytes of all tensors, as ``carved_bytes`` counts them; rounded up to whole pages.
 
     Raises:
         ValueError: ``total_bytes`` is negative.
@@ -121,13 +118,11 @@ class HostArena:
         return self._mapping is not None and self._mapping.registered
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor, aligned to 64 bytes, with a storage of its own over the next bytes.
-
-        It holds zeros, since nobody wrote to this memory before.
+        """Take a contiguous tensor of zeros, aligned to 64 bytes, with its own storage over the next bytes.
 
         Raises:
-            RuntimeError: the arena is closed, or has fewer bytes left. Sizes are decided before an arena is
-                made, so either is an error of the caller, not of the machine.
+            RuntimeError: the arena is closed, or has too few bytes left: an error of the caller, which decides sizes
+                before it makes an arena.
         """
         mapping = self._open_mapping()
         needed = _aligned(prod(shape) * dtype.itemsize)
@@ -142,26 +137,26 @@ class HostArena:
         self.used_bytes += needed
         return flat.view(tuple(shape))
 
-    def pin(self, knobs_hint: str | None = None) -> bool:
-        """Registers the whole arena with CUDA, once; says whether it is pinned now.
+    def pin(self, remedies: str | None = None) -> bool:
+        """Register the whole arena with CUDA; return whether it is pinned now. Idempotent.
 
-        One registration, because a copy may not span two. Where CUDA is missing there is nothing to do. Where
-        it refuses, a warning says what that costs, and everything works on unpinned memory.
+        It is one registration, because a copy may not span two. Without CUDA this does nothing. If CUDA refuses, a
+        warning says what that costs, and everything works on unpinned memory.
 
         Args:
-            knobs_hint: what needs less host memory, for the warning; None: no warning.
+            remedies: settings that need less host memory, for the warning; None: no warning.
         """
         mapping = self._open_mapping()
         if not mapping.registered and len(mapping) and torch.cuda.is_available():
             try:
                 torch_private.register_host_memory(mapping.address, len(mapping))
             except RuntimeError as error:
-                if knobs_hint is not None:
+                if remedies is not None:
                     warnings.warn(
                         f"CUDA refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
                         "correct, but copies between host and device go through the driver's small buffers now: "
                         "slower, and the training thread waits for them. Raise the limit on locked memory (ulimit -l), "
-                        f"free host memory, or make do with less: {knobs_hint}",
+                        f"free host memory, or make do with less: {remedies}",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -170,9 +165,9 @@ class HostArena:
         return mapping.registered
 
     def close(self) -> None:
-        """Unregisters the memory and lets go of it; it is unmapped with its last tensor.
+        """Unregister the memory, which is unmapped with its last tensor. Idempotent.
 
-        No copy from or to this memory may be in flight. A second call does nothing.
+        No copy from or to this memory may be in flight.
         """
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
@@ -185,9 +180,9 @@ class HostArena:
 
 
 def touch_pages(tensor: Tensor) -> None:
-    """Makes the pages of a contiguous CPU tensor resident, near the calling thread's core. Releases the GIL.
+    """Make the pages of a contiguous CPU tensor resident, near the calling thread's core. Releases the GIL.
 
-    Contents stay as they are, but nobody may write there meanwhile.
+    Keeps the contents, but no other thread may write there meanwhile.
     """
     content = tensor.view(-1).view(torch.uint8)
     for first in range(0, content.numel(), _TOUCH_BYTES):
@@ -197,7 +192,7 @@ def touch_pages(tensor: Tensor) -> None:
 
 
 class _Mapping(mmap.mmap):
-    """A private anonymous mapping that knows what CUDA knows about it, and whose it is."""
+    """A private anonymous mapping, with its registration with CUDA and the process that owns it."""
 
     address = 0
     registered = False
@@ -210,8 +205,8 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         if os.getpid() != self.owner:
-            # In a forked child there is a hole at this address, which other memory may have filled since.
-            # Unmapping would take that away, so the object is leaked.
+            # In a forked child there is a hole at this address, which other memory may have filled since. Unmapping
+            # would free that memory, so the object is leaked.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
         with suppress(Exception):  # at interpreter exit CUDA may be gone, and its registrations with it

@@ -1,4 +1,4 @@
-"""The control groups that this process is in: what a container may use of its machine."""
+"""The control groups of this process: how much of the machine its container may use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups_of(controller: str, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Iterator[tuple[Path, int]]:
-    """The folders of the groups that limit ``controller`` ("cpu", "memory"), this process's own first, up to the root.
+    """Yield the directories of the groups that limit ``controller`` ("cpu", "memory"), this process's own first.
 
     Returns:
-        Pairs of a folder and the version of its hierarchy, 1 or 2.
+        Pairs of a directory and the version of its hierarchy, 1 or 2.
     """
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines:
@@ -32,10 +32,10 @@ def groups_of(controller: str, cgroups: Path = CGROUPS, membership: Path = MEMBE
 
 
 def cpu_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Cores' worth of time that this process may use, by the tightest of its groups; None without a limit."""
+    """CPU time per second that this process may use, by the tightest of its groups; None without a limit."""
     quotas = []
     for group, version in groups_of("cpu", cgroups, membership):
-        with suppress(OSError, ValueError):  # no such file in this process's view, or "max", which is no limit
+        with suppress(OSError, ValueError):  # the file is not visible here, or has "max", which is no limit
             if version == 2:
                 quota, period = (int(number) for number in (group / "cpu.max").read_text().split())
             else:

@@ -1,7 +1,7 @@
-"""Which cores run workers: the physical ones that this process may use, their NUMA nodes, and threads pinned to them.
+"""Physical cores for workers: which this process may use, their NUMA nodes and caches, and pinning threads to them.
 
-Two hardware threads of one core share its units and its path to memory: a second worker there would gain nothing on
-work that is bound by memory, so only one logical core of each physical one counts.
+Two hardware threads of one core share its units and its path to memory. A second worker there gains nothing on work
+that is bound by memory, so only one logical core of each physical one counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Core:
     """A physical core.
 
     Attributes:
-        logical: the first of its logical cores that this process may use; workers are pinned to that one.
+        logical: the first of its logical cores that this process may use, to which workers are pinned.
         node: its NUMA node; 0 where the system does not tell.
     """
 
@@ -41,8 +41,8 @@ def physical_cores(system: Path = SYSTEM) -> tuple[Core, ...]:
     """The physical cores in this process's affinity mask, by logical number; never empty.
 
     Args:
-        system: the folder that holds ``cpu/cpuN/topology`` and ``cpu/cpuN/nodeM``. Where it tells nothing, the first
-            logical cores are taken to be the physical ones, as Linux numbers them, up to psutil's count.
+        system: the directory of ``cpu/cpuN/topology`` and ``cpu/cpuN/nodeM``. Without these files, the first logical
+            cores are assumed to be the physical ones, as Linux numbers them, up to psutil's count.
     """
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = {logical: _siblings(system / f"cpu/cpu{logical}/topology") for logical in usable}
@@ -55,23 +55,14 @@ def physical_cores(system: Path = SYSTEM) -> tuple[Core, ...]:
     return tuple(Core(logical, _node(system / f"cpu/cpu{logical}")) for logical in first_of.values())
 
 
-def last_level_cache_bytes(system: Path = SYSTEM) -> int:
-    """Size of the largest cache of the first core that this process may use; 32 MiB where the system does not tell."""
-    sizes = []
-    for path in (system / f"cpu/cpu{physical_cores(system)[0].logical}/cache").glob("index*/size"):
-        with suppress(OSError, ValueError):
-            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # the kernel writes "2048K"
-    return max(sizes, default=32 << 20)
-
-
 def worker_count(cores: int, *, workers: int | None, reserved_share: float | None) -> int:
-    """How many workers to run on ``cores`` physical cores.
+    """The number of workers to run on ``cores`` physical cores.
 
     Args:
         workers: the option; at most one worker per core.
         reserved_share: the option ``pt_reserved_cores_perc``: share of the cores left to PyTorch. None leaves two to
-            it, and one to each worker process of a DataLoader that is alive now; no more cores count then than a
-            container may use at a time.
+            PyTorch and one to each live worker process of a DataLoader; cores beyond the container's quota do not
+            count then.
 
     Raises:
         ValueError: more workers than cores.
@@ -86,17 +77,17 @@ def worker_count(cores: int, *, workers: int | None, reserved_share: float | Non
     if reserved_share is None:
         cores = min(cores, math.floor(cpu_quota() or cores))
         return max(1, cores - LEFT_FREE - _data_loader_workers())
-    # Rounded before it is rounded up: 0.9 * 10 must reserve nine cores, whatever the last bit of the product.
+    # Rounded first: 0.9 * 10 must reserve nine cores, whatever the last bit of the product.
     return max(1, cores - math.ceil(round(reserved_share * cores, 6)))
 
 
 def choose_cores(cores: Sequence[Core], count: int, in_use: Mapping[int, int]) -> tuple[int, ...]:
-    """Logical cores for ``count`` workers: those with the fewest workers already, on all NUMA nodes alike.
+    """Choose logical cores for ``count`` workers: those with the fewest workers, spread over all NUMA nodes.
 
-    Last cores come first, since the scheduler and users who pin by hand tend to begin with the first ones.
+    The last cores come first, since the scheduler and users who pin by hand tend to begin with the first ones.
 
     Args:
-        in_use: workers of this process by logical core, those of other engines.
+        in_use: number of other engines' workers of this process, by logical core.
     """
     seen: dict[int, int] = {}
     rank: dict[int, tuple[int, int, int]] = {}
@@ -110,7 +101,8 @@ def run_pinned(cores: Sequence[int], work: Callable[[int], object]) -> None:
     """Run ``work(i)`` in a new thread on ``cores[i]``, for all i at once, and wait for all of them.
 
     Raises:
-        BaseException: the first that a call raised; or a RuntimeError, if the system starts no further thread.
+        BaseException: the first error of a call.
+        RuntimeError: the system starts no further thread.
     """
     errors: list[BaseException] = []
 
@@ -141,18 +133,27 @@ def pin_this_thread(core: int) -> None:
             os.sched_setaffinity(threading.get_native_id(), {core})
 
 
+def last_level_cache_bytes(system: Path = SYSTEM) -> int:
+    """The largest cache of the first core that this process may use; 32 MiB where the system does not tell."""
+    sizes = []
+    for path in (system / f"cpu/cpu{physical_cores(system)[0].logical}/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # the kernel writes "2048K"
+    return max(sizes, default=32 << 20)
+
+
 def nodes_of(cores: Iterable[int], system: Path = SYSTEM) -> set[int]:
     """NUMA nodes of logical cores."""
     return {_node(system / f"cpu/cpu{core}") for core in cores}
 
 
 def _data_loader_workers() -> int:
-    """Worker processes of DataLoaders, which are daemonic; those in which compilers wait for work are not."""
+    """Number of DataLoaders' worker processes: they are daemonic, unlike idle processes of compilers."""
     return sum(child.daemon for child in multiprocessing.active_children())
 
 
 def _siblings(topology: Path) -> str | None:
-    """The logical cores of one physical core, as the kernel writes them; None if it does not tell."""
+    """The logical cores of one physical core, as the kernel writes them; None if unknown."""
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the older name
         with suppress(OSError):
             return (topology / name).read_text().strip()

@@ -1,4 +1,4 @@
-"""Where the host's fp32 state of one parameter lives, and how whoever needs it gets hold of it."""
+"""Where the host's fp32 state of one parameter is kept, and the locks on it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ class State(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class StateLock(Protocol):
-    """One job's turn with the state. Between the moment when it has arrived and its end nobody else has it."""
+class StateLock:
+    """One job's exclusive use of the state.
 
-    def arrived(self) -> bool:
-        """Whether ``ready`` would return, or raise, at once; True for good once it was."""
-        ...
+    This class is the lock of state that is always in memory: the jobs on it run one after the other anyway.
+    """
 
-    def ready(self) -> None:
-        """The state is in memory, and this lease's alone.
+    def try_acquire(self) -> bool:
+        """Acquire the lock if the state is in memory and free. Also True if the state is lost: ``check`` raises then.
+
+        Stays True until ``release``.
+        """
+        return True
+
+    def check(self) -> None:
+        """Raise if the acquired state is lost.
 
         Raises:
-            RuntimeError: it could not be read, or an earlier update of it not be written.
+            RuntimeError: it could not be read, or an earlier update of it could not be written.
         """
-        ...
 
-    def end(self) -> None:
-        """The job is over, whether it ran or not. Once more is harmless."""
-        ...
+    def release(self) -> None:
+        """Give the state back after the job, or without it. Idempotent."""
 
 
 class StateStore(Protocol):
@@ -46,44 +50,28 @@ class StateStore(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What lost this state, until it is written anew; None while it is whole."""
+        """The failure that lost this state, until it is overwritten; None while it is intact."""
         ...
 
     def state(self) -> State:
-        """The tensors; of state in a file only under a lease."""
+        """The tensors; of state in a file only under an acquired lock."""
         ...
 
-    def lease(self, *, step: int, deadline: int) -> StateLock:
-        """A turn for the job of a window that closes at ``step``."""
+    def lock(self, *, step: int, deadline: int) -> StateLock:
+        """A lock for the job of a window that is flushed at ``step``; the job acquires it."""
         ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
-        """The state for the training thread, while no job needs it; waits for whoever has it.
+        """The state for the training thread; waits for the job that has it, and goes before waiting jobs.
 
         Args:
             write: it will be changed.
-            fresh: all of it will be overwritten, so that what there was need not be read, and need not be whole.
+            fresh: all of it will be overwritten, so that its old content is not read, and may be lost.
 
         Raises:
-            RuntimeError: it could not be read, or an earlier update of it not be written.
+            RuntimeError: it could not be read, or an earlier update of it could not be written.
         """
         ...
-
-
-class _NoLock:
-    """Of state that is always there: jobs on it are kept in order by their windows."""
-
-    def arrived(self) -> bool:
-        return True
-
-    def ready(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-_NO_LEASE = _NoLock()
 
 
 class InMemoryState:
@@ -92,23 +80,24 @@ class InMemoryState:
     error: BaseException | None = None
 
     def __init__(self, plan: ParamPlan, arena: HostArena) -> None:
-        block = (plan.deferred, plan.length)
-        self._state = State(*(arena.take(block, torch.float32) for _ in range(STATE_TENSORS)))
+        shape = (plan.deferred, plan.length)
+        self._state = State(*(arena.take(shape, torch.float32) for _ in range(STATE_TENSORS)))
+        self._lock = StateLock()
 
     @staticmethod
     def arena_bytes(plan: ParamPlan) -> int:
-        """What it takes of the arena."""
+        """Bytes that it takes of the arena."""
         return carved_bytes([((plan.deferred, plan.length), torch.float32)] * STATE_TENSORS)
 
     def state(self) -> State:
         """See :meth:`StateStore.state`."""
         return self._state
 
-    def lease(self, *, step: int, deadline: int) -> StateLock:
-        """See :meth:`StateStore.lease`."""
-        return _NO_LEASE
+    def lock(self, *, step: int, deadline: int) -> StateLock:
+        """See :meth:`StateStore.lock`."""
+        return self._lock
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
-        """See :meth:`StateStore.borrowed`."""
+        """See :meth:`StateStore.acquire`."""
         yield self._state

@@ -159,9 +159,9 @@ class _Queued:
 class WorkerPool:
     """Threads that run jobs; started with the first job.
 
-    An idle worker takes a task of the first job whose inputs have arrived, by step and then by deadline. The memory near
-    to the worker decides only which task of that job it takes. A job of a later step must not delay an earlier one,
-    whatever its deadline: its gradients may come from a device that waits for the earlier job.
+    An idle worker takes a task of the first job whose inputs have arrived, by step and then by deadline. The memory
+    near to the worker decides only which task of that job it takes. A job of a later step must not delay an earlier
+    one, whatever its deadline: its gradients may come from a device that waits for the earlier job.
     """
 
     def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:

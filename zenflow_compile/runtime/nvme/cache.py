@@ -1,17 +1,16 @@
-"""State in files behind a bounded window of host memory: read before its job, written back behind it.
+"""State in files behind a bounded cache in host memory: read before a job, written back behind it.
 
-A *block* is the fp32 state of one parameter. Two kinds of threads move blocks. A reader takes the block that is needed
-next and is not in the window: first those that a job or the training thread waits for, by step and deadline, the order
-in which workers take jobs; then, ahead of time, those whose windows will close next. A writer takes blocks that
-were changed, oldest first.
+Two kinds of threads move chunks. A reader takes the chunk that is needed first and is not cached: those that a job or
+the training thread waits for, by step and deadline, the order in which workers take jobs; then, ahead of time, those
+whose update windows are flushed next. A writer takes changed chunks, oldest first.
 
-[Note: window space] A block that was changed keeps its space until it is written. One that is as the file has it gives
-way to a block that is needed earlier, the one that is needed last first, unless a job or the training thread holds it.
-A job holds its block only once its gradients have arrived, so it runs without waiting for anything and its end is
-certain: space for the earliest job always comes, in whatever order gradients arrive.
+[Note: cache space] A changed chunk keeps its memory until it is written. An unchanged one that no lock holds is evicted
+for a chunk that is needed earlier; the one that is needed last goes first. A job acquires its chunk only after its
+gradients have arrived, so it runs without waiting and surely ends: memory for the earliest job always comes free, in
+whatever order gradients arrive.
 
-[Note: lost blocks] A block that could not be read or written leaves the window, and whoever needs it gets the error,
-until a loaded state overwrites it. So nobody waits for space or for a block that does not come.
+[Note: lost chunks] A chunk that could not be read or written leaves the cache, and the threads that need it get the
+error, until a loaded state overwrites it. So no thread waits for memory or for a chunk that does not come.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,18 +28,18 @@ from zenflow_compile.checks.printable import printable
 from zenflow_compile.planning.plan import ParamPlan, file_window_bytes
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme.cached_state import CachedState, CachedStateLock, Place, block_bytes
+from zenflow_compile.runtime.nvme.chunk import Chunk, ChunkState, LockRequest, chunk_bytes, state_in
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory, StateFileError, memory_of, whole_pages
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import DISK
 
 THREADS_PER_DIRECTION = 2
-"""Readers, and writers: the checksum of one block is computed while another is on its way. One core takes the checksum
-of 2 GB/s (zlib 1.2.13), which is what a common disk moves."""
+"""Readers, and writers: one takes the checksum of a chunk while the other moves one. One core takes the checksum of
+2 GB/s (zlib 1.2.13), which is what a common disk moves."""
 
 
-def window_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
-    """Size of the window for all parameters in files.
+def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
+    """Size of the cache for all parameters in files.
 
     Args:
         plans: of these parameters; at least one.
@@ -49,17 +48,17 @@ def window_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
     Raises:
         ValueError: the largest parameter's state does not fit into ``given``.
     """
-    largest = max(plans, key=block_bytes)
+    largest = max(plans, key=chunk_bytes)
     if given is not None and given < largest.file_bytes:
         raise ValueError(
             f"host_window_bytes={given} must be at least {largest.file_bytes}, the optimizer state of {largest.name}, "
-            "which passes through the window whole; raise it, or leave it at None for twice that or more"
+            "which passes through this memory whole; raise it, or leave it at None for twice that or more"
         )
-    return file_window_bytes([block_bytes(plan) for plan in plans], None if given is None else whole_pages(given))
+    return file_window_bytes([chunk_bytes(plan) for plan in plans], None if given is None else whole_pages(given))
 
 
 class NvmeCache:
-    """The files of one optimizer, the memory that their blocks pass through, and the threads that move them.
+    """The files of one optimizer, the memory that their chunks pass through, and the threads that move them.
 
     Args:
         path: ``nvme_path``.
@@ -72,141 +71,169 @@ class NvmeCache:
         self._recorder = recorder
         self._arena = HostArena(0)
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._blocks: list[CachedState] = []
-        self._changed_order: list[CachedState] = []
+        self._chunks: list[Chunk] = []
+        self._to_write: list[Chunk] = []  # those in state CHANGED, oldest first
         self._lock = threading.RLock()
-        # Whom a change concerns: each of them looks at many blocks when it wakes, and asks for the GIL.
+        # One condition for each kind of waiting thread: a thread that wakes looks at many chunks, and asks for the GIL.
         self._readers, self._writers, self._users = (threading.Condition(self._lock) for _ in range(3))
         self._threads: list[threading.Thread] = []
-        self._complete = False  # as many threads as wanted, or as the system has
+        self._complete = False  # all wanted threads run, or as many as the system allows
         self._closing = False
         self._directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the window."""
+        """Host memory of the cache."""
         return self._memory.numel()
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in files, all blocks."""
-        return sum(block.size for block in self._blocks)
+        """Bytes in files, all chunks."""
+        return sum(chunk.size for chunk in self._chunks)
 
-    def add(self, plans: Sequence[ParamPlan], fingerprint: str, size: int) -> dict[int, CachedState]:
-        """Homes for further parameters, by index, all zero; nothing may be in flight.
+    def add(self, plans: Sequence[ParamPlan], fingerprint: str, size: int) -> dict[int, Chunk]:
+        """Make a file with the chunks of further parameters, all zero; nothing may be in flight.
 
         Args:
             fingerprint: of the plan, for the file's header.
-            size: of the window from now on; see ``window_bytes``.
+            size: bytes of the cache from now on; see ``cache_bytes``.
+
+        Returns:
+            Chunks by the parameters' indices.
 
         Raises:
             ValueError: the disk has not enough space.
             MemoryError: the machine has not enough memory.
             RuntimeError: the system does not start a thread.
         """
-        needed = sum(block_bytes(plan) for plan in plans)
-        self._fit(size)
-        file = self._directory.create(needed, {"plan": fingerprint, "blocks": len(plans)})
-        homes, offset = {}, 0
+        self._grow(size)
+        needed_bytes = sum(map(chunk_bytes, plans))
+        file = self._directory.create(needed_bytes, {"plan": fingerprint, "chunks": len(plans)})
+        chunks, offset = {}, 0
         for plan in plans:
-            homes[plan.index] = CachedState(self, plan, file, offset)
-            offset += block_bytes(plan)
+            chunks[plan.index] = chunk = Chunk(plan, file, offset)
+            offset += chunk.size
         with self._lock:
-            self._blocks += homes.values()
+            self._chunks += chunks.values()
         self._start()
-        return homes
+        return chunks
+
+    def remove(self, chunks: Collection[Chunk]) -> None:
+        """Remove chunks of one ``add``, and their file. No thread may use them any more."""
+        with self._lock:
+            self._users.wait_for(lambda: all(map(self._at_rest, chunks)))
+            self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
+            for chunk in chunks:
+                self._evict(chunk)
+            self._readers.notify_all()
+        for file in {chunk.file for chunk in chunks}:
+            self._directory.remove(file)
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is one of the cache's, so that it cannot wait for their work."""
+        return thread in self._threads
+
+    def close(self) -> None:
+        """Stop the threads, remove the files, free the memory. No thread may use a chunk any more."""
+        self._stop()
+        self._directory.close()
+        for chunk in self._chunks:
+            self._evict(chunk)
+        self._chunks = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._arena.close()
 
     def close_in_child(self) -> None:
         """In a forked child: let go of the parent's lock and files without removing them."""
         self._directory.close_in_child()
 
-    def remove(self, homes: Collection[CachedState]) -> None:
-        """Forget blocks that one ``add`` made, and their file: nobody will use them."""
-        with self._lock:
-            self._users.wait_for(lambda: all(self._at_rest(block) for block in homes))
-            self._blocks = [block for block in self._blocks if block not in homes]
-            for block in homes:
-                self._leave(block)
-            self._readers.notify_all()
-        for file in {block.file for block in homes}:
-            self._directory.remove(file)
+    # Locks on chunks.
 
-    def queue(self, lease: CachedStateLock) -> None:
-        """The lease waits for its turn."""
+    def queue(self, request: LockRequest) -> None:
+        """Tell the readers that a lock waits for its chunk."""
         with self._lock:
-            lease.block.leases.append(lease)
-            lease.block.order()
+            request.chunk.requests.append(request)
+            self._update_key(request.chunk)
             self._readers.notify_all()
 
-    def hold(self, lease: CachedStateLock) -> bool:
-        """Give the lease its turn, if it can have it now; True also if the block is lost."""
-        block = lease.block
-        if block.place is not Place.WINDOW and block.error is None:
-            return False  # idle workers ask this of all queued jobs a thousand times a second: without the lock
+    def try_acquire(self, request: LockRequest) -> bool:
+        """Acquire the lock if its chunk is cached and free. Also True if the chunk is lost: ``check`` raises then."""
+        chunk = request.chunk
+        # Idle workers ask this of all queued jobs a thousand times a second: a look without the lock comes first.
+        if chunk.state not in (ChunkState.CACHED, ChunkState.CHANGED) and chunk.error is None:
+            return False
         with self._lock:
-            if block.error is not None:
-                if not lease.fresh:
+            if chunk.error is not None:
+                if not request.fresh:
                     return True
-                block.error, block.checksum = None, None
+                chunk.error, chunk.checksum = None, None
                 self._readers.notify_all()
-            if block.holder is None and block.place is Place.WINDOW:
-                block.holder = lease
-            return block.holder is lease
+            if chunk.holder is None and chunk.state in (ChunkState.CACHED, ChunkState.CHANGED):
+                chunk.holder = request
+            return chunk.holder is request
 
-    def wait_for(self, lease: CachedStateLock) -> None:
-        """Block the calling thread until it is the lease's turn, or the block is lost."""
+    def acquire(self, request: LockRequest) -> None:
+        """Block the calling thread until it has the lock.
+
+        Raises:
+            StateFileError: the chunk is lost.
+        """
         with self._lock:
-            while not self.hold(lease):
+            while not self.try_acquire(request):
                 self._users.wait()
+        self.check(request)
 
-    def end(self, lease: CachedStateLock) -> None:
-        """The turn is over, or will not come; what an earlier call has done already is left as it is."""
+    def check(self, request: LockRequest) -> None:
+        """Raise if the chunk of an acquired lock is lost.
+
+        Raises:
+            StateFileError: it is; chained to the failure that lost it.
+        """
+        if request.chunk.holder is not request and (error := request.chunk.error) is not None:
+            raise StateFileError(str(error)) from error.__cause__
+
+    def release(self, request: LockRequest) -> None:
+        """Release the lock, or withdraw its request. Idempotent, and completes a call that was interrupted."""
         with self._lock:
-            block = lease.block
-            if lease in block.leases:
-                block.leases.remove(lease)
-            block.next_use = lease.next_use or block.next_use
-            block.order()
-            if block.holder is lease:
-                block.holder = None
-                if lease.writes and not block.changed:
-                    block.changed = True
-                    self._changed_order.append(block)
-            if block.changed:
+            chunk = request.chunk
+            if request in chunk.requests:
+                chunk.requests.remove(request)
+            chunk.next_use = request.next_use or chunk.next_use
+            self._update_key(chunk)
+            if chunk.holder is request:
+                chunk.holder = None
+                if request.writes and chunk.state is not ChunkState.CHANGED:
+                    chunk.state = ChunkState.CHANGED
+                    self._to_write.append(chunk)
+            if chunk.state is ChunkState.CHANGED:
                 self._writers.notify()
             else:
                 self._readers.notify_all()
             self._users.notify_all()
 
-    def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is one of the window's, so that it cannot wait for their work."""
-        return thread in self._threads
-
-    def close(self) -> None:
-        """Stop the threads, remove the files, free the memory. Nobody needs a block any more."""
-        self._stop()
-        self._directory.close()
-        for block in self._blocks:
-            block.hide()
-        self._blocks = []
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._arena.close()
+    # Threads.
 
     def _start(self) -> None:
         """Start the threads that are missing. See [Note: interrupted starts] in ``workers``."""
         if self._complete:
             return
+        targets = {}
+        for number in range(THREADS_PER_DIRECTION):
+            targets[f"zenflow-reader-{number}"] = self._read_chunks
+            targets[f"zenflow-writer-{number}"] = self._write_chunks
         with self._lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-        kinds = (("reader", self._read_blocks), ("writer", self._write_blocks))
-        for number, (name, run) in list(product(range(THREADS_PER_DIRECTION), kinds))[len(self._threads) :]:
-            thread = threading.Thread(target=run, name=f"zenflow-{name}-{number}", daemon=True)
-            self._threads.append(thread)
+        running = {thread.name for thread in self._threads}
+        for name, target in targets.items():
+            if name in running:
+                continue
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)  # before the start, which an interrupt may leave
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no further thread: one of each kind serves all blocks
-                if number:
-                    self._threads.pop()
+            except RuntimeError as error:  # the system starts no further thread
+                self._threads.pop()
+                if len(self._threads) >= 2:  # one reader and one writer move all chunks
                     break
                 self._stop()
                 refuse_threads(error)
@@ -222,151 +249,152 @@ class NvmeCache:
             thread.join()
         self._threads, self._complete, self._closing = [], False, False
 
-    def _fit(self, size: int) -> None:
-        """Be at least ``size`` bytes: what is in the window is written first.
+    def _grow(self, size: int) -> None:
+        """Have at least ``size`` bytes; all cached chunks are written and evicted first.
 
         Raises:
-            MemoryError: the machine has not enough memory; the window is as it was.
+            MemoryError: the machine has not enough memory; the cache is as it was.
         """
         if size <= self.nbytes:
             return
         arena = HostArena(size)
         memory = arena.take((size,), torch.uint8)
         with self._lock:
-            self._users.wait_for(lambda: all(self._at_rest(block) for block in self._blocks))
+            self._users.wait_for(lambda: all(map(self._at_rest, self._chunks)))
         self._stop()
-        for block in self._blocks:
-            self._leave(block)
+        for chunk in self._chunks:
+            self._evict(chunk)
         self._arena.close()
         self._arena, self._memory = arena, memory
-        if self._blocks:
+        if self._chunks:
             self._start()
 
-    @staticmethod
-    def _at_rest(block: CachedState) -> bool:
-        return block.place in (Place.FILE, Place.WINDOW) and not block.changed and block.holder is None
-
-    # Threads.
-
-    def _read_blocks(self) -> None:
-        while (block := self._next(self._readers, self._place_next)) is not None:
-            blank = block.checksum is None
-            memory = self._memory[block.begin : block.begin + block.size]
+    def _read_chunks(self) -> None:
+        while (chunk := self._next(self._readers, self._next_to_read)) is not None:
+            memory = self._memory[chunk.begin : chunk.begin + chunk.size]
             error: BaseException | None = None
             try:
-                if blank:
+                if chunk.checksum is None:
                     memory.zero_()
                 else:
-                    self._read(block, memory)
+                    self._read(chunk, memory)
             except BaseException as raised:
                 error = raised
             with self._lock:
                 if error is None:
-                    block.show(memory)
-                    block.place = Place.WINDOW
+                    chunk.tensors = state_in(memory, chunk.plan)
+                    chunk.state = ChunkState.CACHED
                 else:
-                    self._lose(block, "read", error)
+                    self._lose(chunk, "read", error)
                 self._readers.notify_all()
                 self._users.notify_all()
 
-    def _read(self, block: CachedState, memory: Tensor) -> None:
+    def _read(self, chunk: Chunk, memory: Tensor) -> None:
         begin = time.perf_counter_ns()
-        checksum = block.file.read(block.offset, memory_of(memory))
-        self._record("read", begin, block)
-        if checksum != block.checksum:
+        checksum = chunk.file.read(chunk.offset, memory_of(memory))
+        self._record("read", begin, chunk)
+        if checksum != chunk.checksum:
             raise StateFileError(
-                f"the checksum is {checksum:08x}, that of what was written {block.checksum:08x}: the disk has lost or "
-                "changed it, or somebody else wrote to the file"
+                f"the checksum is {checksum:08x}, that of what was written {chunk.checksum:08x}: the disk has lost or "
+                "changed it, or another process wrote to the file"
             )
 
-    def _write_blocks(self) -> None:
-        while (block := self._next(self._writers, self._take_changed)) is not None:
-            memory = self._memory[block.begin : block.begin + block.size]
+    def _write_chunks(self) -> None:
+        while (chunk := self._next(self._writers, self._next_to_write)) is not None:
+            memory = self._memory[chunk.begin : chunk.begin + chunk.size]
             error: BaseException | None = None
             begin = time.perf_counter_ns()
             try:
-                block.checksum = block.file.write(block.offset, memory_of(memory))
-                self._record("write", begin, block)
+                chunk.checksum = chunk.file.write(chunk.offset, memory_of(memory))
+                self._record("write", begin, chunk)
             except BaseException as raised:
                 error = raised
             with self._lock:
-                block.place = Place.WINDOW
-                if error is not None:
-                    self._lose(block, "written", error)
+                if error is None:
+                    chunk.state = ChunkState.CACHED
+                else:
+                    self._lose(chunk, "written", error)
                 self._readers.notify_all()
                 self._users.notify_all()
 
-    def _next(self, change: threading.Condition, choose: Callable[[], CachedState | None]) -> CachedState | None:
-        """What ``choose`` finds, asked again at every ``change`` until it finds something; None at the end."""
+    def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
+        """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
         with self._lock:
             while not self._closing and threading.current_thread() in self._threads:
-                if (block := choose()) is not None:
-                    return block
-                change.wait()
+                if (chunk := choose()) is not None:
+                    return chunk
+                changed.wait()
         return None
 
-    def _record(self, kind: str, begin: int, block: CachedState) -> None:
+    def _record(self, kind: str, begin_ns: int, chunk: Chunk) -> None:
         if (timeline := self._recorder.timeline) is not None:
-            end = time.perf_counter_ns()
-            timeline.add(DISK, kind, begin, end, step=self._recorder.step, param=block.name, bytes=block.size)
+            end_ns = time.perf_counter_ns()
+            timeline.add(DISK, kind, begin_ns, end_ns, step=self._recorder.step, param=chunk.name, bytes=chunk.size)
 
-    # Under the lock.
+    # Transitions of chunks, under the lock.
 
-    def _take_changed(self) -> CachedState | None:
-        """The oldest changed block that nobody holds."""
-        for number, block in enumerate(self._changed_order):
-            if block.holder is None and block.place is Place.WINDOW:
-                del self._changed_order[number]
-                block.place, block.changed = Place.WRITING, False
-                return block
-        return None
-
-    def _place_next(self) -> CachedState | None:
-        """The block that is needed first of those in files, with space of its own; None if it has none now."""
-        absent = (block for block in self._blocks if block.place is Place.FILE and block.error is None)
-        needed = [block for block in absent if block.leases or block.checksum is not None]
+    def _next_to_read(self) -> Chunk | None:
+        """The chunk on disk that is needed first, with memory for it; None if there is none, or no memory for it."""
+        on_disk = (chunk for chunk in self._chunks if chunk.state is ChunkState.ON_DISK and chunk.error is None)
+        needed = [chunk for chunk in on_disk if chunk.requests or chunk.checksum is not None]
         if not needed:
             return None
-        block = min(needed, key=lambda each: each.key)
-        begin = self._space_for(block)
+        chunk = min(needed, key=lambda each: each.key)
+        begin = self._make_space(chunk)
         if begin is None:
             return None
-        if any(lease.fresh for lease in block.leases):
-            block.checksum = None
-        block.begin, block.place = begin, Place.READING
-        return block
+        if any(request.fresh for request in chunk.requests):
+            chunk.checksum = None
+        chunk.begin, chunk.state = begin, ChunkState.READING
+        return chunk
 
-    def _space_for(self, block: CachedState) -> int | None:
-        """Where the block can go; others that are needed later make room, if that is enough."""
-        present = [each for each in self._blocks if each.place is not Place.FILE]
-        leaving = [each for each in present if self._may_leave(each) and each.key > block.key]
-        staying = [each for each in present if each not in leaving]
-        if self._gap(staying, block.size) is None:
+    def _next_to_write(self) -> Chunk | None:
+        """The oldest changed chunk that no lock holds."""
+        for number, chunk in enumerate(self._to_write):
+            if chunk.holder is None:
+                del self._to_write[number]
+                chunk.state = ChunkState.WRITING
+                return chunk
+        return None
+
+    def _make_space(self, chunk: Chunk) -> int | None:
+        """Where the chunk can go in the cache; evicts chunks that are needed later, if that makes enough space."""
+        present = [each for each in self._chunks if each.state is not ChunkState.ON_DISK]
+        evictable = [
+            each for each in present if each.state is ChunkState.CACHED and each.holder is None and each.key > chunk.key
+        ]
+        staying = [each for each in present if each not in evictable]
+        if self._first_gap(staying, chunk.size) is None:
             return None
-        leaving.sort(key=lambda each: each.key)
-        while (begin := self._gap(staying + leaving, block.size)) is None:
-            self._leave(leaving.pop())
+        evictable.sort(key=lambda each: each.key)
+        while (begin := self._first_gap(staying + evictable, chunk.size)) is None:
+            self._evict(evictable.pop())
         return begin
 
-    def _gap(self, present: Sequence[CachedState], size: int) -> int | None:
-        """The first free piece of the window of ``size`` bytes."""
+    def _first_gap(self, present: Sequence[Chunk], size: int) -> int | None:
+        """Offset of the first ``size`` unused bytes of the cache."""
         taken = sorted((each.begin, each.begin + each.size) for each in present)
         edges = [(0, 0), *taken, (self.nbytes, self.nbytes)]
         return next((end for (_, end), (begin, _) in pairwise(edges) if begin - end >= size), None)
 
     @staticmethod
-    def _may_leave(block: CachedState) -> bool:
-        return block.place is Place.WINDOW and block.holder is None and not block.changed
+    def _at_rest(chunk: Chunk) -> bool:
+        """Whether the chunk is as it is on disk, and no thread uses it."""
+        return chunk.state in (ChunkState.ON_DISK, ChunkState.CACHED) and chunk.holder is None
 
     @staticmethod
-    def _leave(block: CachedState) -> None:
-        block.place = Place.FILE
-        block.hide()
+    def _update_key(chunk: Chunk) -> None:
+        chunk.key = min((request.key for request in chunk.requests), default=chunk.next_use)
 
-    def _lose(self, block: CachedState, what: str, cause: BaseException) -> None:
-        self._leave(block)
-        block.error = StateFileError(
-            f"the optimizer state of {block.name} could not be {what} ({printable(block.file.path)}): {cause}; load "
-            "the last saved state (the last checkpoint), after making room on the disk if that is what is missing"
+    @staticmethod
+    def _evict(chunk: Chunk) -> None:
+        chunk.state, chunk.tensors = ChunkState.ON_DISK, None
+
+    def _lose(self, chunk: Chunk, what: str, cause: BaseException) -> None:
+        """See [Note: lost chunks]."""
+        self._evict(chunk)
+        chunk.error = StateFileError(
+            f"the optimizer state of {chunk.name} could not be {what} ({printable(chunk.file.path)}): {cause}; load "
+            "the last saved state (the last checkpoint), after freeing space on the disk if it is full"
         )
-        block.error.__cause__ = cause
+        chunk.error.__cause__ = cause

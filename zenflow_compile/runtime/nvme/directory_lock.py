@@ -1,8 +1,8 @@
-"""The lock of a scratch directory, and how files in it are opened: only plain files of this user's are.
+"""The lock of a scratch directory, and opening files in it: only plain files of this user.
 
-[Note: traps] Other users may be able to create names in the directory. A symbolic or hard link there would make a
-write go to a file of the user elsewhere, and a FIFO would block the process. So names are opened without following
-links and without waiting, and what was opened is checked before it is read or written.
+[Note: traps] Other users may be able to create names in the directory. A symbolic or hard link there would redirect a
+write to another file of the user, and a FIFO would block the process. So names are opened without following links and
+without waiting, and the opened file is checked before it is read or written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KINDS = {
 class DirectoryLock:
     """Exclusive use of a directory until ``release``, or until the process ends.
 
-    The lock is an ``flock`` on a file that holds the process's id. A forked child inherits it, so that children call
+    The lock is an ``flock`` on a file that contains the process's id. A forked child inherits it, so it must call
     ``release_in_child``.
 
     Args:
@@ -54,14 +54,14 @@ class DirectoryLock:
             raise unusable(directory, error) from error
 
     def release(self) -> None:
-        """Let others have the directory. A second call does nothing, and one after an interrupt ends the job."""
+        """Release the lock. Idempotent, and completes a call that was interrupted."""
         if not self._file.closed:
             with suppress(OSError):
                 self._path.unlink()
             self._file.close()
 
     def release_in_child(self) -> None:
-        """In a forked child: keep no share in the parent's lock, which would outlive the parent."""
+        """In a forked child: close the inherited file, which would keep the lock after the parent's end."""
         self._file.close()
 
     def _locked(self) -> io.FileIO:
@@ -71,23 +71,23 @@ class DirectoryLock:
             except FileExistsError:
                 try:
                     file = open_plain(self._path, os.O_RDWR)
-                except FileNotFoundError:  # its holder has just removed it
+                except FileNotFoundError:  # the process that held it has just removed it
                     continue
             with ExitStack() as undo:
                 undo.callback(file.close)
                 if not _try_lock(file.fileno()):
                     raise self._in_use(file)
-                # The former holder may have removed the name after it was opened here: then others lock another file.
+                # The process that held it may have removed the name meanwhile: then others lock another file.
                 if not _has_name(file, self._path):
                     continue
-                undo.callback(self._path.unlink, missing_ok=True)  # runs ahead of close(), while the lock is held
+                undo.callback(self._path.unlink, missing_ok=True)  # runs before close(), under the lock
                 os.ftruncate(file.fileno(), 0)
                 os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
                 undo.pop_all()
                 return file
 
     def _in_use(self, file: io.FileIO) -> ValueError:
-        """What to raise where another process, or another optimizer of this one, has the lock."""
+        """The error if another process, or another optimizer of this one, has the lock."""
         text = os.pread(file.fileno(), _PID_BYTES, 0).decode("ascii", errors="replace").strip()
         where = f"nvme_path={shown(self._path.parent)}"
         remedy = "or give each optimizer a directory of its own"
@@ -100,7 +100,7 @@ class DirectoryLock:
         if children := _processes_with(self._path):
             pids = " ".join(map(str, children))
             return ValueError(
-                f"{where} is in use by what process {text} left behind when it ended: process {pids}, a child of it; "
+                f"{where} is in use by a child that process {text} left behind when it ended: process {pids}; "
                 f"end that first (kill {pids}), {remedy}"
             )
         return ValueError(
@@ -111,16 +111,16 @@ class DirectoryLock:
 
 
 def open_plain(path: Path, flags: int) -> io.FileIO:
-    """Open a file that exists and is a plain file of this user's with one name. See [Note: traps].
+    """Open an existing plain file of this user with one name. See [Note: traps].
 
     Raises:
-        ValueError: it is something else; the message names it.
+        ValueError: it is not such a file; the message says what it is.
         OSError: it cannot be opened.
     """
     _refuse_unusual(path, os.lstat(path))
     file = _opened(path, flags)
     try:
-        _refuse_unusual(path, os.fstat(file.fileno()))  # the name may have been given to another file in between
+        _refuse_unusual(path, os.fstat(file.fileno()))  # another file may have got the name meanwhile
     except BaseException:
         file.close()
         raise
@@ -134,7 +134,7 @@ def writable_by_others(directory: Path) -> bool:
 
 
 def unusable(directory: Path, error: OSError) -> ValueError:
-    """What to raise where an operation on the directory failed."""
+    """The error if an operation on the directory failed."""
     return ValueError(
         f"nvme_path={shown(directory)} cannot be used: {error.strerror or error}; name a directory on a local disk "
         "that this process may write to and that has space left"
@@ -142,7 +142,7 @@ def unusable(directory: Path, error: OSError) -> ValueError:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path in quotes, without control characters, as short as an error can take it."""
+    """A path in quotes, without control characters, shortened for an error."""
     short = reprlib.Repr()
     short.maxstring = _SHOWN_CHARACTERS
     return short.repr(os.fspath(path))
@@ -182,7 +182,7 @@ def _has_name(file: io.FileIO, path: Path) -> bool:
 
 
 def _has_ended(text: str) -> bool:
-    """Whether ``text`` is the id of a process that does not exist; a lock file without an id counts as held."""
+    """Whether ``text`` is the id of a process that has ended; False for a lock file without an id."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _LARGEST_PID):
         return False
     return not psutil.pid_exists(int(text))
@@ -192,7 +192,7 @@ def _processes_with(path: Path) -> list[int]:
     """Ids of the other processes that have the file open, as far as this user may see."""
     found = []
     for process in psutil.process_iter(["open_files"]):
-        files = process.info["open_files"] or ()  # None: of another user
+        files = process.info["open_files"] or ()  # None: a process of another user
         if process.pid != os.getpid() and any(file.path == str(path) for file in files):
             found.append(process.pid)
     return found

@@ -1,14 +1,14 @@
-"""Scratch files for optimizer state: whose directory it is, and checked reads and writes of blocks in a file.
+"""Scratch files for optimizer state: exclusive use of their directory, and checked reads and writes of chunks.
 
-[Note: scratch] Nothing in these files outlives its process: a checkpoint is a ``state_dict``, which reads them. So a
-crash leaves files that only take space, and the next run on the directory removes them. The checksum of every block is
-kept in memory, not beside the block: it also finds a write that never reached the disk, whose old block and old
+[Note: scratch] These files are of no use after their process: a checkpoint is a ``state_dict``, which reads them. So a
+crash leaves files that only take space, and the next run on the directory removes them. The checksum of every chunk is
+kept in memory, not next to the chunk: so it also finds a write that never reached the disk, whose old chunk and old
 checksum would agree.
 
-[Note: direct I/O] Where the file system has it (``O_DIRECT``), blocks go between memory and disk without a second copy
-in the page cache, which for state that is read once per step would only push out what others need. Buffers, offsets
-and lengths are whole pages then. Elsewhere the cache's copy is written out and dropped after each block, which also
-brings to light errors that a buffered write would report to nobody.
+[Note: direct I/O] Where the file system supports it (``O_DIRECT``), chunks go between memory and disk without a second
+copy in the page cache, which would only evict useful pages: state is read once per step. Buffers, offsets and lengths
+are whole pages then. Elsewhere the page cache's copy is written out and dropped after each chunk, which also raises
+errors that a buffered write would hide.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime.nvme.directory_lock import DirectoryLock, open_plain, shown, unusable, writable_by_others
 
 PAGE_BYTES = 4096
-"""What direct I/O is aligned to; a multiple of the logical block of every common disk."""
+"""The alignment of direct I/O; a multiple of the logical block of every common disk."""
 
 PIECE_BYTES = 8 << 20
 """Bytes per system call: enough for a disk's full rate, and few enough that a checksum finds them in the cache."""
@@ -45,7 +45,7 @@ _FILES = "zenflow-*.state"
 
 
 class StateFileError(RuntimeError):
-    """State in a file is lost: it was not what had been written, or could not be read or written."""
+    """State in a file is lost: its checksum differs, or it could not be read or written."""
 
 
 def whole_pages(size: int) -> int:
@@ -54,14 +54,14 @@ def whole_pages(size: int) -> int:
 
 
 class ScratchDirectory:
-    """A directory that one optimizer at a time keeps its state in.
+    """A directory with the state files of one optimizer at a time.
 
     Args:
         path: ``nvme_path``.
 
     Raises:
-        ValueError: it does not exist, is no directory, cannot be written to, has something under a name of ours that is
-            no plain file of this user's, or another optimizer has it.
+        ValueError: it does not exist, is not a directory, cannot be written to, is in use by another optimizer, or has
+            under one of our names something that is not a plain file of this user.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ class ScratchDirectory:
         if writable_by_others(self.path):
             warnings.warn(
                 f"nvme_path={shown(self.path)} lets every user replace the files in it, and training stops where that "
-                "happens; take the right from them (chmod o-w), or name a directory of your own",
+                "happens; remove that permission (chmod o-w), or name another directory",
                 stacklevel=user_stacklevel(),
             )
         self._files: list[StateFile] = []
@@ -77,7 +77,7 @@ class ScratchDirectory:
         self._lock = DirectoryLock(self.path)
         try:
             for left in self.path.glob(_FILES):
-                if _is_ours(left):  # and, since the lock is free, of a dead run
+                if _is_ours(left):  # of a run that has ended, since the lock was free
                     left.unlink()
         except OSError as error:
             self.close()
@@ -87,7 +87,7 @@ class ScratchDirectory:
             raise
 
     def free_bytes(self) -> int:
-        """What the file system has left for this process.
+        """Free bytes of the file system for this process.
 
         Raises:
             ValueError: the directory is gone.
@@ -106,14 +106,14 @@ class ScratchDirectory:
         purpose: str = "for the optimizer's state",
         otherwise: str = 'keep more state in memory (policy="zero_offload", or zenflow with a larger topk_ratio)',
     ) -> StateFile:
-        """A file with ``size`` bytes for blocks, all of them allocated on the disk now.
+        """Create a file with ``size`` bytes for chunks, all allocated on the disk now.
 
         Args:
-            about: what its header says of it, readable by humans.
-            purpose: what the space is for, otherwise: what needs none of it; for the error.
+            about: the fields of its header, for humans.
+            purpose: what the space is for, and otherwise: a remedy that needs none; for the error.
 
         Raises:
-            ValueError: there is not so much space, or the directory cannot be written to.
+            ValueError: there is too little space, or the directory cannot be written to.
         """
         needed = size + PAGE_BYTES
 
@@ -144,8 +144,8 @@ class ScratchDirectory:
         return file
 
     def remove(self, file: StateFile) -> None:
-        """Remove one of the files; no read or write may be under way. May be repeated after an interrupt."""
-        with contextlib.suppress(OSError):  # one that stays is removed by the next optimizer on the directory
+        """Remove one of the files; no read or write may be in flight. Completes a call that was interrupted."""
+        with contextlib.suppress(OSError):  # the next optimizer on the directory removes one that stays
             file.path.unlink()
         with contextlib.suppress(OSError):
             file.close()
@@ -153,28 +153,28 @@ class ScratchDirectory:
             self._files.remove(file)
 
     def close(self) -> None:
-        """Remove the files and let others have the directory. A second call completes one that was interrupted."""
+        """Remove the files and release the directory. Completes a call that was interrupted."""
         for file in list(self._files):
             self.remove(file)
         self._lock.release()
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of the parent's lock and files without removing them."""
+        """In a forked child: close the parent's lock and files without removing them."""
         for file in self._files:
             file.close()
         self._files = []
         self._lock.release_in_child()
 
     def unusable(self, error: OSError) -> ValueError:
-        """What to raise where an operation on the directory failed."""
+        """The error if an operation on the directory failed."""
         return unusable(self.path, error)
 
 
 class StateFile:
-    """A header of one page, then blocks.
+    """A file with a header of one page, then chunks.
 
     Attributes:
-        direct: whether the page cache is passed by.
+        direct: whether reads and writes bypass the page cache.
     """
 
     def __init__(self, path: Path, size: int, about: dict[str, object]) -> None:
@@ -184,7 +184,7 @@ class StateFile:
         """
         self.path = path
         with contextlib.ExitStack() as undo:
-            # File objects: their close() is one call that no interrupt divides, and that may be repeated.
+            # File objects: their close() is one call that no interrupt splits, and idempotent.
             buffered = io.FileIO(path, "x+", opener=_private)
             undo.callback(buffered.close)
             os.posix_fallocate(buffered.fileno(), 0, PAGE_BYTES + size)
@@ -200,7 +200,7 @@ class StateFile:
             self._file = direct.fileno()
 
     def write(self, offset: int, memory: memoryview) -> int:
-        """Write a block of whole pages, from memory that begins at one; returns its checksum.
+        """Write a chunk of whole pages from page-aligned memory; returns its checksum.
 
         Raises:
             OSError: it was not written.
@@ -216,7 +216,7 @@ class StateFile:
         return checksum
 
     def read(self, offset: int, memory: memoryview) -> int:
-        """Read a block of whole pages into memory that begins at one; returns the checksum of what came.
+        """Read a chunk of whole pages into page-aligned memory; returns the checksum of its content.
 
         Raises:
             OSError: it could not be read, or the file is shorter.
@@ -234,7 +234,7 @@ class StateFile:
         os.posix_fadvise(self._file, PAGE_BYTES + offset, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """No read or write may be under way. A second call does nothing."""
+        """Close the file. No read or write may be in flight. Idempotent."""
         self._owned.close()
 
 
@@ -246,16 +246,16 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _move(call: Callable[..., int], file: int, memory: memoryview, offset: int) -> None:
-    """Read or write all of ``memory``; calls may move less, and release the GIL."""
+    """Read or write all of ``memory``, without the GIL; one call may move a part of it."""
     while len(memory):
         moved = call(file, [memory], offset)
         if moved <= 0:
-            raise OSError(errno.EIO, "the file ends before the block does")
+            raise OSError(errno.EIO, "the file ends before the chunk does")
         memory, offset = memory[moved:], offset + moved
 
 
 def _open_direct(path: Path, header: bytes) -> io.FileIO | None:
-    """A file for direct I/O; None where the file system has none, or it does not bring back what was written."""
+    """Open the file for direct I/O; None where the file system does not support it, or reads other bytes back."""
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
         file = io.FileIO(path, "r+", opener=lambda name, flags: _private(name, flags | os.O_DIRECT))
@@ -276,15 +276,15 @@ def _open_direct(path: Path, header: bytes) -> io.FileIO | None:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that no other user may read, and through no link."""
+    """Open a file that no other user may read, without following links."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def existing_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory's absolute path: the working directory may change.
+    """The directory's absolute path, since the working directory may change.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist, or is not a directory.
     """
     try:
         resolved = Path(path).resolve()
@@ -300,9 +300,10 @@ def existing_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """
+    """Whether a file has the header of a state file.
+
     Raises:
-        ValueError: it is something that no optimizer of this user made.
+        ValueError: it is not a plain file of this user.
         OSError: it cannot be read.
     """
     with open_plain(path, os.O_RDONLY) as file:

@@ -126,16 +126,19 @@ class EngineMemory:
             self.files = NvmeCache(self._options.nvme_path, self.transport.recorder)
             undo.callback(self._close_files)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
-        stores = self.files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))
-        undo.callback(self.files.remove, stores.values())
-        return stores
+        chunks = self.files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))
+        undo.callback(self.files.remove, chunks.values())
+        return {index: CachedState(self.files, chunk) for index, chunk in chunks.items()}
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # expanded before the kernel reads it
         key = (plan.dtype, plan.interval)
         if key not in self.kernels:
             self.kernels[key] = make_host_adam(
-                self._options.host_kernel, gradient_dtype=gradient_dtype, out_dtype=plan.dtype, max_slots=plan.interval
+                self._options.host_kernel,
+                gradient_dtype=gradient_dtype,
+                out_dtype=plan.dtype,
+                max_gradients=plan.interval,
             )
         return self.kernels[key]
 

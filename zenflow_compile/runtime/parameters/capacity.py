@@ -16,7 +16,7 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
 from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
-from zenflow_compile.runtime.nvme.cache import window_bytes
+from zenflow_compile.runtime.nvme.cache import cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
 
 
@@ -94,7 +94,7 @@ def _upload_bytes(plan: ParamPlan) -> int:
 def nvme_cache_bytes(plan: Plan, options: Options) -> int:
     """Host memory of the cache of state in files; 0 without such state."""
     in_file = [param for param in plan.params if param.in_file]
-    return window_bytes(in_file, options.host_window_bytes) if in_file else 0
+    return cache_bytes(in_file, options.host_window_bytes) if in_file else 0
 
 
 def free_device_bytes(device: torch.device) -> int:

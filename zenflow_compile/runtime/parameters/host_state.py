@@ -126,7 +126,7 @@ class WindowUpdate:
             if not ticket.done() and ticket.error is None:
                 return False
         # The lock comes last: the job that has acquired it must be able to run.
-        return (self._before is None or self._before.done()) and self._lock.arrived()
+        return (self._before is None or self._before.done()) and self._lock.try_acquire()
 
     def wait_inputs(self) -> None:
         """Block until gradients and state are in host memory.
@@ -139,7 +139,7 @@ class WindowUpdate:
             ticket.wait()
         if self._before is not None:
             self._before.wait()
-        self._lock.ready()
+        self._lock.check()
 
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
@@ -274,7 +274,7 @@ class HostState:
             inputs.append(self.applied)
         if before is not None:
             deadline = max(deadline, before.deadline)
-        lock = self.store.lease(step=at, deadline=deadline)
+        lock = self.store.lock(step=at, deadline=deadline)
         try:
             update = WindowUpdate(
                 self,
@@ -295,14 +295,14 @@ class HostState:
                 ready=update.wait_inputs,
                 arrived=update.inputs_ready,
                 flag=Flag(*self.flags, self._windows) if self.flags else None,
-                settled=lock.end,
+                settled=lock.release,
             )
             for buffer in buffers:
                 self.readers[buffer.index] = job
             window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(window)
         except BaseException:  # after an interrupt no job may exist that ends the lock
-            lock.end()
+            lock.release()
             raise
         return window
 

@@ -106,7 +106,7 @@ class Schedule:
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
         self._take_values()
-        self._readback.make_room(params)
+        self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:
         """Whether every window is flushed at ``step`` and applied before the next forward: synchronous, exact AdamW."""

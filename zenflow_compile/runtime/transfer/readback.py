@@ -1,4 +1,4 @@
-"""Small numbers on their way from the device to the host, read one step after they were computed."""
+"""Numbers that the device computes in one step and the host reads in the next."""
 
 from __future__ import annotations
 
@@ -9,40 +9,37 @@ from zenflow_compile.runtime.recorder import Recorder
 
 
 class Readback:
-    """A table of f32 numbers, a row per parameter, that crosses to the host with one copy per step.
+    """A table of f32 numbers on the device, a row per parameter, copied to the host one time per step.
 
-    Cells are filled on the device in step t; the table is copied at the end of that step and read in step t + 1. The
-    lag is fixed, so that decisions are a function of the data: whoever reads waits if the copy is late, and the copy is
-    late where the device has not finished the step when the host reads.
-
-    Table, copy and the next step's cells are on the device's current stream: a cell is filled again only after the copy
-    that reads it. The host's side is pinned, or the copy would block, and is written again only after ``take``.
+    Cells are filled in step t; the table is copied at the end of that step and read in step t + 1. The lag is fixed, so
+    that decisions depend on the data alone: ``take`` waits for a late copy.
     """
 
     def __init__(self, columns: int, device: torch.device, recorder: Recorder) -> None:
         self._recorder = recorder
         self._table = torch.zeros((0, columns), dtype=torch.float32, device=device)
-        self._host = self._host_like(self._table)
+        self._host = self._host_like(self._table)  # pinned, or its copy would block
         self._filled: list[tuple[int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._event: torch.cuda.Event | None = None
 
-    def make_room(self, rows: int) -> None:
-        """Have at least ``rows`` rows; what is in the table stays. Nothing may be on its way (``take`` came before)."""
+    def grow(self, rows: int) -> None:
+        """Have at least ``rows`` rows; filled cells stay. No copy may be in flight: call ``take`` before."""
         if (missing := rows - len(self._table)) > 0:
             self._table = torch.cat([self._table, self._table.new_zeros((missing, self._table.shape[1]))])
             self._host = self._host_like(self._table)
 
     def cell(self, row: int, column: int) -> Tensor:
-        """The 0-d cell that is to be filled now, on the device."""
+        """The 0-d cell on the device that the caller fills in this step."""
         self._filled.append((row, column))
         return self._table[row, column]
 
     def start(self) -> None:
-        """The step is over: what was filled in it sets off. What set off before must have been taken."""
+        """Start the copy of this step's cells to the host. The cells of the last copy must have been taken."""
         assert not self._copied
         if not self._filled:
             return
+        # On the current stream, as are the writes of cells: a cell is filled again only after this copy has read it.
         self._host.copy_(self._table, non_blocking=True)
         if self._table.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -50,7 +47,7 @@ class Readback:
         self._copied, self._filled = self._filled, []
 
     def take(self) -> dict[tuple[int, int], float]:
-        """What set off last, by (row, column), and only once; waits for it if it is late."""
+        """The cells of the last copy by (row, column), a single time; waits for a late copy."""
         if not self._copied:
             return {}
         if (event := self._event) is not None:
@@ -64,7 +61,7 @@ class Readback:
         return {(row, column): rows[row][column] for row, column in copied}
 
     def forget(self) -> None:
-        """Drop what was filled or is on its way."""
+        """Drop filled cells, and those in flight."""
         self.take()
         self._filled = []
 
