@@ -1,4 +1,4 @@
-"""An engine that only writes down what the graph nodes hand it."""
+"""An engine that only records what the graph nodes pass to it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ids = itertools.count(1000)
 
 
 class RecordingEngine:
-    """Implements ``ops.EngineOps`` and what the front door asks of an engine; all 2-D parameters are column-split.
+    """Implements ``ops.EngineOps`` and what the backend calls of an engine; all 2-D parameters are column-split.
 
     Attributes:
         executed: how often each node ran, by ``(op name, p)``; p is None for ``begin_backward``.
         trace: the same in order.
-        received: the gradient of each parameter, summed up; in readable nodes as rebuilt from what ``split_columns``
-            was handed.
+        received: the sum of each parameter's gradients; for unfused nodes, rebuilt from the arguments of
+            ``split_columns``.
         fetches: the parameters of each ``fetch_parameters_``.
         offloads: the parameters of each ``offload_gradients``.
     """
@@ -145,10 +145,10 @@ class RecordingEngine:
     def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
         self._note("split_columns", p)
         flat = grad.reshape(grad.shape[0], -1)
-        important = flat[:, selected.long()].clone()
+        kept = flat[:, selected.long()].clone()
         deferred = flat.clone()
         deferred[:, selected.long()] = 0
-        deferred[:, selected.long()] += important
+        deferred[:, selected.long()] += kept
         self._staged[p] = deferred.reshape(grad.shape)
 
     def copy_to_host(self, p: int) -> None:

@@ -1,4 +1,4 @@
-"""The backend ``"zenflow"`` of ``torch.compile``: Dynamo hands a graph in, Inductor or eager code goes out."""
+"""The backend ``"zenflow"`` of ``torch.compile``: it rewrites AOTAutograd's graphs and compiles them with Inductor."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch.fx import GraphModule
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
+from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.options.options import BackendOptions, split_backend_options
-from zenflow_compile.passes.context import PassContext, Phase
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.offload_gradients import gradient_places
+from zenflow_compile.passes.source_hash import source_hash
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -30,12 +32,12 @@ def zenflow(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's for training with offloaded optimizer state.
+    """Compile one of Dynamo's graphs for training with offloaded optimizer state.
 
-    ``torch.compile(model, backend="zenflow")`` calls this. Parameters that a ``ZenFlowAdamW`` owns get its nodes in
-    forward and backward; with optimizer keywords among ``options``, parameters without an owner get an optimizer made
-    here, whose updates run in the backward; all others train as under Inductor, with a warning if no ZenFlowAdamW
-    exists.
+    ``torch.compile(model, backend="zenflow")`` calls this. It inserts nodes into forward and backward for parameters
+    that a ``ZenFlowAdamW`` owns. With optimizer keywords among ``options``, it makes an optimizer for parameters
+    without an owner, whose updates run in the backward. All other parameters train as under Inductor, with a warning
+    if no ZenFlowAdamW exists.
 
     Args:
         gm: Dynamo's graph.
@@ -47,7 +49,7 @@ def zenflow(
     Raises:
         ValueError: a bad option, or a model wrapped in DistributedDataParallel.
         TypeError: an unknown option.
-        RuntimeError: the implicit optimizer was closed.
+        RuntimeError: the optimizer that this backend made was closed.
     """
     try:
         refuse_ddp(private.compile_call())
@@ -58,12 +60,12 @@ def zenflow(
             warn_of_no_optimizer(example_inputs)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise private.backend_error(error) from error
-    graph.compile(example_inputs, owned, gm)  # not in there: Dynamo has control flow of its own in exceptions
+    graph.compile(example_inputs, owned, gm)  # outside of the try block: Dynamo uses exceptions for control flow
     return graph
 
 
 def warn_of_no_optimizer(inputs: Sequence[Any]) -> None:
-    """Warn if the graph trains parameters although there is no optimizer of ours."""
+    """Warn if the graph trains parameters although no ZenFlowAdamW exists."""
     if any(isinstance(value, nn.Parameter) and value.requires_grad for value in inputs):
         warnings.warn(
             'backend="zenflow" offloads nothing here: there is no ZenFlowAdamW yet, and the model trains as under '
@@ -74,14 +76,14 @@ def warn_of_no_optimizer(inputs: Sequence[Any]) -> None:
 
 
 class ServedGraph:
-    """One graph of Dynamo's, compiled once for every set of parameters that it is called with.
+    """One of Dynamo's graphs, compiled once for every set of parameters that it is called with.
 
     Dynamo reuses a compiled graph for all parameters of the same shapes: a second model of a class, a repeated block
-    behind graph breaks. Our nodes name one engine and one parameter each, so that parameters with other owners need
-    code of their own. Telling Dynamo so with guards works, but each of them would then be a recompilation of one frame,
-    dead models included, and past Dynamo's limit of 8 the frame runs uncompiled. So the parameters' owners, which the
-    graph sees at every call as attributes of its inputs, choose the code here. It also follows owners that come and go:
-    a late optimizer, a closed one, a new one.
+    after graph breaks. Our nodes name an engine and a parameter, so parameters with other owners need other code.
+    Guards could tell Dynamo, but each set of parameters, also of dead models, would then recompile the frame, and after
+    Dynamo's limit of 8 the frame runs uncompiled. Instead, the owners of the parameters, which are attributes of the
+    graph's inputs, choose the code at every call. So the graph also follows owners that change: a late optimizer, a
+    closed one, a new one.
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> None:
@@ -104,13 +106,14 @@ class ServedGraph:
         return variant.code(*args)
 
     def _owners(self, args: Sequence[Any]) -> tuple[object, ...]:
-        """What tells sets of parameters apart: each one's owner object."""
+        """The owner object of each parameter, which distinguishes sets of parameters."""
         return tuple([getattr(args[i], OWNER_ATTRIBUTE, None) for i in self._params])
 
     def claim(self, args: Sequence[Any]) -> tuple[Owned, ...]:
         """Find the owners of the parameters among ``args``. Raises: see ``zenflow``."""
         options, captured = self._options, self._captured
-        owned = claim(captured.graph, args, captured.sources, private.compile_call(), options.optimizer)
+        call, make = private.compile_call(), ZenFlowAdamW._updating_in_backward
+        owned = claim(captured.graph, args, captured.sources, call, options.optimizer, make)
         if owned and options.inductor.get("freezing"):
             raise ValueError(
                 "freezing=True makes the weights constants of compiled inference graphs, which then never see an "
@@ -123,7 +126,7 @@ class ServedGraph:
 
         Args:
             owned: what ``claim`` found for them.
-            gm: Dynamo's own graph while Dynamo is here, so that the guards of the compilation reach it; else None.
+            gm: Dynamo's own graph while Dynamo compiles, so that it gets the guards of this compilation; else None.
         """
         options = self._options
         rewrite = rewriter(owned, self._compile_id) if owned else None
@@ -133,7 +136,7 @@ class ServedGraph:
                 return private.compile_with_aot(graph, inputs, rewrite)
             if rewrite is not None:
                 private.register_write_lowerings(ops.MUTATING)
-            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor)
+            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash())
 
         code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)
         variant = Variant(code, frozenset(each.engine_id for each in owned))
@@ -145,24 +148,24 @@ class ServedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Code for one set of owners, and the engines that it names."""
+    """The code for one set of owners, and the ids of their engines."""
 
     code: Callable[..., Any]
     engines: frozenset[int]
 
 
 def rewriter(owned: Sequence[Owned], compile_id: str) -> private.Rewrite:
-    """What happens to each AOTAutograd graph: the passes of its phase, once per engine that has parameters in it.
+    """Return the function that runs the passes over each AOTAutograd graph, once per engine that has parameters in it.
 
-    The backward is compiled at the first ``.backward()``, long after the backend returned: whatever it needs is looked
-    up here, and a closed engine raises there.
+    The backward is compiled at the first ``.backward()``, long after the backend returned: the function then looks up
+    the engines and raises if one was closed.
     """
     params: dict[int, list[tuple[int, int]]] = {}
     for each in owned:
         params.setdefault(each.engine_id, []).append((each.p, each.input_index))
     forward_order: dict[int, list[int]] = {}
-    # First backwards in several threads compile their graph in each of them, under one fake mode, which only one thread
-    # can use at a time.
+    # Hazard: threads that run their first backward at the same time each compile the graph, under one fake mode, which
+    # only one thread can use at a time.
     one_thread = threading.Lock()
 
     def rewrite(gm: GraphModule, phase: str) -> private.Wrap:

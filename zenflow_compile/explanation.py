@@ -1,11 +1,11 @@
-"""The plan of a compiled model and its rewritten graphs, readably: what was inserted where, and why."""
+"""``explain``: print the plan of a compiled model and its rewritten graphs, with a reason for each inserted node."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,31 +15,34 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.compiler.ownership import Engine, engines_of
-from zenflow_compile.passes.context import PassContext, Phase
+from zenflow_compile.compiler.ownership import engines_of
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.merge_gradients import MERGED
 from zenflow_compile.passes.pipeline import PassReport, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
 
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.engine import Engine
+
 WIDTH = 80
 
 WHY: Mapping[Any, str] = {
-    ops.BEGIN_BACKWARD: "the token that keeps the nodes below in order",
-    ops.COLUMN_NORMS: "right after the gradient, in one read of it: squared norms of its {lines} lines, and both parts",
-    ops.SELECT_COLUMNS: "the {k} lines that the device updates itself, as in force now",
-    ops.SPLIT_COLUMNS: "{k} lines stay, {rest} are ready to go to the host; the gradient's memory is free after this",
-    ops.COPY_TO_HOST: "as early as the gradient exists: the copy runs beside the rest of the backward",
-    ops.ADAM_COLUMNS_: "AdamW on {k} lines, behind the last read of the parameter",
+    ops.BEGIN_BACKWARD: "the dependency token that keeps the nodes below in order",
+    ops.COLUMN_NORMS: "right after the gradient, in one read: squared norms of its {slices} {unit}, and both parts",
+    ops.SELECT_COLUMNS: "the {k} {unit} that the device updates itself: the current selection",
+    ops.SPLIT_COLUMNS: "{k} {unit} stay, {deferred} go to the host; the gradient's memory is free after this",
+    ops.COPY_TO_HOST: "as early as the gradient exists: the copy overlaps with the rest of the backward",
+    ops.ADAM_COLUMNS_: "AdamW on {k} {unit}, after the last read of the parameter",
     ops.UPDATE_ON_HOST: "the gradient is final; {when}",
-    ops.COPY_TO_DEVICE_: "the latest moment: waits for the host's lines just before their first use",
+    ops.COPY_TO_DEVICE_: "as late as possible: waits for the deferred {unit} just before their first use",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLine:
-    """One node: how it reads, and for an inserted one the reason, else None."""
+    """One node as text, with the reason if a pass inserted it, else None."""
 
     text: str
     reason: str | None = None
@@ -47,14 +50,14 @@ class GraphLine:
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """One rewritten graph, kept as text so that it keeps nothing else alive.
+    """One rewritten graph as text, which keeps nothing else alive.
 
     Attributes:
         phase: which graph of the step.
         compile_id: Dynamo's "frame/recompilation".
         counts: rewrites per pass.
-        lines: the nodes in order, before they were fused.
-        fused: how many ops the inserted nodes run as.
+        lines: the nodes in order, before ``group_nodes``.
+        fused: how many ops replace the inserted nodes; 0 if these are not run as a graph.
     """
 
     phase: Phase
@@ -65,24 +68,28 @@ class GraphRecord:
 
     @property
     def inserted(self) -> int:
-        """Nodes that the passes put in."""
+        """How many nodes the passes inserted."""
         return sum(line.reason is not None for line in self.lines)
 
 
 def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> GraphRecord:
-    """Run the pipeline over ``gm``, and keep what ``explain`` will print of it."""
-    readable: list[GraphRecord] = []
+    """Run the pipeline over ``gm`` and return what ``explain`` prints of it."""
+    unfused: list[GraphRecord] = []
 
     def record(report: PassReport) -> None:
-        lines = tuple(GraphLine(format_node(node), reason(node, ctx)) for node in gm.graph.nodes)
-        readable.append(GraphRecord(ctx.phase, compile_id, report.counts, lines))
+        unfused.append(GraphRecord(ctx.phase, compile_id, report.counts, graph_lines(gm, ctx)))
 
-    run_pipeline(gm, ctx, readable=record)
-    return replace(readable[0], fused=sum(engine_of(node) == ctx.engine_id for node in gm.graph.nodes))
+    run_pipeline(gm, ctx, before_grouping=record)
+    return replace(unfused[0], fused=sum(engine_of(node) == ctx.engine_id for node in gm.graph.nodes))
+
+
+def graph_lines(gm: GraphModule, ctx: PassContext) -> tuple[GraphLine, ...]:
+    """Every node of the graph, with the reasons of the nodes that were inserted for the engine."""
+    return tuple(GraphLine(format_node(node), reason(node, ctx)) for node in gm.graph.nodes)
 
 
 def engine_of(node: Node) -> Any:
-    """The engine that a node of ours names; None for a node of the model's own."""
+    """The id of the engine that an inserted node is for; None for the model's own nodes."""
     if (merged := node.meta.get(MERGED)) is not None:
         return merged[0]
     if node.op != "call_function" or not str(node.target).startswith("zenflow."):
@@ -91,7 +98,7 @@ def engine_of(node: Node) -> Any:
 
 
 def reason(node: Node, ctx: PassContext) -> str | None:
-    """Why the node was inserted for this engine; None for the model's own nodes and other engines' ones."""
+    """Why the node was inserted for this engine; None for the model's own nodes and those of other engines."""
     if engine_of(node) != ctx.engine_id:
         return None
     if (merged := node.meta.get(MERGED)) is not None:
@@ -104,9 +111,18 @@ def reason(node: Node, ctx: PassContext) -> str | None:
         return template
     param = ctx.plan.params[p]
     why = template.format(
-        lines=param.slices, k=param.k, rest=param.deferred, when=window(param, adaptive=ctx.plan.adaptive)
+        slices=param.slices,
+        k=param.k,
+        deferred=param.deferred,
+        unit=unit(param),
+        when=window(param, adaptive=ctx.plan.adaptive),
     )
     return f"{param.name}: {why}"
+
+
+def unit(param: ParamPlan) -> str:
+    """What the parameter is split into."""
+    return "columns" if param.dim == 1 else "rows"
 
 
 def window(param: ParamPlan, *, adaptive: bool) -> str:
@@ -119,7 +135,7 @@ def window(param: ParamPlan, *, adaptive: bool) -> str:
 
 
 def format_node(node: Node) -> str:
-    """A node in one line: name, dtype and shape, operator, arguments."""
+    """A node in one line: its name, dtype and shape, operator, and arguments."""
     if node.op == "placeholder":
         return f"{node.name}: {format_value(node.meta.get('val'))} (input)"
     if node.op == "output":
@@ -151,7 +167,8 @@ class Explanation:
     Attributes:
         plan: the plan of the optimizer.
         graphs: the rewritten graphs in the order in which they were compiled.
-        step: the optimizer step as a graph; without ``step()`` its nodes are in the backward graphs.
+        step: what ``step()`` does, written as a graph; for the optimizer in backward, what the end of a backward does
+            for parameters whose updates are not in the backward graphs.
     """
 
     plan: Plan
@@ -165,7 +182,11 @@ class Explanation:
         return capture.get()
 
     def render(self, full: bool = False) -> RenderableType:
-        """For rich; ``full`` shows every node instead of the inserted ones and their neighbours."""
+        """A rich renderable.
+
+        Args:
+            full: show every node instead of the inserted ones and their neighbors.
+        """
         parts: list[RenderableType] = [plan_table(self.plan)]
         if not self.graphs:
             parts.append(Text("No graph has been compiled yet: run the model once.", style="yellow"))
@@ -174,12 +195,12 @@ class Explanation:
 
 
 def explain(compiled_model: Any, *, full: bool = False, console: Console | None = None) -> Explanation:
-    """Print the plan and the rewritten graphs of a compiled model, and return them. Compiles nothing.
+    """Print the plan and the rewritten graphs of a compiled model, and return them. This compiles nothing.
 
     Args:
         compiled_model: what ``torch.compile(..., backend="zenflow")`` returned, or the module given to it.
-        full: print every node instead of the inserted ones and their neighbours.
-        console: where to print; the terminal by default, 80 columns where the output is none.
+        full: print every node instead of the inserted ones and their neighbors.
+        console: where to print; by default the terminal, or 80 columns if the output is no terminal.
 
     Raises:
         ValueError: no optimizer, or more than one, owns parameters of the model.
@@ -200,13 +221,13 @@ def explain(compiled_model: Any, *, full: bool = False, console: Console | None 
 
 def explanation_of(engine: Engine) -> Explanation:
     """The explanation of one engine's plan and of all graphs that were compiled for it."""
-    gm = build_step_graph(engine.plan, engine.id)
     ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())
-    return Explanation(engine.plan, tuple(engine.graphs), rewrite_and_record(gm, ctx, ""))
+    lines = graph_lines(build_step_graph(engine.plan, engine.id), ctx)
+    return Explanation(engine.plan, tuple(engine.graphs), GraphRecord(Phase.STEP, "", (), lines))
 
 
 def plan_table(plan: Plan) -> Table:
-    """One row per parameter, runs of equally planned ones in one."""
+    """One row per parameter."""
     table = Table(title=f"plan: policy {plan.policy}", box=box.SIMPLE, pad_edge=False, title_justify="left")
     table.add_column("parameter", overflow="fold", ratio=1)
     for name in ("shape", "state", "device", "host"):
@@ -226,13 +247,12 @@ def plan_table(plan: Plan) -> Table:
 
 
 def placement(param: ParamPlan, *, adaptive: bool) -> str:
-    """Where state lives and when it is updated, short enough for a table."""
+    """Where the optimizer state is stored and when it is updated, short enough for a table."""
     if param.streamed:
         return f"host, streamed, {param.subgroup}"
     if not param.offloaded:
         return "device"
-    unit = "columns" if param.dim == 1 else "rows"
-    where = f"{param.k}/{param.slices} {unit}" if param.k else "host"
+    where = f"{param.k}/{param.slices} {unit(param)}" if param.k else "host"
     if param.blocking:
         return f"{where}, blocking"
     if adaptive:
@@ -241,25 +261,25 @@ def placement(param: ParamPlan, *, adaptive: bool) -> str:
 
 
 def megabytes(count: int) -> str:
-    """Bytes for people."""
+    """A size in MiB."""
     return f"{count / 2**20:.2f} MiB"
 
 
 def render_graph(record: GraphRecord, full: bool) -> RenderableType:
-    """Inserted nodes with their reasons among the nodes around them."""
+    """The inserted nodes with their reasons, and the nodes next to them."""
     title = f"{record.phase} graph"
     if record.phase is Phase.STEP:
-        title += " (what step(), or else the end of a backward, runs for what the graphs above do not update)"
+        title += " (no graph runs: what step(), or the end of a backward, does for parameters not updated above)"
     if record.compile_id:
         title += f" [{record.compile_id}]"
     text = Text()
     title = textwrap.fill(f"{title}: {record.inserted} of {len(record.lines)} nodes inserted", WIDTH - 1)
     text.append(f"{title}\n", style="bold")
-    if record.inserted:
+    if record.fused:
         text.append(f"  they run fused: {record.inserted} nodes as {record.fused}\n", style="dim")
     if counts := [f"{name} {count}" for name, count in record.counts if count]:
         text.append(f"  passes: {', '.join(counts)}\n", style="dim")
-    shown = set(range(len(record.lines))) if full else neighbours(record.lines)
+    shown = set(range(len(record.lines))) if full else neighbors(record.lines)
     last = -1
     for position in sorted(shown):
         if position > last + 1:
@@ -277,14 +297,14 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
     return text
 
 
-def neighbours(lines: Sequence[GraphLine]) -> set[int]:
-    """Positions of inserted nodes and of the nodes right before and after a run of them."""
+def neighbors(lines: Sequence[GraphLine]) -> set[int]:
+    """Positions of inserted nodes and of the nodes directly before and after them."""
     inserted = {position for position, line in enumerate(lines) if line.reason is not None}
     around = {position + step for position in inserted for step in (-1, 1)}
     return inserted | {position for position in around if 0 <= position < len(lines)}
 
 
 def shorten(text: str) -> str:
-    """At most one line of 80 columns behind the margin."""
-    text, room = printable(text), WIDTH - 5
-    return text if len(text) <= room else f"{text[: room - 3]}..."
+    """Cut the text so that it fits into one line with the margin."""
+    text, longest = printable(text), WIDTH - 5
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

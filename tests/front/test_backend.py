@@ -270,7 +270,7 @@ def test_found_by_name(recording: Callable[..., RecordingEngine]) -> None:
     assert engine.runs("offload_gradients") == {0: 1, 2: 1}
 
 
-def test_a_dead_model_leaves_no_code_behind() -> None:
+def test_code_of_dead_models_is_dropped() -> None:
     """More models of one class than Dynamo's recompile limit: each is served, and the code of dead ones goes."""
     elsewhere = served_graphs()  # other tests' graphs that something still holds
     for _ in range(12):
@@ -289,7 +289,7 @@ def served_graphs() -> list[ServedGraph]:
     return [each for each in gc.get_objects() if type(each) is ServedGraph]
 
 
-def test_evaluation_fetches_and_leaves_gradients_alone(recording: Callable[..., RecordingEngine]) -> None:
+def test_evaluation_only_fetches(recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model)
     compiled = torch.compile(model, backend=zenflow, options=EAGER)
@@ -348,7 +348,7 @@ def test_owners_that_come_and_go_recompile(recording: Callable[..., RecordingEng
     assert model.up.weight.grad is not None
 
 
-def test_host_only_parameters_have_no_column_update(recording: Callable[..., RecordingEngine]) -> None:
+def test_host_parameters_have_no_column_update(recording: Callable[..., RecordingEngine]) -> None:
     model = MLP()
     engine = recording(model, placement=Placement.HOST, finalizes_in_backward=True)
     torch.compile(model, backend=zenflow)(vectors()).sum().backward()
@@ -365,7 +365,7 @@ def test_autocast(recording: Callable[..., RecordingEngine]) -> None:
     check(model, engine, reference, rtol=0.05, atol=0.05)
 
 
-def test_state_dict_lands_what_is_due(recording: Callable[..., RecordingEngine]) -> None:
+def test_state_dict_applies_due_updates(recording: Callable[..., RecordingEngine]) -> None:
     model = Tied()
     engine = recording(model)
     torch.compile(model, backend=zenflow, options=EAGER)(torch.randint(11, (2, 3)))
@@ -423,7 +423,7 @@ def test_ddp_is_refused(compiled_inside: bool, optimize_ddp: bool, recording: Ca
         ({"inner": "eagre"}, ValueError, "inner"),
     ],
 )
-def test_bad_options_reach_the_user_as_they_are(options: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_errors_of_options_are_not_wrapped(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         torch.compile(MLP(), backend=zenflow, options=options)(vectors())
 

@@ -70,7 +70,7 @@ def last_line(script: str, argument: str, cache: Path) -> str:
 
 
 @pytest.mark.slow
-def test_inductor_and_zenflow_share_a_cache_directory(tmp_path: Path) -> None:
+def test_inductor_and_zenflow_share_a_cache(tmp_path: Path) -> None:
     """AOTAutograd's cache does not see our passes: with it on, the second process would load the first one's graphs."""
     first, ours, again, ours_again = (run(name, tmp_path) for name in ("inductor", "zenflow", "inductor", "zenflow"))
     for plain in (first, again):
@@ -85,7 +85,7 @@ def test_inductor_and_zenflow_share_a_cache_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_topk_ratio_does_not_load_the_first_ones_code(tmp_path: Path) -> None:
+def test_another_topk_ratio_is_another_cache_entry(tmp_path: Path) -> None:
     """Shapes of our nodes' results depend on the plan, which the nodes only name by number."""
     alone = last_line(TWO_RATIOS, "0.5", tmp_path / "alone")
     last_line(TWO_RATIOS, "0.1", tmp_path / "shared")

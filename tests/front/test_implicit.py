@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zenflow_compile.backend import zenflow
-from zenflow_compile.compiler.ownership import KEEPER_ATTRIBUTE, optimizer_of
+from zenflow_compile.compiler.optimizer_in_backward import KEEPER_ATTRIBUTE
+from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 OPTIONS: dict[str, Any] = {
@@ -84,7 +85,7 @@ def test_recompiling_keeps_the_optimizer() -> None:
     assert optimizer_of(compiled) is optimizer
 
 
-def test_parameters_with_an_optimizer_of_their_own_are_left_to_it() -> None:
+def test_owned_parameters_keep_their_optimizer() -> None:
     model = Net()
     keywords = {key: value for key, value in OPTIONS.items() if key != "inner"}
     with ZenFlowAdamW(model.up.named_parameters(), **keywords) as mine:
@@ -116,7 +117,7 @@ def test_a_copy_of_the_model_has_no_optimizer() -> None:
         optimizer_of(twin)
 
 
-def test_training_on_after_close_raises_and_evaluation_does_not() -> None:
+def test_only_training_raises_after_close() -> None:
     model = Net()
     compiled = torch.compile(model, backend=zenflow, options=OPTIONS)
     x = batches(1)[0]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import GraphPass, PassContext, Phase
-from zenflow_compile.passes.fuse_nodes import FuseNodes
+from zenflow_compile.passes.base import GraphPass, PassContext, Phase
+from zenflow_compile.passes.group_nodes import group_nodes
 from zenflow_compile.passes.pipeline import PIPELINES, PassReport, run_pipeline
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
-READABLE = {phase: tuple(p for p in passes if not isinstance(p, FuseNodes)) for phase, passes in PIPELINES.items()}
+UNFUSED = {phase: tuple(p for p in passes if p is not group_nodes) for phase, passes in PIPELINES.items()}
 
 
 class Small(nn.Module):
@@ -106,6 +106,6 @@ class Capture:
 
 
 def reference_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Eager's gradients; leaves none behind."""
+    """Eager's gradients; leaves no gradients behind."""
     grads = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
     return {name: grad for (name, _), grad in zip(model.named_parameters(), grads, strict=True)}

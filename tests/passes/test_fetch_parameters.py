@@ -7,11 +7,11 @@ from torch import nn
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.fetch_parameters import FetchParameters, fetch_order
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.fetch_parameters import fetch_order, fetch_parameters
 from zenflow_compile.runtime import ops
 
-PASSES = {phase: (FetchParameters(),) for phase in (Phase.FORWARD, Phase.INFERENCE)}
+PASSES = dict.fromkeys((Phase.FORWARD, Phase.INFERENCE), (fetch_parameters,))
 
 
 def test_fetches_right_before_first_use(recording: Callable[..., RecordingEngine]) -> None:
@@ -42,7 +42,7 @@ def test_inference_graphs_fetch_too(recording: Callable[..., RecordingEngine]) -
     assert engine.runs("copy_to_device_") == dict.fromkeys(OFFLOADED, 1)
 
 
-def test_what_is_fetched_is_what_is_computed_with(recording: Callable[..., RecordingEngine]) -> None:
+def test_forward_reads_the_fetched_values(recording: Callable[..., RecordingEngine]) -> None:
     """The write is in place: this forward reads the new values, through views as well, and so does the caller."""
     model, x = Small(), inputs()
 
@@ -58,7 +58,7 @@ def test_what_is_fetched_is_what_is_computed_with(recording: Callable[..., Recor
     engine.close()
 
 
-def test_leaves_alone_what_stays_on_the_device(recording: Callable[..., RecordingEngine]) -> None:
+def test_resident_parameters_are_not_fetched(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.LayerNorm(4)
     capture = Capture(recording(model), PASSES)
     capture.run(model, torch.randn(2, 4))

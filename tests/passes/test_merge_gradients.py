@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from tests.passes.capture import READABLE, Capture, Small, inputs
+from tests.passes.capture import UNFUSED, Capture, Small, inputs
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import GraphPass, Phase
-from zenflow_compile.passes.merge_gradients import MERGED, MergeGradients
+from zenflow_compile.passes.base import GraphPass, Phase
+from zenflow_compile.passes.merge_gradients import MERGED, merge_gradients
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 Loss = Callable[..., Tensor]
 Recording = Callable[..., RecordingEngine]
 
-ONLY = {Phase.BACKWARD: (MergeGradients(),)}
+ONLY = {Phase.BACKWARD: (merge_gradients,)}
 
 
 class Weights(nn.Module):
@@ -38,7 +38,7 @@ def call_twice(
     distinct: Sequence[Tensor],
     same: Sequence[Tensor],
     engine: RecordingEngine,
-    passes: Mapping[Phase, Sequence[GraphPass]] = READABLE,
+    passes: Mapping[Phase, Sequence[GraphPass]] = UNFUSED,
 ) -> tuple[Capture, tuple[Tensor, ...]]:
     """Call one compiled function with distinct parameters, then with one of them at several inputs.
 

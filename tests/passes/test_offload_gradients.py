@@ -7,16 +7,16 @@ import torch
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.offload_gradients import OffloadGradients
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.offload_gradients import offload_gradients
 from zenflow_compile.passes.pipeline import check_order
-from zenflow_compile.passes.select_columns import SelectColumns
+from zenflow_compile.passes.select_columns import select_columns
 from zenflow_compile.runtime import ops
 
-PASSES = {Phase.BACKWARD: (SelectColumns(), OffloadGradients())}
+PASSES = {Phase.BACKWARD: (select_columns, offload_gradients)}
 
 
-def test_gradients_go_to_the_engine_instead_of_grad(recording: Callable[..., RecordingEngine]) -> None:
+def test_gradients_go_to_the_engine(recording: Callable[..., RecordingEngine]) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model)
@@ -44,21 +44,21 @@ def test_is_idempotent(recording: Callable[..., RecordingEngine]) -> None:
     capture.assert_idempotent(Phase.BACKWARD)
 
 
-def test_leaves_alone_what_was_not_selected(recording: Callable[..., RecordingEngine]) -> None:
+def test_gradients_without_selection_stay(recording: Callable[..., RecordingEngine]) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     capture = Capture(recording(model), {Phase.BACKWARD: ()})
     capture.run(model, x)
     graph = capture.after[Phase.BACKWARD]
-    assert OffloadGradients()(graph, capture.contexts[Phase.BACKWARD]) == 0
+    assert offload_gradients(graph, capture.contexts[Phase.BACKWARD]) == 0
     assert str(graph.graph) == capture.before[Phase.BACKWARD]
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, expected[name])
 
 
 def test_needs_a_selection() -> None:
-    with pytest.raises(ValueError, match="offload_gradients needs selection first"):
-        check_order((OffloadGradients(), SelectColumns()), Phase.BACKWARD)
+    with pytest.raises(ValueError, match="offload_gradients needs the nodes of select_columns"):
+        check_order((offload_gradients, select_columns), Phase.BACKWARD)
 
 
 def test_one_gradient_for_two_parameters(recording: Callable[..., RecordingEngine]) -> None:

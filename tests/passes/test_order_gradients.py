@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.passes.capture import READABLE, Capture, reference_gradients
+from tests.passes.capture import UNFUSED, Capture, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.order_gradients import OrderGradients, exclusive_cone, written_memory
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.order_gradients import exclusive_cone, order_gradients, written_memory
+from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -33,7 +34,7 @@ def run(recording: Callable[..., RecordingEngine], weight_grad_bytes: int, **opt
     expected = reference_gradients(model, x)
     options = {"finalizes_in_backward": True, **options}
     engine = recording(model, weight_grad_bytes=weight_grad_bytes, **options)
-    capture = Capture(engine, READABLE)
+    capture = Capture(engine, UNFUSED)
     capture.run(model, x)
     for p, name in enumerate(expected):
         assert torch.equal(engine.received[p], expected[name])
@@ -42,11 +43,11 @@ def run(recording: Callable[..., RecordingEngine], weight_grad_bytes: int, **opt
     return capture
 
 
-def test_as_soon_as_possible_is_the_reverse_of_the_forward(recording: Callable[..., RecordingEngine]) -> None:
+def test_asap_is_the_reverse_of_the_forward(recording: Callable[..., RecordingEngine]) -> None:
     assert order_of_copies(run(recording, 0)) == [4, 3, 2, 1, 0]
 
 
-def test_the_chain_of_input_gradients_comes_first(recording: Callable[..., RecordingEngine]) -> None:
+def test_input_gradients_come_first(recording: Callable[..., RecordingEngine]) -> None:
     capture = run(recording, PLENTY)
     assert order_of_copies(capture) == [0, 1, 2, 3, 4]
     assert dict(capture.reports[Phase.BACKWARD].counts)["order_gradients"] == LAYERS
@@ -58,14 +59,14 @@ def test_the_chain_of_input_gradients_comes_first(recording: Callable[..., Recor
     capture.assert_idempotent(Phase.BACKWARD)
 
 
-def test_memory_decides_for_how_many_layers(recording: Callable[..., RecordingEngine]) -> None:
+def test_memory_bounds_the_moved_layers(recording: Callable[..., RecordingEngine]) -> None:
     """Each layer keeps its input and its output gradient; of the first layer's input nothing else would be kept."""
     per_layer = 2 * BATCH * WIDTH * 4
     assert order_of_copies(run(recording, 2 * per_layer)) == [4, 3, 2, 0, 1]
     assert order_of_copies(run(recording, per_layer - 1)) == [4, 3, 2, 1, 0]
 
 
-def test_no_use_where_the_step_waits_for_the_whole_backward(recording: Callable[..., RecordingEngine]) -> None:
+def test_order_stays_where_step_updates(recording: Callable[..., RecordingEngine]) -> None:
     capture = run(recording, PLENTY, finalizes_in_backward=False)
     assert order_of_copies(capture) == [4, 3, 2, 1, 0]
 
@@ -83,7 +84,7 @@ def test_updates_follow_their_gradients(recording: Callable[..., RecordingEngine
         assert ours[update + 1].args[-1] == p + 1
 
 
-def test_what_others_read_is_not_moved() -> None:
+def test_nodes_with_other_readers_stay() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     shared = graph.call_function(torch.neg, (x,))
@@ -96,7 +97,7 @@ def test_what_others_read_is_not_moved() -> None:
     assert exclusive_cone(x) == []
 
 
-def test_memory_that_the_graph_writes_is_found() -> None:
+def test_written_memory_is_found() -> None:
     graph = torch.fx.Graph()
     buffer, x = graph.placeholder("buffer"), graph.placeholder("x")
     buffer.meta["val"], x.meta["val"] = torch.empty(3), torch.empty(3)
@@ -110,4 +111,4 @@ def test_memory_that_the_graph_writes_is_found() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.INFERENCE])
 def test_only_the_backward_is_ordered(phase: Phase) -> None:
-    assert phase not in OrderGradients().phases
+    assert order_gradients not in PIPELINES[phase]

@@ -7,14 +7,14 @@ from torch import nn
 
 from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase
-from zenflow_compile.passes.select_columns import SelectColumns
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.select_columns import select_columns
 from zenflow_compile.runtime import ops
 
-PASSES = {Phase.BACKWARD: (SelectColumns(),)}
+PASSES = {Phase.BACKWARD: (select_columns,)}
 
 
-def test_selects_right_behind_each_gradient(recording: Callable[..., RecordingEngine]) -> None:
+def test_selection_follows_each_gradient(recording: Callable[..., RecordingEngine]) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model)
@@ -26,7 +26,7 @@ def test_selects_right_behind_each_gradient(recording: Callable[..., RecordingEn
     assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == 3
     graph = capture.after[Phase.BACKWARD].graph
     for norms in graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS):
-        assert norms.args[0] is norms.prev, "not right behind its gradient"
+        assert norms.args[0] is norms.prev, "not directly after its gradient"
         assert norms.next.target is ops.SELECT_COLUMNS
     first = next(node for node in graph.nodes if node.op != "placeholder")
     assert first.target is ops.BEGIN_BACKWARD
@@ -44,7 +44,7 @@ def test_is_idempotent(recording: Callable[..., RecordingEngine]) -> None:
     capture.assert_idempotent(Phase.BACKWARD)
 
 
-def test_leaves_graphs_without_our_gradients_alone(recording: Callable[..., RecordingEngine]) -> None:
+def test_graphs_without_our_gradients_stay(recording: Callable[..., RecordingEngine]) -> None:
     model = Small()
     for param in (model.down, model.up.weight, model.up.bias, model.conv.bias):
         param.requires_grad_(False)
@@ -53,7 +53,7 @@ def test_leaves_graphs_without_our_gradients_alone(recording: Callable[..., Reco
     assert str(capture.after[Phase.BACKWARD].graph) == capture.before[Phase.BACKWARD]
 
 
-def test_gradients_that_stay_still_announce_the_backward(recording: Callable[..., RecordingEngine]) -> None:
+def test_resident_gradients_announce_the_backward(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.LayerNorm(4)
     engine = recording(model)
     capture = Capture(engine, PASSES)
@@ -62,7 +62,7 @@ def test_gradients_that_stay_still_announce_the_backward(recording: Callable[...
     assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == 0
 
 
-def test_a_gradient_that_is_an_input_of_the_backward(recording: Callable[..., RecordingEngine]) -> None:
+def test_gradient_that_is_an_input(recording: Callable[..., RecordingEngine]) -> None:
     class Add(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
+from tests.passes.capture import OFFLOADED, UNFUSED, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes.context import Phase, written_inputs
-from zenflow_compile.passes.offload_gradients import OffloadGradients
-from zenflow_compile.passes.select_columns import SelectColumns
-from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.graph_edits import written_inputs
+from zenflow_compile.passes.offload_gradients import offload_gradients
+from zenflow_compile.passes.select_columns import select_columns
+from zenflow_compile.passes.update_parameters import build_step_graph, update_parameters
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -22,12 +23,12 @@ def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:
     return found
 
 
-def test_updates_come_as_early_as_the_dataflow_allows(recording: Callable[..., RecordingEngine]) -> None:
+def test_updates_come_as_early_as_possible(recording: Callable[..., RecordingEngine]) -> None:
     """Behind the parameter's last read and its gradient's copy, in front of what has nothing to do with it."""
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
-    capture = Capture(engine, READABLE)
+    capture = Capture(engine, UNFUSED)
     capture.run(model, x)
     backward = capture.after[Phase.BACKWARD]
     updates = nodes(backward, ops.UPDATE_ON_HOST)
@@ -50,7 +51,7 @@ def test_updates_come_as_early_as_the_dataflow_allows(recording: Callable[..., R
     capture.assert_idempotent(Phase.BACKWARD)
 
 
-def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., RecordingEngine]) -> None:
+def test_late_read_of_a_view_postpones_the_update(recording: Callable[..., RecordingEngine]) -> None:
     """The graph reads the weight's memory once more after its gradient is complete, through a transposed view."""
 
     class Twice(torch.nn.Module):
@@ -66,7 +67,7 @@ def test_a_view_that_is_read_late_puts_the_update_off(recording: Callable[..., R
     model, x = Twice(), torch.randn(3, 4)
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
-    capture = Capture(engine, READABLE)
+    capture = Capture(engine, UNFUSED)
     capture.run(model, x)
     backward = capture.after[Phase.BACKWARD]
     write = next(node for node in nodes(backward, ops.ADAM_COLUMNS_) if node.args[-1] == 1)
@@ -89,7 +90,7 @@ def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngin
             return torch.sin(x @ (self.weight * self.gate))
 
     model = Gated()
-    passes = {Phase.BACKWARD: (SelectColumns(), OffloadGradients())}
+    passes = {Phase.BACKWARD: (select_columns, offload_gradients)}
     capture = Capture(recording(model, finalizes_in_backward=True), passes)
     capture.run(model, torch.randn(3, 4))
     backward, ctx = capture.after[Phase.BACKWARD], capture.contexts[Phase.BACKWARD]
@@ -97,15 +98,15 @@ def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngin
     with backward.graph.inserting_after(weight):
         view = backward.graph.placeholder("saved_view")
     view.meta["val"] = weight.meta["val"].t()
-    assert UpdateParameters()(backward, ctx) == 0
+    assert update_parameters(backward, ctx) == 0
     backward.graph.erase_node(view)
-    assert UpdateParameters()(backward, ctx) == 1
+    assert update_parameters(backward, ctx) == 1
 
 
-def test_leaves_updates_to_step(recording: Callable[..., RecordingEngine]) -> None:
+def test_step_keeps_its_updates(recording: Callable[..., RecordingEngine]) -> None:
     model = Small()
     engine = recording(model)
-    capture = Capture(engine, READABLE)
+    capture = Capture(engine, UNFUSED)
     capture.run(model, inputs())
     assert capture.reports[Phase.BACKWARD].counts[-1] == ("update_parameters", 0)
     assert not engine.runs("update_on_host")

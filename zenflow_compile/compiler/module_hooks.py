@@ -1,37 +1,30 @@
-"""Hooks on modules: code that reads or loads weights outside of our graphs meets current weights.
+"""Module hooks: apply due updates before code outside of our graphs reads or loads weights.
 
-A compiled graph of ours fetches each weight before its first use. Anything else that goes through a module is served
-here: a forward that runs uncompiled, a graph of another backend, a copy, a pickle, a state dict.
+Our graphs fetch each weight before its first use. The hooks serve all other accesses through a module: an uncompiled
+forward, a graph of another backend, a copy, a pickle, a state dict.
 
-Hooks name their engine by number, so that modules keep no engine alive, and ``close()`` removes them. Those of copies
-stay, and do nothing.
+Hooks name their engine by number, so that modules keep no engine alive. ``close()`` removes them; hooks of copied
+modules stay and do nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 from zenflow_compile.torch_internals.torch_private import skipped_by_dynamo
 
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.engine import Engine
+
 BACKEND = "zenflow"
-
-
-class Engine(ops.EngineOps, Protocol):
-    """What hooks use of an engine."""
-
-    def apply_due(self, params: Iterable[Tensor] | None = None) -> None: ...
-    def apply_in_step(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def before_load(self) -> None: ...
-    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +53,7 @@ class ApplyBeforeLoad:
 class ApplyBeforeForward:
     """A module's forward pre-hook: due updates are applied before uncompiled code reads the module's weights.
 
-    Copying and pickling a module copies and pickles its hooks, too: that is where copies get current weights.
+    Copying and pickling a module also copies and pickles its hooks: so copies get current weights.
 
     Attributes:
         engine_id: None in copies, whose parameters no engine owns.
@@ -70,7 +63,7 @@ class ApplyBeforeForward:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            # Nothing of this gets into the graph. A graph of ours fetches. Dynamo runs ``_traced`` while it traces.
+            # This leaves nothing in the graph: Dynamo runs ``_traced`` while it traces. Our graphs fetch.
             private.while_tracing(_traced)
             return
         _apply_before_forward(self.engine_id, module, private.get_eval_frame_callback())
@@ -82,27 +75,31 @@ class ApplyBeforeForward:
         return ApplyBeforeForward, (None,)
 
 
-# Where eager code calls it, Dynamo would compile it on its own, with guards and a limit of recompilations.
+# Where eager code calls the hook, Dynamo would compile it separately, with guards and a limit of recompilations.
 private.skip_frame(ApplyBeforeForward.__call__)
 
 
 @skipped_by_dynamo
 def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: Any) -> None:
-    """A forward of ``module`` begins outside of graphs, while Dynamo has ``callback`` for Python frames."""
+    """Apply due updates: a forward of ``module`` begins outside of graphs.
+
+    Args:
+        callback: what Dynamo does with Python frames now: see ``backend_of``.
+    """
     if (engine := _engine(engine_id)) is None:
         return
     if private.backend_of(callback) == BACKEND:
-        # The forward runs, or is part of, a graph of ours that fetches the rest later; or Dynamo has given it up.
+        # The forward runs or is part of one of our graphs, which fetches the others later; or Dynamo has given it up.
         engine.apply_due(module.parameters(recurse=False))
     else:
         engine.apply_due()
 
 
 def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
-    """Hook every module of ``roots`` that has a parameter of the engine, and the roots, which may read others'.
+    """Hook every module of ``roots`` that has a parameter of the engine, and the roots, which may read other modules'.
 
-    [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. Its
-    parameters go to the end there, so that they are copied after the hook was, which brings them up to date.
+    [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. This
+    moves the parameters to the end, so that they are copied after the hook, which applies due updates.
     """
     if (engine := _engine(engine_id)) is None:
         return
@@ -119,7 +116,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
                 module.register_state_dict_pre_hook(SynchronizeBeforeStateDict(engine_id)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(ApplyBeforeLoad(engine_id)),  # type: ignore[no-untyped-call]
             ]
-            # Hazard: between the two halves the module has no parameters for a forward in another thread.
+            # Hazard: between the pop and the assignment, a forward in another thread finds no parameters.
             module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
     if handles:
         engine.keep_hooks(handles)
@@ -136,7 +133,7 @@ def _engine(engine_id: int | None) -> Engine | None:
 
 
 def _traced(context: Any) -> None:
-    """A graph that reads the module's weights is being traced. Graphs of other backends do not fetch weights."""
+    """Have ``step()`` apply updates if Dynamo traces the module for another backend, whose graphs do not fetch."""
     hook, callback = private.traced_call(context)
     if private.backend_of(callback) == BACKEND or not isinstance(hook, ApplyBeforeForward):
         return

@@ -1,47 +1,24 @@
-"""Which engine owns which input of a graph, and how the graph is kept from serving any other parameter."""
+"""Which engine owns which input of a graph and which parameters of a model."""
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zenflow_compile.compiler.module_hooks import add_module_hooks
+from zenflow_compile.compiler.optimizer_in_backward import ensure_optimizer
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.engine import Engine
+
 OWNER_ATTRIBUTE = "_zenflow_owner"
-"""Attribute of an owned parameter, set by its engine to an object of its own and deleted when the engine closes."""
-
-KEEPER_ATTRIBUTE = "_zenflow_optimizer"
-
-log = logging.getLogger(__name__)
-
-
-class Engine(ops.EngineOps, Protocol):
-    """What the front door uses of an engine besides its nodes."""
-
-    in_backward: bool
-    graphs: list[Any]
-
-    @property
-    def optimizer(self) -> Any: ...
-    @property
-    def outdated(self) -> bool: ...
-    @property
-    def finalizes_in_backward(self) -> bool: ...
-    @property
-    def weight_grad_bytes(self) -> int: ...
-    def declare_forward_order(self, order: list[int]) -> None: ...
-    def remember_models(self, models: Sequence[nn.Module]) -> None: ...
-    def check_models(self, models: Sequence[nn.Module]) -> None: ...
-    def check_unchanged(self) -> None: ...
+"""Attribute of an owned parameter: an object that is unique to its owner, deleted when the optimizer closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +26,7 @@ class Owned:
     """One input of Dynamo's graph that an engine owns.
 
     Attributes:
-        engine_id: that engine; compiled graphs live long, and nothing here keeps the engine alive.
+        engine_id: the engine's id. Compiled graphs outlive engines, so nothing here keeps an engine alive.
         p: index in the engine's plan.
         input_index: index among the inputs of Dynamo's graph.
     """
@@ -57,19 +34,6 @@ class Owned:
     engine_id: int
     p: int
     input_index: int
-
-
-@dataclass(slots=True)
-class Keeper:
-    """Keeps an implicit optimizer alive as long as the module it hangs on; a copied or loaded module has none."""
-
-    optimizer: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Keeper:
-        return Keeper()
-
-    def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
-        return Keeper, ()
 
 
 def live_engine(engine_id: int) -> Engine | None:
@@ -83,20 +47,21 @@ def claim(
     sources: Sequence[Any],
     call: private.CompileCall,
     keywords: Mapping[str, Any] | None,
+    make_optimizer: Callable[..., Any],
 ) -> tuple[Owned, ...]:
-    """Match the inputs of Dynamo's graph to their engines, making the implicit optimizer where one is asked for.
+    """Match the inputs of Dynamo's graph to their engines, and make the optimizer in backward if one is asked for.
 
     Args:
         gm: Dynamo's graph.
         inputs: what it is called with: the parameters themselves.
         sources: where Dynamo found them.
+        call: the ``torch.compile`` call behind the graph.
         keywords: of ``ZenFlowAdamW`` for the optimizer-in-backward form; None if the parameters have optimizers.
+        make_optimizer: see ``ensure_optimizer``.
 
     Raises:
-        ValueError: parameters are inside the graph instead of among its inputs, or ``keywords`` have no effect since
-            optimizer objects own all parameters.
-        RuntimeError: the implicit optimizer of this ``torch.compile`` call was closed, and training goes on; or the
-            model was changed since the first use of its optimizer.
+        ValueError: parameters are inside the graph instead of among its inputs, or see ``ensure_optimizer``.
+        RuntimeError: the model was changed since the first use of its optimizer, or see ``ensure_optimizer``.
     """
     if any(ops.owner_of(param) is not None for param in gm.parameters()):
         raise ValueError(
@@ -106,12 +71,12 @@ def claim(
     params = [(i, value) for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
     found = [private.source_module(sources[i], call) for i, _ in params if sources[i] is not None]
     roots = unique_modules([call.module, *found])
-    for live in cast(Iterator[Engine], ops.live_engines()):
+    for live in cast("Iterator[Engine]", ops.live_engines()):
         if live.outdated and live.optimizer is not None:
             live = live.optimizer.engine  # a new one
         live.check_models(roots)
     if keywords is not None:
-        ensure_implicit_optimizer([param for _, param in params], roots, call, keywords)
+        ensure_optimizer([param for _, param in params], roots, call, keywords, make_optimizer)
 
     owned: list[Owned] = []
     for i, value in enumerate(inputs):
@@ -129,8 +94,8 @@ def refuse_ddp(call: private.CompileCall | None = None) -> None:
     """Raise before DistributedDataParallel waits for gradients that never come.
 
     Args:
-        call: the compilation that is under way; None where a compiled graph runs. Dynamo reuses under
-            DistributedDataParallel a graph that it compiled for the bare module.
+        call: the compilation that is under way; None where a compiled graph runs. Under DistributedDataParallel, Dynamo
+            reuses a graph that it compiled for the bare module.
 
     Raises:
         ValueError: the model is wrapped in DistributedDataParallel.
@@ -143,72 +108,8 @@ def refuse_ddp(call: private.CompileCall | None = None) -> None:
         )
 
 
-def unique_modules(modules: Iterable[nn.Module | None]) -> list[nn.Module]:
-    """Each module once, in order."""
-    return list({id(module): module for module in modules if module is not None}.values())
-
-
-def ensure_implicit_optimizer(
-    params: Sequence[nn.Parameter],
-    roots: Sequence[nn.Module],
-    call: private.CompileCall,
-    keywords: Mapping[str, Any],
-) -> None:
-    """Make the optimizer of this ``torch.compile`` call, or give it the parameters that are new to it.
-
-    There is one per call, however many graphs, frames and recompilations it has. It hangs on the modules whose
-    parameters it updates and dies with them; the object that stands for the call, which Dynamo never lets go, only
-    refers to it weakly.
-    """
-    candidates: dict[int, tuple[str, nn.Parameter]] = {}
-    for root in roots:
-        for name, param in root.named_parameters():
-            candidates.setdefault(id(param), (name, param))
-    for position, param in enumerate(params):
-        candidates.setdefault(id(param), (f"param{position}", param))
-    trained = [(name, param) for name, param in candidates.values() if param.requires_grad and param.is_leaf]
-    unowned = [(name, param) for name, param in trained if ops.owner_of(param) is None]
-    if not unowned:
-        _refuse_options_without_effect(trained, keywords)
-        return
-    reference = getattr(call.wrapper, KEEPER_ATTRIBUTE, None)
-    optimizer = reference() if reference is not None else None
-    if optimizer is None:
-        from zenflow_compile.optimizer import ZenFlowAdamW
-
-        optimizer = ZenFlowAdamW._updating_in_backward(unowned, **keywords)
-        if call.wrapper is not None:
-            setattr(call.wrapper, KEEPER_ATTRIBUTE, weakref.ref(optimizer))
-    elif any(cast(Engine, engine).optimizer is optimizer for engine in ops.live_engines()):
-        optimizer.add_param_group({"params": unowned})
-    elif torch.is_grad_enabled():
-        raise RuntimeError(
-            "the optimizer that backend='zenflow' made for this model is closed; "
-            "call torch.compile on the model again to train on with a new one"
-        )
-    else:
-        return
-    for holder in (*roots, *(() if roots else (param for _, param in unowned))):
-        setattr(holder, KEEPER_ATTRIBUTE, Keeper(optimizer))
-
-
-def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], keywords: Mapping[str, Any]) -> None:
-    """Raise if optimizer options are for a model whose every parameter has an optimizer object.
-
-    Raises:
-        ValueError: none of ``trained``, which all have owners, is of an optimizer that the backend made.
-    """
-    owners = [owner for _, param in trained if (owner := ops.owner_of(param)) is not None]
-    if owners and not any(cast(Engine, engine).in_backward for engine, _ in owners):
-        named = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
-        raise ValueError(
-            f"options of torch.compile set up an optimizer ({named}), but a ZenFlowAdamW owns every parameter of the "
-            "model already: pass them to that optimizer and leave them out of options=, or drop the optimizer object"
-        )
-
-
 def optimizer_of(compiled_model: Any) -> Any:
-    """The optimizer that serves a compiled model, also the one that the optimizer-in-backward form made.
+    """Return the optimizer of a compiled model, also the one that the optimizer-in-backward form made.
 
     Args:
         compiled_model: what ``torch.compile`` returned, or the module it was given.
@@ -230,21 +131,21 @@ def optimizer_of(compiled_model: Any) -> Any:
 
 
 def engines_of(compiled_model: Any) -> list[Engine]:
-    """The live engines that own a parameter of the model, each once.
+    """The live engines that own a parameter of the model, without repetitions.
 
     Raises:
-        TypeError: there is no module behind ``compiled_model``.
+        TypeError: ``compiled_model`` runs no module.
     """
     found: dict[int, Engine] = {}
     for module in modules_of(compiled_model):
         for param in module.parameters():
             if (owner := ops.owner_of(param)) is not None:
-                found[owner[0].id] = cast(Engine, owner[0])
+                found[owner[0].id] = cast("Engine", owner[0])
     return list(found.values())
 
 
 def modules_of(compiled_model: Any) -> list[nn.Module]:
-    """The modules that a compiled model or function runs: itself, what it is bound to, or what it closes over.
+    """The modules that a compiled model or function runs: itself, its ``self``, or variables that it refers to.
 
     Raises:
         TypeError: there are none.
@@ -265,3 +166,8 @@ def modules_of(compiled_model: Any) -> list[nn.Module]:
     if not modules:
         raise TypeError(f"expected a module or a compiled model, got {type(compiled_model).__name__}; pass the module")
     return modules
+
+
+def unique_modules(modules: Iterable[nn.Module | None]) -> list[nn.Module]:
+    """The modules in order, without repetitions."""
+    return list({id(module): module for module in modules if module is not None}.values())

@@ -1,27 +1,26 @@
-"""Backward: one gradient for a parameter that the graph has at several inputs."""
+"""Backward: add up the gradients of a parameter that is at several inputs of the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.context import PassContext, Phase, gradient
+from zenflow_compile.passes.base import PassContext
+from zenflow_compile.passes.graph_edits import gradient
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 MERGED = "zenflow_merged"
 """Key in the ``meta`` of an inserted addition; the value is ``(engine_id, p)``."""
 
 
-@dataclass(frozen=True, slots=True)
-class MergeGradients:
-    """Add up the gradients of a parameter's inputs, where a later pass expects one gradient per parameter.
+def merge_gradients(gm: GraphModule, ctx: PassContext) -> int:
+    """Add up the gradients of a parameter's inputs: later passes expect one gradient per parameter.
 
-    Dynamo compiles one graph for two parameters of the same shape, and calls it again when both are the same one:
+    Dynamo compiles one graph for two parameters of the same shape and calls it again when both are the same one:
     weights that are tied after the first step, or a function called with ``(w1, w2)`` and then with ``(w1, w1)``.
-    Autograd would add up the two gradients, but those of offloaded parameters are taken before it sees them.
+    Autograd would add up the two gradients, but the engine takes those of offloaded parameters before autograd does.
 
     Before::
 
@@ -38,32 +37,25 @@ class MergeGradients:
         ...
         return (merged_gradient, ..., None)
     """
-
-    name: str = "merge_gradients"
-    phases: frozenset[Phase] = frozenset({Phase.BACKWARD})
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset({"merged gradients"})
-
-    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
-        graph = gm.graph
-        output = graph.output_node()
-        values = list(output.args[0])  # type: ignore[arg-type]
-        count = 0
-        for p in sorted({param.index for param, _ in ctx.offloaded()}):
-            found = [each for index in ctx.inputs_of(p) if (each := gradient(graph, index)) is not None]
-            if len(found) < 2:
-                continue
-            for _, position in found:
-                values[position] = None
-            values[found[0][1]] = add_up(graph, [grad for grad, _ in found], (ctx.engine_id, p))
-            count += 1
-        if count:
-            output.args = (tuple(values),)
-        return count
+    graph = gm.graph
+    output = graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    count = 0
+    for p in sorted({param.index for param, _ in ctx.offloaded()}):
+        found = [each for index in ctx.inputs_of(p) if (each := gradient(graph, index)) is not None]
+        if len(found) < 2:
+            continue
+        for _, position in found:
+            values[position] = None
+        values[found[0][1]] = add_up(graph, [grad for grad, _ in found], (ctx.engine_id, p))
+        count += 1
+    if count:
+        output.args = (tuple(values),)
+    return count
 
 
 def add_up(graph: Graph, grads: Sequence[Node], mark: tuple[int, int]) -> Node:
-    """Insert the sum of ``grads`` right behind the last of them.
+    """Insert the sum of ``grads`` directly after the last of them.
 
     Args:
         mark: the value of ``meta[MERGED]``.
@@ -79,6 +71,7 @@ def add_up(graph: Graph, grads: Sequence[Node], mark: tuple[int, int]) -> Node:
             merged = graph.create_node("call_function", add, (total, grad), name="merged_gradient")
             with private.fake_mode_of(graph):
                 merged.meta["val"] = add(total.meta["val"], grad.meta["val"])
+            private.copy_origin(grad, merged)
             merged.meta[MERGED] = mark
             total = merged
     return total

@@ -1,37 +1,43 @@
-"""The order of the passes, and the runner that checks what they claim."""
+"""The order of the passes, and the runner that checks it, times the passes and shows PyTorch's tools what they did."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from zenflow_compile.passes.context import GraphPass, PassContext, Phase, written_inputs
-from zenflow_compile.passes.fetch_parameters import FetchParameters
-from zenflow_compile.passes.fuse_nodes import FuseNodes
-from zenflow_compile.passes.merge_gradients import MergeGradients
-from zenflow_compile.passes.offload_gradients import OffloadGradients
-from zenflow_compile.passes.order_gradients import OrderGradients
-from zenflow_compile.passes.select_columns import SelectColumns
-from zenflow_compile.passes.update_parameters import UpdateParameters, build_step_graph
-from zenflow_compile.planning.plan import Plan
+from zenflow_compile.passes.base import GraphPass, PassContext, Phase
+from zenflow_compile.passes.fetch_parameters import fetch_parameters
+from zenflow_compile.passes.graph_edits import written_inputs
+from zenflow_compile.passes.group_nodes import group_nodes
+from zenflow_compile.passes.merge_gradients import merge_gradients
+from zenflow_compile.passes.offload_gradients import offload_gradients
+from zenflow_compile.passes.order_gradients import order_gradients
+from zenflow_compile.passes.select_columns import select_columns
+from zenflow_compile.passes.update_parameters import update_parameters
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
-    Phase.FORWARD: (FetchParameters(), FuseNodes()),
-    Phase.INFERENCE: (FetchParameters(), FuseNodes()),
+    Phase.FORWARD: (fetch_parameters, group_nodes),
+    Phase.INFERENCE: (fetch_parameters, group_nodes),
     Phase.BACKWARD: (
-        MergeGradients(),
-        OrderGradients(),
-        SelectColumns(),
-        OffloadGradients(),
-        UpdateParameters(),
-        FuseNodes(),
+        merge_gradients,
+        order_gradients,
+        select_columns,
+        offload_gradients,
+        update_parameters,
+        group_nodes,
     ),
-    Phase.STEP: (FuseNodes(),),
 }
+
+READS_NODES_OF: Mapping[GraphPass, GraphPass] = {
+    offload_gradients: select_columns,
+    update_parameters: offload_gradients,
+}
+"""A pass that looks for the nodes of another one, which must run before it."""
 
 log = logging.getLogger(__name__)
 
@@ -53,25 +59,27 @@ def run_pipeline(
     gm: GraphModule,
     ctx: PassContext,
     passes: Sequence[GraphPass] | None = None,
-    readable: Callable[[PassReport], None] | None = None,
+    before_grouping: Callable[[PassReport], None] | None = None,
 ) -> PassReport:
     """Run the passes of ``ctx.phase`` over ``gm``, in place, for one engine.
 
-    Every pass is logged with its count; at DEBUG level the graph is logged after each pass that changed it.
+    The counts are logged at INFO level. ``TORCH_TRACE`` gets the graph before the first pass and after each pass, with
+    the number of edits and the time in milliseconds.
 
     Args:
-        readable: is called when one node stands for each thing that is done, before the last pass fuses them.
+        before_grouping: called before ``group_nodes``, while the graph has one node for each thing that is done.
 
     Raises:
-        ValueError: a pass is in the wrong phase or in front of one that it needs.
+        ValueError: see ``check_order``.
     """
     passes = PIPELINES[ctx.phase] if passes is None else passes
     check_order(passes, ctx.phase)
-    fusing = next((i for i, each in enumerate(passes) if "fused nodes" in each.provides), len(passes))
-    counts = _run(passes[:fusing], gm, ctx)
-    if readable is not None:
-        readable(PassReport(ctx.phase, counts))
-    counts += _run(passes[fusing:], gm, ctx)
+    grouping = len(passes) - (group_nodes in passes)
+    trace_graph(gm, ctx, "before")
+    counts = _run(passes[:grouping], gm, ctx)
+    if before_grouping is not None:
+        before_grouping(PassReport(ctx.phase, counts))
+    counts += _run(passes[grouping:], gm, ctx)
     private.graph_rewritten(gm.graph, written_inputs(gm.graph))
     gm.graph.lint()
     gm.recompile()
@@ -83,39 +91,40 @@ def run_pipeline(
 def _run(passes: Sequence[GraphPass], gm: GraphModule, ctx: PassContext) -> tuple[tuple[str, int], ...]:
     counts: list[tuple[str, int]] = []
     for graph_pass in passes:
+        name = graph_pass.__name__
+        begin = time.perf_counter()
         count = graph_pass(gm, ctx)
-        counts.append((graph_pass.name, count))
-        if count and log.isEnabledFor(logging.DEBUG):
-            log.debug("%s, %s: %d rewrites\n%s", ctx.phase, graph_pass.name, count, gm.graph)
+        milliseconds = (time.perf_counter() - begin) * 1e3
+        counts.append((name, count))
+        trace_graph(gm, ctx, f"after_{name}", f"# {name}: {count} edits in {milliseconds:.3f} ms\n")
     return tuple(counts)
 
 
-def fused_step_graph(plan: Plan, engine_id: int) -> GraphModule:
-    """The optimizer step as it runs: from the offloaded parameters, in the plan's order, to nothing."""
-    gm = build_step_graph(plan, engine_id)
-    run_pipeline(gm, PassContext(plan=plan, engine_id=engine_id, phase=Phase.STEP, params=()))
-    return gm
+def trace_graph(gm: GraphModule, ctx: PassContext, moment: str, header: str = "") -> None:
+    """Hand the graph to ``TORCH_TRACE``, if that is on, as artifact ``zenflow_<phase>_engine<id>_<moment>``."""
+    private.trace_artifact(
+        f"zenflow_{ctx.phase}_engine{ctx.engine_id}_{moment}", lambda: header + private.printed_graph(gm)
+    )
 
 
 def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:
-    """Check that every pass runs in a phase it knows, behind those that provide what it requires, before the fusing.
+    """Check that every pass runs in its phase and after the pass whose nodes it reads, with ``group_nodes`` last.
 
     Raises:
-        ValueError: it does not; names the pass and what is missing.
+        ValueError: a pass is in the wrong place; the message names it and what to change.
     """
-    have: set[str] = set()
-    for graph_pass in passes:
-        if phase not in graph_pass.phases:
-            known = ", ".join(sorted(graph_pass.phases))
-            raise ValueError(f"pass {graph_pass.name} rewrites {known} graphs, not {phase} graphs")
-        if "fused nodes" in have:
+    for position, graph_pass in enumerate(passes):
+        known = sorted(each for each, pipeline in PIPELINES.items() if graph_pass in pipeline)
+        if known and phase not in known:
+            raise ValueError(f"pass {graph_pass.__name__} rewrites {', '.join(known)} graphs, not {phase} graphs")
+        if group_nodes in passes[:position]:
             raise ValueError(
-                f"pass {graph_pass.name} comes behind the one that fuses the nodes it would look for; "
-                f"put it before that one, which is the last of the {phase} pipeline"
+                f"pass {graph_pass.__name__} comes after group_nodes, which replaces the nodes that it looks for; "
+                f"put it before group_nodes, the last pass of the {phase} pipeline"
             )
-        if missing := graph_pass.requires - have:
+        needed = READS_NODES_OF.get(graph_pass)
+        if needed is not None and needed not in passes[:position]:
             raise ValueError(
-                f"pass {graph_pass.name} needs {', '.join(sorted(missing))} first and finds {sorted(have)}: "
-                f"put a pass that provides it before {graph_pass.name} in the {phase} pipeline"
+                f"pass {graph_pass.__name__} needs the nodes of {needed.__name__}: "
+                f"put {needed.__name__} before it in the {phase} pipeline"
             )
-        have |= graph_pass.provides

@@ -1,26 +1,16 @@
-"""Backward: which slices of each gradient are important."""
+"""Backward: select the slices of each gradient that the device updates itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch.fx import GraphModule
 
-from zenflow_compile.passes.context import (
-    PassContext,
-    Phase,
-    check_shape,
-    find,
-    gradient,
-    insert_after,
-    token,
-)
+from zenflow_compile.passes.base import PassContext
+from zenflow_compile.passes.graph_edits import check_shape, find, gradient, insert_after, token
 from zenflow_compile.runtime import ops
 
 
-@dataclass(frozen=True, slots=True)
-class SelectColumns:
-    """Norms and selection right behind the node that produces an offloaded parameter's gradient.
+def select_columns(gm: GraphModule, ctx: PassContext) -> int:
+    """Insert norms and selection directly after the node that computes an offloaded parameter's gradient.
 
     Before::
 
@@ -33,28 +23,21 @@ class SelectColumns:
         norms = zenflow.column_norms(grad, engine, p)     # f32[slices]
         selected = zenflow.select_columns(norms, engine, p)  # i32[k]
 
-    The token is also made where all gradients of the engine stay on the device: an optimizer without ``step()`` learns
-    from it that a backward runs.
+    The token is also inserted where all gradients of the engine stay on the device: an optimizer without ``step()``
+    learns from it that a backward runs.
     """
-
-    name: str = "select_columns"
-    phases: frozenset[Phase] = frozenset({Phase.BACKWARD})
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset({"selection"})
-
-    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
-        graph = gm.graph
-        if not any(gradient(graph, index) for _, index in ctx.params):
-            return 0
-        todo = [
-            (param, found[0])
-            for param, index in ctx.offloaded()
-            if (found := gradient(graph, index)) and not find(graph, ops.SELECT_COLUMNS, ctx.engine_id, param.index)
-        ]
-        start = token(graph, ctx.engine_id)
-        for param, grad in todo:
-            check_shape(grad, param, "the gradient")
-            place = start if grad.op == "placeholder" else grad
-            norms = insert_after(graph, place, ops.COLUMN_NORMS, (grad, ctx.engine_id, param.index))
-            insert_after(graph, norms, ops.SELECT_COLUMNS, (norms, ctx.engine_id, param.index))
-        return len(todo)
+    graph = gm.graph
+    if not any(gradient(graph, index) for _, index in ctx.params):
+        return 0
+    todo = [
+        (param, found[0])
+        for param, index in ctx.offloaded()
+        if (found := gradient(graph, index)) and not find(graph, ops.SELECT_COLUMNS, ctx.engine_id, param.index)
+    ]
+    start = token(graph, ctx.engine_id)
+    for param, grad in todo:
+        check_shape(grad, param, "the gradient")
+        place = start if grad.op == "placeholder" else grad
+        norms = insert_after(graph, place, ops.COLUMN_NORMS, (grad, ctx.engine_id, param.index), grad)
+        insert_after(graph, norms, ops.SELECT_COLUMNS, (norms, ctx.engine_id, param.index), grad)
+    return len(todo)

@@ -1,20 +1,20 @@
 """The graph nodes of zenflow: schemas, fake kernels and the registry of live engines.
 
-This is all that the passes know of the runtime. Ops name ``(engine, p)``: which engine, and which parameter of
-its plan. Both are small stable integers, so that compiled graphs stay cacheable. Nothing that changes from step to
+The passes know nothing else of the runtime. The last arguments of an op are the engine's id and the parameter's index
+in its plan. Both are small stable integers, so that compiled graphs stay cacheable. Nothing that changes from step to
 step is an argument: the op runs every step and the engine decides what it does.
 
-[Note: tokens] Inductor (2.11 to 2.13) orders effectful ops only when they were traced through AOTAutograd; ops that a
-pass inserts afterwards would be free to move. ``begin_backward`` therefore returns a token that the following ops
-mutate: a plain data dependency, which keeps FX order and protects the ops from dead-code elimination.
+[Note: tokens] Inductor (2.11 to 2.13) orders effectful ops only if they were traced through AOTAutograd; ops that a
+pass inserts afterwards would be free to move. ``begin_backward`` therefore returns a dependency token that the
+following ops mutate: a plain data dependency, which keeps FX order and prevents dead-code elimination.
 
 [Note: staged gradients] Selected and deferred gradients live in engine-owned memory and are never op outputs: Inductor
 reuses the buffer of an op's output inside the graph while Python still holds a reference to it.
 
-[Note: two forms] Passes insert one node for each thing that is done: the readable form, which ``explain`` shows. The
-last pass replaces chains of them by fused ops, which return nothing and are what runs: an op call costs microseconds,
-and a model has hundreds of parameters. The readable form runs too, to the same bits: where somebody's own pass reads
-what is between the parts of a chain, and in the tests that hold one form against the other.
+[Note: two forms] Passes insert one unfused op for each thing that is done; ``explain`` shows these. The last pass
+replaces groups of them by fused ops, which run: an op call costs microseconds, and a model has hundreds of parameters.
+The unfused ops run too, with bitwise equal results: in graphs where a user's own pass reads a value between them, and
+in the tests that compare both forms.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.runtime.trace_annotations import annotated
 
 
 class EngineOps(Protocol):
-    """What an engine does for the nodes; the runtime's engine and the recording engine of the tests implement it."""
+    """What the ops call; implemented by the runtime's engine and by the recording engine of the tests."""
 
     id: int
 
@@ -66,7 +67,7 @@ _CLAIMS: WeakSet[ClaimOps] = WeakSet()
 
 
 def register_engine(engine: EngineOps) -> None:
-    """Make ``engine`` reachable for graph nodes; it stays so until it is collected or unregistered."""
+    """Make ``engine`` reachable for graph nodes until it is collected or unregistered."""
     _LIVE[engine.id] = engine
 
 
@@ -81,7 +82,7 @@ def live_engines() -> Iterator[EngineOps]:
 
 
 def register_claim(claim: ClaimOps) -> None:
-    """Make the parameters of ``claim`` owned, before their engine is built."""
+    """Register an optimizer as the owner of its parameters, before their engine is built."""
     _CLAIMS.add(claim)
 
 
@@ -98,7 +99,7 @@ def find_engine(engine_id: int) -> EngineOps | None:
 def owner_of(param: Tensor) -> tuple[EngineOps, int] | None:
     """The engine that updates ``param`` and the parameter's index in its plan; None if no optimizer owns it.
 
-    This is a use of the optimizer: an engine that has not been built is built now.
+    This is a use of the optimizer: it builds an engine that has not been built.
     """
     for engine in live_engines():
         if (index := engine.index_of(param)) is not None:
@@ -136,15 +137,16 @@ def engine(engine_id: int) -> EngineOps:
 
 
 def returning_gradients(code: Callable[..., Any], engine_id: int, places: Mapping[int, int]) -> Callable[..., Any]:
-    """A compiled backward that returns to autograd those gradients which the engine left to it.
+    """Wrap a compiled backward so that it returns the gradients that the engine did not take.
 
-    The graph returns None for each gradient that it hands to the engine. Hooks on the parameter, tensors of the user's
-    in ``.grad`` and ``torch.autograd.grad`` need the gradient itself, in some backwards and not in others: so it takes
-    the place of the None here, and not in the graph.
+    The graph returns None for each offloaded gradient. Hooks on the parameter, a user's tensor in ``.grad`` and
+    ``torch.autograd.grad`` need the gradient itself, in some backwards and not in others, so the wrapper and not the
+    graph replaces the None.
 
     Args:
         code: takes a list of arguments, which it may empty.
-        places: position among the outputs by parameter.
+        engine_id: the engine that takes the gradients.
+        places: positions among the outputs, by parameter.
     """
     ps = tuple(places)
 
@@ -166,49 +168,67 @@ _library = torch.library.Library("zenflow", "DEF")  # type: ignore[no-untyped-ca
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order)
 
 
+def _names(*args: Any) -> list[str]:
+    """Names of the parameters that a node is for, by the node's arguments; none for ``begin_backward``."""
+    if len(args) < 2 or (found := _LIVE.get(args[-2])) is None:
+        return []
+    ps = args[-1]
+    return [found.plan.params[p].name for p in ([ps] if isinstance(ps, int) else ps)]
+
+
 def _begin_backward(engine_id: int) -> Tensor:
     engine(engine_id).begin_backward()
     return torch.zeros(1)
 
 
+@annotated("column_norms", _names)
 def _column_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
     return engine(engine_id).column_norms(p, grad)
 
 
+@annotated("select", _names)
 def _select_columns(norms: Tensor, engine_id: int, p: int) -> Tensor:
     return engine(engine_id).select_columns(p, norms)
 
 
+@annotated("split", _names)
 def _split_columns(token: Tensor, grad: Tensor, selected: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).split_columns(p, grad, selected)
 
 
+@annotated("offload", _names)
 def _copy_to_host(token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).copy_to_host(p)
 
 
+@annotated("update", _names)
 def _adam_columns_(param: Tensor, token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).adam_columns_(p, param)
 
 
+@annotated("update_on_host", _names)
 def _update_on_host(token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).update_on_host(p)
 
 
+@annotated("fetch", _names)
 def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
-    # A closed engine has landed all it had: the weights are final, and inference graphs may go on using them.
+    # A closed engine has applied all updates: the weights are final, and inference graphs may still read them.
     if (found := _LIVE.get(engine_id)) is not None:
         found.copy_to_device_(p, param)
 
 
+@annotated("offload", _names)
 def _offload_gradients(token: Tensor, grads: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).offload_gradients(ps, grads)
 
 
+@annotated("update", _names)
 def _update_parameters(params: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).update_parameters(ps, params)
 
 
+@annotated("fetch", _names)
 def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
     if (found := _LIVE.get(engine_id)) is not None:  # see _copy_to_device_
         found.fetch_parameters_(ps, params)
@@ -238,7 +258,7 @@ _NODES = (
     ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
-    # The fused form. Those of ``ps`` without columns on the device (k = 0) are not among update_parameters' ``params``.
+    # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
     ("offload_gradients(Tensor(a!) token, Tensor[] grads, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
     ("fetch_parameters_(Tensor(a!)[] params, int engine, int[] ps) -> ()", _fetch_parameters_, None),

@@ -1,4 +1,7 @@
-"""Every private PyTorch API that the package leans on, each behind a function that says where it was seen."""
+"""Private PyTorch APIs that the runtime uses. Each function says in which versions of PyTorch the API was seen.
+
+``torch_private_compiler`` has those of Dynamo, AOTAutograd and Inductor that the backend uses.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -21,17 +25,17 @@ _P = ParamSpec("_P")
 
 @contextmanager
 def one_intra_op_thread() -> Iterator[None]:
-    """Let the calling thread, and no other, run PyTorch's CPU operators on one core.
+    """Run the calling thread's CPU operators on one core.
 
-    ``torch.set_num_threads`` would change the training thread's count too. OpenMP's own setting belongs to
-    the calling thread. Reached through libtorch's dependencies, so that it is the OpenMP runtime that PyTorch
-    uses, whatever its name; where there is none this does nothing. Seen in torch 2.11 and 2.13.
+    ``torch.set_num_threads`` would also change the count of the training thread; OpenMP's own setting belongs to the
+    calling thread. The library is found through libtorch's dependencies, so that it is the OpenMP runtime that PyTorch
+    uses, whatever its name. Without OpenMP this does nothing. Seen in torch 2.11 and 2.13.
     """
     openmp = _openmp()
     if openmp is None:
         yield
         return
-    torch.get_num_threads()  # a thread's first operator sets its count: let that happen before ours
+    torch.get_num_threads()  # a thread's first operator sets its count, which must happen before ours
     before = openmp.omp_get_max_threads()
     openmp.omp_set_num_threads(1)
     try:
@@ -42,8 +46,7 @@ def one_intra_op_thread() -> Iterator[None]:
 
 @cache
 def _openmp() -> ctypes.PyDLL | None:
-    """PyTorch's OpenMP runtime. PyDLL, since a CDLL call gives up the GIL and may wait 5 ms to get it
-    back."""
+    """PyTorch's OpenMP runtime. A PyDLL: a CDLL call releases the GIL and may wait 5 ms to get it back."""
     suffix = {"darwin": "dylib"}.get(sys.platform, "so")
     try:
         library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
@@ -67,10 +70,10 @@ def fused_adamw_(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """Take ``grads`` one after another into one fp32 parameter, in place, in one call that releases the GIL.
+    """Apply ``grads`` one after another to one fp32 parameter, in place, in one call that releases the GIL.
 
-    ``step`` is the count that bias correction uses for all of them. The kernel goes through its lists in
-    order, so a tensor may be in them several times. Seen in torch 2.11 and 2.13.
+    Bias correction uses ``step`` for all of them. The kernel processes its lists in order, so they may contain a tensor
+    several times. Seen in torch 2.11 and 2.13.
     """
     count = len(grads)
     torch._fused_adamw_(
@@ -87,7 +90,7 @@ def copy_and_scale_(targets: list[Tensor], sources: list[Tensor], scales: list[f
 
 
 def inductor_option_names() -> frozenset[str]:
-    """Names that Inductor takes as settings, such as ``"triton.cudagraphs"``. Seen in torch 2.11 and 2.13."""
+    """Names of Inductor's settings, such as ``"triton.cudagraphs"``. Seen in torch 2.11 and 2.13."""
     from torch._inductor import list_options
 
     return frozenset(list_options())
@@ -101,7 +104,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor would use, or None where there is none. Seen in torch 2.11 and 2.13."""
+    """The C++ compiler that Inductor would use; None if there is none. Seen in torch 2.11 and 2.13."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -114,26 +117,23 @@ def cpp_compiler() -> str | None:
 def compile_host_kernel(
     function: Callable[..., None], flat: Sequence[torch.dtype], small: Sequence[Tensor]
 ) -> Callable[[list[Tensor]], object]:
-    """Compile an in-place function of CPU tensors into C++ that runs on the calling thread and does not hold
-    the GIL.
+    """Compile an in-place function of CPU tensors to C++ that runs on the calling thread without the GIL.
 
-    Inductor's code generator is called directly, past Dynamo and AOTAutograd: so there are no guards to
-    evaluate in worker threads, nothing ever recompiles, and the user's ``torch._dynamo`` resets and settings
-    have no say. Only ``cpp_wrapper`` code releases the GIL. Compiled code is cached on disk by Inductor's FX
-    graph cache.
+    It calls Inductor's code generator without Dynamo and AOTAutograd: worker threads evaluate no guards, nothing
+    recompiles, and the user's ``torch._dynamo`` resets and settings have no effect. Only ``cpp_wrapper`` code releases
+    the GIL. Inductor's FX graph cache keeps the compiled code on disk.
 
     Args:
-        function: takes ``flat`` tensors, then ``small`` ones; functional operators, results by ``copy_`` at
-            its end.
+        function: takes ``flat`` tensors, then ``small`` ones; uses functional operators, and ``copy_`` at its end.
         flat: dtypes of the 1-D contiguous tensors that share one length, which stays dynamic.
         small: examples of the tensors whose shapes are constant.
 
     Returns:
-        The kernel, which takes all of them as one list, and empties it.
+        The kernel, which takes all tensors as one list and empties it.
 
     Raises:
-        RuntimeError: the length was specialised, so that the code would be wrong for another.
-        Exception: whatever the compiler raises.
+        RuntimeError: the length was specialized, so that the code would be wrong for another.
+        Exception: any error of the compiler.
 
     Seen in torch 2.11 and 2.13.
     """
@@ -156,8 +156,7 @@ def compile_host_kernel(
     options = {
         "cpp_wrapper": True,
         "cpp.threads": 1,  # no OpenMP region: workers are the parallelism
-        # Without contraction a vector loop and its tail round alike, so that where ranges are cut changes
-        # nothing.
+        # Without contraction, a vector loop and its tail round alike, so that the division into ranges changes no bits.
         "cpp.enable_floating_point_contract_flag": "off",
         "cpp.enable_unsafe_math_opt_flag": False,
     }
@@ -175,16 +174,15 @@ def compile_host_kernel(
             graph = make_fx(traced, decomposition_table=select_decomp_table())(*inputs)
         compiled: Any = compile_fx_inner(graph, inputs, cpp_wrapper=True, is_inference=True)
     if shape_env.guards:
-        raise RuntimeError(f"the kernel's length was specialised: {[str(g.expr) for g in shape_env.guards]}")
+        raise RuntimeError(f"the kernel's length was specialized: {[str(g.expr) for g in shape_env.guards]}")
 
-    # Not ``compiled(...)``: that goes through process-wide bookkeeping of compilations, and workers run
-    # beside them.
+    # Hazard: ``compiled(...)`` uses process-wide bookkeeping of compilations, which may run while workers run kernels.
     kernel: Callable[[list[Tensor]], object] = compiled.current_callable
     return kernel
 
 
 def register_host_memory(address: int, size_bytes: int) -> None:
-    """Page-lock host memory, so that CUDA copies from and to it asynchronously. Releases the GIL meanwhile.
+    """Page-lock host memory, so that CUDA copies from and to it asynchronously. Releases the GIL.
 
     ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
 
@@ -194,14 +192,14 @@ def register_host_memory(address: int, size_bytes: int) -> None:
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = cudart.cudaHostRegister(address, size_bytes, 1)  # 1: cudaHostRegisterPortable, for every device
     if int(error) != 0:
-        # CUDA keeps the error for whoever asks next, which is the check after the next launch: spend it here.
+        # Hazard: CUDA reports the error again at the check after the next kernel launch. Clear it here.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
 
 
 def unregister_host_memory(address: int) -> None:
-    """Undo ``register_host_memory``. An error is ignored: CUDA does not know this memory then.
+    """Undo ``register_host_memory``. Ignores errors: then the memory was not registered.
 
     ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
     """
@@ -209,12 +207,12 @@ def unregister_host_memory(address: int) -> None:
 
 
 def has_stream_values() -> bool:
-    """Whether the driver's stream memory operations can be called: PyTorch's CUDA builds bring ``cuda-bindings``."""
+    """Whether the driver's stream memory operations can be called; PyTorch's CUDA builds install ``cuda-bindings``."""
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 
 
 def stream_write_value(stream: int, address: int, value: int) -> None:
-    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all that was queued before.
+    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all earlier work in it.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -226,7 +224,7 @@ def stream_write_value(stream: int, address: int, value: int) -> None:
 
 
 def stream_wait_value(stream: int, address: int, value: int) -> None:
-    """``cuStreamWaitValue32``: the stream goes on when what is at ``address`` is ``value`` or beyond, modulo 2**32.
+    """``cuStreamWaitValue32``: the stream waits until the number at ``address`` reaches ``value``, modulo 2**32.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -264,18 +262,18 @@ def fused_adamw_multi_(
 
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
+"""The id of the backward that runs in this thread; -1 outside of a backward. Seen in torch 2.11 and 2.13."""
 
 
 queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Have a callback run when the current backward is over; to be called while a backward runs. FSDP2 relies on the same
-hook. Seen in torch 2.11 and 2.13."""
+"""Run a callback at the end of the current backward. Must be called while a backward runs. FSDP2 uses the same hook.
+Seen in torch 2.11 and 2.13."""
 
 
 def inside_compiled_autograd() -> bool:
-    """Whether the backward that runs was captured by compiled autograd, which calls no callback at its end.
+    """Whether compiled autograd captured the running backward; it calls no callback at its end.
 
-    FSDP2 asks the same. Seen in torch 2.11 and 2.13.
+    FSDP2 makes the same check. Seen in torch 2.11 and 2.13.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
@@ -284,9 +282,17 @@ def inside_compiled_autograd() -> bool:
 def inside_backward_node() -> bool:
     """Whether a node of a backward is being evaluated in this thread. Seen in torch 2.11 and 2.13.
 
-    True in the end callback of a backward that another one runs inside a node: reentrant checkpointing.
+    True in the end callback of a backward that runs inside a node of another one: reentrant checkpointing.
     """
     return torch._C._current_autograd_node() is not None
+
+
+def profiler_active() -> bool:
+    """Whether ``torch.profiler`` or ``emit_nvtx`` records in some thread of this process. Seen in torch 2.11 and 2.13.
+
+    ``torch.autograd._profiler_enabled`` tells less: it is False in threads that started before the profiler did.
+    """
+    return _profiler._is_profiler_enabled
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
@@ -296,7 +302,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callabl
 
 
 class Asked(enum.Enum):
-    """What autograd does with the gradient of a parameter in the backward that runs now."""
+    """What autograd does with the gradient of a parameter in the running backward."""
 
     ACCUMULATE = enum.auto()
     """It is accumulated into ``.grad``."""
@@ -307,12 +313,12 @@ class Asked(enum.Enum):
 
 
 def accumulate_grad_node(param: Tensor) -> Any:
-    """The node of autograd's graph that accumulates into ``param.grad``. None where no gradient is required."""
+    """The autograd node that accumulates into ``param.grad``; None if the parameter requires no gradient."""
     return torch.autograd.graph.get_gradient_edge(param).node if param.requires_grad else None
 
 
 def asked_for(accumulate_grad: Any) -> Asked:
-    """What the backward that runs now does with a gradient. Seen in torch 2.11 and 2.13.
+    """What the running backward does with a parameter's gradient. Seen in torch 2.11 and 2.13.
 
     Args:
         accumulate_grad: the parameter's ``AccumulateGrad`` node.
@@ -326,7 +332,7 @@ def asked_for(accumulate_grad: Any) -> Asked:
 
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
-    """Whether other tensors hold the memory of ``tensor``, as for ``DTensor``. Seen in torch 2.11 and 2.13."""
+    """Whether ``tensor`` is a wrapper of other tensors, such as a ``DTensor``. Seen in torch 2.11 and 2.13."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))
@@ -343,12 +349,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Let C++ that asks a tensor without memory for its address raise ``RuntimeError``, not read address 0. Fake tensors do
-the same. Seen in torch 2.11 and 2.13."""
+"""Make C++ code raise ``RuntimeError`` if it asks for the address of a tensor without memory. Fake tensors do the same.
+Seen in torch 2.11 and 2.13."""
 
 
 def _references(param: Tensor) -> tuple[int, int, int]:
-    """References to ``param.grad``: of Python, to the tensor, to its storage. Those of this function are among them."""
+    """Counts of references to ``param.grad``: from Python, to the tensor, to its storage. Includes this function's."""
     grad: Any = param.grad
     return (
         sys.getrefcount(grad),
@@ -367,15 +373,15 @@ def _references_of_parameter() -> tuple[int, int, int]:
 def only_parameter_holds_grad(param: Tensor) -> bool:
     """Whether nothing but ``param`` refers to the tensor in ``param.grad``, or to its memory.
 
-    Examples of tensors that others can see: views of a flat gradient buffer, gradients with an autograd graph of their
-    own (``create_graph=True``). ``Tensor._use_count`` and ``_storage_Use_Count`` seen in torch 2.11 and 2.13.
+    False, for example, for views of a flat gradient buffer and for gradients with an autograd graph
+    (``create_graph=True``). ``Tensor._use_count`` and ``_storage_Use_Count`` seen in torch 2.11 and 2.13.
     """
     grad_requires_grad = param.grad is not None and param.grad.requires_grad
     return not grad_requires_grad and _references(param) == _references_of_parameter()
 
 
 def describes_for_tracing() -> bool:
-    """Whether the caller's caller describes tensors for fake ones: it reads a storage's size and no values.
+    """Whether the caller's caller describes tensors to make fake ones: it reads a storage's size and no values.
 
     Dynamo describes ``.grad`` together with its parameter. Seen in torch 2.11 and 2.13.
     """
@@ -383,10 +389,10 @@ def describes_for_tracing() -> bool:
 
 
 def skipped_by_dynamo(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Keep Dynamo from compiling ``function``, and all that it calls, where PyTorch's C++ calls it.
+    """Keep Dynamo from compiling ``function``, and all functions that it calls, where PyTorch's C++ calls it.
 
-    Unlike ``outside_of_graphs`` this costs nothing per call. It has no effect on calls that Dynamo traces. Seen in
-    torch 2.11 and 2.13.
+    Unlike ``outside_of_graphs`` this costs nothing per call. Calls that Dynamo traces are not affected. Seen in torch
+    2.11 and 2.13.
     """
     from torch._C._dynamo import eval_frame
 
@@ -396,9 +402,9 @@ def skipped_by_dynamo(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let Dynamo call ``function`` instead of tracing into it, without importing Dynamo now.
+    """Make Dynamo call ``function`` instead of tracing it, without importing Dynamo now.
 
-    PyTorch decorates methods of its optimizers with the same. Seen in torch 2.11 and 2.13.
+    PyTorch decorates methods of its optimizers in the same way. Seen in torch 2.11 and 2.13.
     """
     decorated: Callable[_P, _T] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return decorated
@@ -406,10 +412,10 @@ def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """Run operators as in plain eager code, whatever the caller is being transformed or traced by.
+    """Run operators as in plain eager code, also while the caller is transformed or traced.
 
-    Leaves functorch's transforms, dispatch modes (``make_fx``, non-strict ``torch.export``), ``torch.jit.trace``,
-    gradients and inference mode, in which new tensors could not be written later. Seen in torch 2.11 and 2.13.
+    Suspends functorch's transforms, dispatch modes (``make_fx``, non-strict ``torch.export``), ``torch.jit.trace``,
+    gradients, and inference mode, whose tensors could not be written later. Seen in torch 2.11 and 2.13.
     """
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
@@ -431,8 +437,8 @@ def outside_of_transforms() -> Iterator[None]:
 class MemoryMark:
     """Recognizes the memory of a tensor without keeping it alive. Seen in torch 2.11 and 2.13.
 
-    An address alone does not tell: memory that was freed is soon another tensor's. A weak reference to the storage
-    keeps its identity from being used again.
+    An address is not enough: freed memory is soon reused for another tensor. A weak reference to the storage keeps its
+    identity from being reused.
     """
 
     __slots__ = ("_address", "_storage")
@@ -450,10 +456,10 @@ class MemoryMark:
 
 
 def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
-    """A number for each tensor: equal for two tensors if and only if they share a version counter.
+    """Return a number for each tensor, equal for two tensors if and only if they share a version counter.
 
-    Found by experiment: every tensor's version is set to its position, and those that share a counter read the same one
-    then. The versions are put back. Tensors of inference mode have no counter. Seen in torch 2.11 and 2.13.
+    It sets every tensor's version to its position: tensors that share a counter then read the same version. It restores
+    the versions. Tensors of inference mode have no counter. Seen in torch 2.11 and 2.13.
     """
     labels = list(range(len(tensors)))
     counted = [index for index in labels if not tensors[index].is_inference()]

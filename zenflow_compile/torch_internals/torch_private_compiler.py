@@ -1,6 +1,6 @@
-"""The private PyTorch API of the compilers that the backend leans on: Dynamo, AOTAutograd, Inductor.
+"""Private APIs of PyTorch's compilers that the backend uses: Dynamo, AOTAutograd, Inductor.
 
-The other half of ``torch_private``, which has what the runtime needs; nothing else in the package uses private API.
+``torch_private`` has those that the runtime uses. No other file of the package uses private APIs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,18 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 
-REWRITE_VERSION = "3"
-"""Part of the key of Inductor's FX graph cache. Raise it when the same nodes compile to different code: the cache sees
-neither the nodes' metadata nor their lowerings, so it would load the code that an older version made."""
-
 
 @dataclass(frozen=True, slots=True)
 class CompileCall:
-    """Who asked for a graph.
+    """The ``torch.compile`` call that asked for a graph.
 
     Attributes:
-        wrapper: the object that ``torch.compile`` made for this one call of it; None outside ``torch.compile``. It must
-            not own anything: Dynamo keeps it until ``torch._dynamo.reset()``.
+        wrapper: the object that ``torch.compile`` made for this call; None outside ``torch.compile``. It must not own
+            anything: Dynamo keeps it until ``torch._dynamo.reset()``.
         module: the module that was compiled; None when a plain function was.
         local_scope: local variables of the frame that the graph was captured from.
         global_scope: its global variables.
-        compile_id: ``"frame/recompilation"`` for people to read; empty when the graph runs, not when it is captured.
+        compile_id: Dynamo's ``"frame/recompilation"``; empty while the graph runs.
     """
 
     wrapper: Any = None
@@ -42,44 +38,73 @@ class CompileCall:
 
 
 def compile_call() -> CompileCall:
-    """Find the ``torch.compile`` call behind the graph that is being captured, or is running, by walking up the stack.
+    """Find the ``torch.compile`` call behind the graph that is being captured or is running, by walking up the stack.
 
-    Dynamo tells a backend the graph and nothing about who asked for it. Seen in torch 2.11 and 2.13.
+    Dynamo tells a backend the graph, but not who asked for it. The frames, innermost first::
+
+        while capturing                                    while running
+        -----------------------------------------------    -----------------------------------------------
+        zenflow_compile   the backend                      zenflow_compile   ServedGraph.__call__
+        torch             OutputGraph methods   (scopes)   user code         the traced function  (scopes)
+        torch             the rest of Dynamo               torch, user code  modules that call it
+        torch             OptimizeContext       (call)     torch             OptimizeContext      (call)
+        torch             the module's own frames, up to OptimizedModule   (module)
+        user code         model(x)
+
+    ``OptimizeContext`` is ``self`` of the wrapper that ``torch.compile`` made. It compiles a function, whose ``self``
+    may be a module, or is called by the ``OptimizedModule`` that stands for one. Seen in torch 2.11 and 2.13.
     """
-    from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, innermost_backend
-    from torch._dynamo.output_graph import OutputGraph
     from torch._guards import CompileContext
 
-    found: dict[str, Any] = {}
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    call, end = _compile_call_of(frames)
+    context: Any = CompileContext.try_get()
+    return CompileCall(**call, **_dynamo_scopes(frames[:end]), compile_id=str(context.compile_id) if context else "")
+
+
+def _dynamo_scopes(frames: Sequence[FrameType]) -> dict[str, Any]:
+    """The local and global variables of the frame that the graph was captured from; empty if it is not on the stack."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    for frame in frames:
         owner = frame.f_locals.get("self")
-        if "local_scope" not in found:
-            if isinstance(owner, OutputGraph):  # capturing
-                found.update(local_scope=owner.local_scope, global_scope=owner.global_scope)
-            elif frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "zenflow_compile"):  # running
-                found.update(local_scope=frame.f_locals, global_scope=frame.f_globals)
-        if isinstance(owner, OptimizeContext) and "wrapper" not in found:
+        if isinstance(owner, OutputGraph):
+            return {"local_scope": owner.local_scope, "global_scope": owner.global_scope}
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "zenflow_compile"):
+            return {"local_scope": frame.f_locals, "global_scope": frame.f_globals}
+    return {}
+
+
+def _compile_call_of(frames: Sequence[FrameType]) -> tuple[dict[str, Any], int]:
+    """``CompileCall.wrapper`` and ``.module``, as far as found, and how many frames belong to the call."""
+    from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, innermost_backend
+
+    found: dict[str, Any] = {}
+    for position, frame in enumerate(frames):
+        owner = frame.f_locals.get("self")
+        if "wrapper" in found:  # the frames of the compiled module, if there is one, are directly above
+            if isinstance(owner, OptimizedModule):
+                found["module"] = owner._orig_mod
+            if not isinstance(owner, torch.nn.Module) or isinstance(owner, OptimizedModule):
+                return found, position + 1
+        elif isinstance(owner, OptimizeContext):
             found["wrapper"] = innermost_backend(owner.callback)
             bound = getattr(frame.f_locals.get("fn"), "__self__", frame.f_locals.get("fn"))
             if isinstance(bound, torch.nn.Module):
                 found["module"] = bound
-        elif "wrapper" in found:  # torch.compile(module): its own frames are just above
-            if isinstance(owner, OptimizedModule):
-                found["module"] = owner._orig_mod
-            if not isinstance(owner, torch.nn.Module) or isinstance(owner, OptimizedModule):
-                break
-        frame = frame.f_back
-    context: Any = CompileContext.try_get()
-    return CompileCall(**found, compile_id=str(context.compile_id) if context else "")
+    return found, len(frames)
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """Dynamo's graph with all that is needed to compile it once more, after Dynamo has finished with it.
+    """Dynamo's graph with everything that is needed to compile it again, after Dynamo has finished with it.
 
     Attributes:
-        graph: the graph; compilers get copies, since they edit what they get.
+        graph: the graph. Compilers edit graphs, so they get copies.
         sources: where Dynamo found each input; None where unknown.
         fakes: its inputs as fake tensors: the shapes, which may be symbolic, and no memory.
         fake_mode: their mode; None outside Dynamo.
@@ -96,7 +121,7 @@ class CapturedGraph:
 
 
 def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
-    """Keep what the backend was called with, but none of the tensors. Seen in torch 2.11 and 2.13."""
+    """Keep the backend's arguments, with fake tensors for tensors. Seen in torch 2.11 and 2.13."""
     from torch._guards import CompileContext, TracingContext
 
     context = TracingContext.try_get()
@@ -106,7 +131,7 @@ def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            # Dynamo's own choice of what is symbolic; a tensor that it did not see has its shape for good.
+            # Dynamo chose which sizes are symbolic; a tensor that it did not see has a static shape.
             contexts: Any = context.tensor_to_context
             symbolic = contexts.get(value)
             if symbolic is None:
@@ -129,8 +154,8 @@ def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
 def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``compiler(graph, inputs)`` on a captured graph from inside a running program.
 
-    This is what Dynamo does for specialisations, and AOTAutograd for backwards that it compiles late. The guards that
-    the first compilation added hold for this one: it is the same graph with the same shapes. Seen in 2.11 and 2.13.
+    Dynamo does the same for specializations, and AOTAutograd for backwards that it compiles late. The guards of the
+    first compilation also hold for this one, which has the same graph and shapes. Seen in torch 2.11 and 2.13.
     """
     from torch._guards import TracingContext, compile_context, tracing
 
@@ -145,7 +170,7 @@ def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Call
 
 
 def while_tracing(function: Callable[[Any], None]) -> None:
-    """Where Dynamo traces this call, have it run ``function(context)`` now. It leaves nothing in the graph.
+    """Have Dynamo run ``function(context)`` while it traces this call. The graph does not contain the call.
 
     Args:
         function: a function of a module's namespace; see ``traced_call`` for its argument.
@@ -156,10 +181,12 @@ def while_tracing(function: Callable[[Any], None]) -> None:
 
 
 def traced_call(context: Any) -> tuple[Any, Any]:
-    """What Dynamo is tracing, for a function that ``while_tracing`` runs. Seen in torch 2.13, written for 2.11 too.
+    """Find out what Dynamo traces, from a function that ``while_tracing`` runs.
+
+    Seen in torch 2.13, written for 2.11 too.
 
     Returns:
-        ``self`` of the method that called ``while_tracing``, and what Dynamo gives the graph to: see ``backend_of``.
+        ``self`` of the method that called ``while_tracing``, and the callback that gets the graph: see ``backend_of``.
     """
     translator = context._ComptimeContext__tx.parent
     owner: Any = getattr(translator.symbolic_locals.get("self"), "value", None)
@@ -167,7 +194,7 @@ def traced_call(context: Any) -> tuple[Any, Any]:
 
 
 def backend_of(callback: Any) -> str:
-    """The name of the backend behind a callback of Dynamo's; empty where nothing is compiled.
+    """The name of the backend behind a Dynamo callback; empty if nothing is compiled.
 
     ``get_eval_frame_callback()`` tells which callback Dynamo has for Python frames now. Seen in torch 2.13, written for
     2.11 too.
@@ -178,9 +205,9 @@ def backend_of(callback: Any) -> str:
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Keep Dynamo from compiling ``function`` where eager code calls it, and leave what it calls to Dynamo.
+    """Keep Dynamo from compiling ``function`` where eager code calls it; functions that it calls are still compiled.
 
-    It has no effect on calls that Dynamo traces. Seen in torch 2.11 and 2.13.
+    Calls that Dynamo traces are not affected. Seen in torch 2.11 and 2.13.
     """
     from torch._C._dynamo import eval_frame
 
@@ -190,13 +217,13 @@ def skip_frame(function: Callable[..., Any]) -> None:
 
 
 def forget_graphs_of_others(backend: str) -> None:
-    """Have Dynamo trace again, at their next call, graphs of other backends that read parameters of modules.
+    """Have Dynamo trace graphs of other backends again if they read parameters of modules.
 
-    For hooks that are added to modules: Dynamo has no guards on them, so that a graph that was traced before would
-    never meet them. Seen in torch 2.13, written for 2.11 too.
+    Dynamo has no guards on module hooks: a graph that was traced before a hook was added would never call it. Seen in
+    torch 2.13, written for 2.11 too.
 
     Args:
-        backend: the name of the one whose graphs stay.
+        backend: the name of the backend whose graphs stay.
     """
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -235,7 +262,7 @@ def in_ddp_forward() -> bool:
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
-    """The outermost module on Dynamo's way to an input. Seen in torch 2.11 and 2.13."""
+    """The outermost module through which Dynamo found an input. Seen in torch 2.11 and 2.13."""
     chain = [source]
     while (base := getattr(chain[-1], "base", None)) is not None:
         chain.append(base)
@@ -243,7 +270,7 @@ def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
     for prefix in reversed(chain):
         try:
             value = eval(prefix.name, scope)
-        except Exception:  # names may use helpers that only Dynamo's guard code has
+        except Exception:  # the name may use helpers of Dynamo's guard code
             continue
         if isinstance(value, torch.nn.Module):
             return value
@@ -251,7 +278,7 @@ def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
 
 
 def backend_error(error: Exception) -> Exception:
-    """``error`` as one that Dynamo passes on as it is: of the same type and text, not a BackendCompilerFailed.
+    """Return an error of the same type and text that Dynamo does not turn into ``BackendCompilerFailed``.
 
     Seen in torch 2.11 and 2.13.
     """
@@ -263,11 +290,11 @@ def backend_error(error: Exception) -> Exception:
 
 
 def aot_inputs(graph: torch.fx.Graph) -> dict[int, torch.fx.Node]:
-    """Placeholders of an AOTAutograd graph by the index of the Dynamo graph's input that they are.
+    """Placeholders of an AOTAutograd graph, by the index of the corresponding input of Dynamo's graph.
 
-    AOTAutograd describes every input, so that tokens, symbolic sizes, saved tensors and removed duplicates cannot shift
-    a count. Inputs that it replaced (the parts of a tensor subclass, the base of several views) are not in the result.
-    Seen in torch 2.11 and 2.13.
+    AOTAutograd describes every input, so tokens, symbolic sizes, saved tensors and removed duplicates shift no index.
+    Inputs that it replaced (the parts of a tensor subclass, the base of several views) are not in the result. Seen in
+    torch 2.11 and 2.13.
 
     Raises:
         RuntimeError: the graph has no descriptions.
@@ -319,19 +346,18 @@ def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
 
 
 def storage_of(node: torch.fx.Node) -> int | None:
-    """What all nodes with the same memory have in common; None for those that are no tensor."""
+    """A number for the node's storage, equal for all nodes that share it; None for a node that is no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> None:
-    """Tell Inductor what a rewrite changed that it would not see by itself.
+    """Tell Inductor about changes of a rewrite that it would not notice.
 
-    Inductor numbers the stretches of a graph between mutations once, before our nodes exist: with the old numbers its
-    passes would move reads of a parameter over a write of ours. It converts an output that a convolution likes better
-    in another layout, and if the output is an input saved for the backward, everything in the graph then uses the
-    converted copy, our write to the parameter too: an output that counts as visible to the user keeps its layout.
-    Seen in torch 2.11 and 2.13.
+    Inductor numbers the regions between mutations before our nodes exist. With the old numbers, its passes would move
+    reads of a parameter over our writes. Inductor also changes the layout of outputs for convolutions. If the output is
+    an input that is saved for the backward, the whole graph then uses the converted copy, and our write to the
+    parameter goes to that copy. Outputs that are visible to the user keep their layout. Seen in torch 2.11 and 2.13.
 
     Args:
         written: inputs that inserted nodes write to.
@@ -348,7 +374,7 @@ def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> 
 
 
 def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
-    """The mode in which the graph's example values are made; a null context for a graph without any.
+    """The fake mode of the graph's example values; a null context for a graph without example values.
 
     Seen in torch 2.11 and 2.13.
     """
@@ -358,13 +384,41 @@ def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
     return mode if mode is not None else nullcontext()
 
 
+def copy_origin(source: torch.fx.Node, node: torch.fx.Node) -> None:
+    """Give ``node`` the source line, the module path and the provenance of ``source``, for which it was inserted.
+
+    Printed graphs, ``TORCH_TRACE`` and Inductor's comments show these. Seen in torch 2.13, written for 2.11 too.
+    """
+    from torch.fx.traceback import NodeSource, NodeSourceAction
+
+    for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr"):
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+    node.meta["from_node"] = [NodeSource(source, "zenflow", NodeSourceAction.CREATE)]
+
+
+def printed_graph(gm: torch.fx.GraphModule) -> str:
+    """The graph as readable code, with shapes and source lines. Seen in torch 2.11 and 2.13."""
+    return gm.print_readable(print_output=False)
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Write a text artifact to the structured trace (``TORCH_TRACE``, tlparse); ``payload`` is not called without one.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
 def register_write_lowerings(written_by: Iterable[torch._ops.OpOverload]) -> None:
-    """Make Inductor finish every read of an argument before an op of ours writes to it.
+    """Make Inductor finish every read of an argument before one of our ops writes to it.
 
     Inductor keeps pointwise reads of an input lazy: casts, products, gathers. Its fallback for a mutating custom op
     registers the op first and realizes the lazy readers of its arguments afterwards. The scheduler then orders these
-    readers behind the write, and they read the new value. This lowering realizes the readers first, as Inductor does
-    for ``resize_storage_bytes_``. Idempotent: an op's lowering is replaced. Run in torch 2.13, written for 2.11 too.
+    readers after the write, and they read the new value. This lowering realizes the readers first, as Inductor does
+    for ``resize_storage_bytes_``. Idempotent. Run in torch 2.13, written for 2.11 too.
 
     Args:
         written_by: ops that write to at least one argument, a tensor or a list of tensors.
@@ -373,7 +427,7 @@ def register_write_lowerings(written_by: Iterable[torch._ops.OpOverload]) -> Non
 
     constraint = lowering.tag_to_layout_constraint(torch.Tag.needs_fixed_stride_order)
     for op in written_by:
-        # What Inductor would set itself when it makes a fallback for an op without a lowering.
+        # Inductor sets both itself when it makes a fallback for an op without a lowering.
         lowering.add_needs_realized_inputs(op)
         lowering.add_layout_constraint(op, constraint)
         lowering.register_lowering(op, type_promotion_kind=None)(_write_lowering(op))
@@ -385,7 +439,7 @@ def _write_lowering(op: torch._ops.OpOverload) -> Callable[..., Any]:
     fallback: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any) -> Any:
-        realize_readers(op, args)
+        realize_readers(op, args)  # Hazard: after ``fallback``, the scheduler would order them behind the write.
         return fallback(*args)
 
     return lower
@@ -402,22 +456,25 @@ def realize_readers(op: torch._ops.OpOverload, args: Sequence[Any]) -> None:
                 V.graph.mark_buffer_mutated(tensor.get_name())
 
 
-def cache_note(graph: torch.fx.Graph) -> dict[str, str]:
-    """What Inductor's FX graph cache must key on beside the nodes: it never reads this setting here, but hashes it.
+def cache_note(graph: torch.fx.Graph, version: str) -> dict[str, str]:
+    """Values for an Inductor setting that Inductor does not read here, but hashes into the key of its FX graph cache.
 
-    The shapes of our nodes' results depend on the plan (``topk_ratio``), which the nodes only refer to by number. Fused
-    nodes have no results; what stays unfused still does.
+    The cache sees neither the nodes' metadata nor their lowerings. The shapes of our nodes' results depend on the plan
+    (``topk_ratio``), which the nodes only refer to by number; nodes that were grouped have no results.
+
+    Args:
+        version: identifies the code that rewrites graphs and lowers their nodes.
     """
     values = (node.meta.get("val") for node in graph.nodes if str(node.target).startswith("zenflow."))
     shapes = ";".join(str(tuple(value.shape)) for value in values if isinstance(value, torch.Tensor))
-    return {"zenflow": REWRITE_VERSION, "shapes": shapes}
+    return {"zenflow": version, "shapes": shapes}
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From the code of a graph, which takes a list of arguments, to code that is called in its place."""
+"""Wraps the code of a graph, which takes a list of arguments."""
 
 Rewrite = Callable[[torch.fx.GraphModule, str], Wrap]
-"""Rewrites a graph of a phase in place, and says how its code is to be wrapped."""
+"""Rewrites the graph of a phase in place and returns the wrapper of its code."""
 
 
 def compile_with_inductor(
@@ -425,12 +482,16 @@ def compile_with_inductor(
     inputs: Sequence[Any],
     rewrite: Rewrite | None,
     config_patches: dict[str, Any],
+    version: str,
 ) -> Callable[..., Any]:
-    """Inductor, with ``rewrite(graph, phase)`` called on each AOTAutograd graph, or plain where that is None.
+    """Compile with Inductor and call ``rewrite(graph, phase)``, if given, on each AOTAutograd graph.
 
-    AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation, so that it is off for
-    ours; the FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
+    AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation: it is off for ours.
+    The FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
     ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
+
+    Args:
+        version: see ``cache_note``.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -447,7 +508,7 @@ def compile_with_inductor(
         elif keywords.get("is_inference"):
             phase = "inference"
         wrap = rewrite(graph, phase)
-        with inductor_config.patch({"aot_inductor.metadata": cache_note(graph.graph)}):
+        with inductor_config.patch({"aot_inductor.metadata": cache_note(graph.graph, version)}):
             return wrap(compile_fx_inner(graph, example_inputs, **keywords))
 
     settings = {
@@ -465,10 +526,10 @@ def compile_with_aot(
     inputs: Sequence[Any],
     rewrite: Rewrite | None,
 ) -> Callable[..., Any]:
-    """AOTAutograd's graphs, rewritten, run node by node: no code generation. Seen in torch 2.11 and 2.13.
+    """Run AOTAutograd's graphs, rewritten, node by node, without code generation. Seen in torch 2.11 and 2.13.
 
-    The partitioner is Inductor's, so that the graphs are, too. It saves weights as such, where AOTAutograd's default
-    would save transposed views of them, which hide from the passes whose memory they read.
+    It uses Inductor's partitioner, which saves weights themselves. AOTAutograd's default would save transposed views of
+    them: the passes could not tell which parameter's memory these read.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

@@ -1,36 +1,37 @@
-"""Last in every pipeline: chains of the readable nodes become the few ops that run."""
+"""Last in every pipeline: replace groups of the inserted nodes by the few ops that run."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.context import PassContext, Phase, insert, written_by
+from zenflow_compile.passes.base import PassContext
+from zenflow_compile.passes.graph_edits import erase, insert, storages_written_by
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 SMALL_BYTES = 1 << 16
-"""Only a parameter that is not larger is fetched in front of computation that comes before its first use, or updated
-behind computation that comes after its last: an op call costs about as long as a link of 16 GB/s needs for so much."""
+"""Only a parameter of at most this size is fetched before computation that precedes its first use, or updated after
+computation that follows its last use: a link of 16 GB/s copies this much in the time of one op call."""
 
 TOGETHER_BYTES = 1 << 18
-"""And only so many bytes of them are moved to one place. The computation that they are moved over hides their updates
-no more: one core updates 2^17 bf16 elements, 34 bytes each at 10 GB/s, in less than half a millisecond, and windows
-that close together are one in ``update_interval`` of them."""
+"""At most this much of them moves to one place, because the computation that they move over no longer hides their
+updates. One core updates 2^17 bf16 elements, 34 bytes each at 10 GB/s, in less than half a millisecond, and one in
+``update_interval`` update windows is flushed per step."""
 
 OFFLOAD_BYTES = 1 << 20
-"""Gradients are offloaded by one op up to so many bytes of them; a larger gradient has an op of its own. The first
-gradient of a group lives until the last one is computed, so this is also how much more device memory gradients may
-take. A link of 16 GB/s copies so much in 66 us, about as long as four op calls take: the copies lose no time that the
-link could have used for anything larger."""
+"""Gradients of up to this size in total are offloaded by one op; a larger gradient has its own op. The first gradient
+of a group lives until the last one is computed, so this is also the device memory that grouping may cost. A link of
+16 GB/s copies this much in 66 us, the time of a few op calls: the link loses no time that larger copies could use."""
+
+Chain = tuple[Node, Node, Node, Node]
+"""``column_norms``, ``select_columns``, ``split_columns`` and ``copy_to_host`` of one parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class FuseNodes:
-    """One op per gradient, per block's fetches, and for all updates.
+def group_nodes(gm: GraphModule, ctx: PassContext) -> int:
+    """Replace groups of inserted nodes by fused ops: offloads, updates, and fetches.
 
     Before::
 
@@ -50,28 +51,21 @@ class FuseNodes:
 
         zenflow.update_parameters([a, b], token, engine, [0, 1])
 
-    Successive gradients are in one node, at the last one's place, up to ``OFFLOAD_BYTES`` of them, unless a node that
-    updates one of them, or writes to its memory, lies between. Updates are in one node if nothing but views lies
-    between the two, or if the first one is small (``SMALL_BYTES``). Likewise in a forward, if nothing but views lies
-    between the first uses, or if the second parameter is small::
+    Successive gradients share a node, at the last one's place, up to ``OFFLOAD_BYTES``, unless a node between them
+    updates one of the parameters or writes to one of the gradients. Updates share a node if only views lie between
+    them, or if the first one is small (``SMALL_BYTES``). So do fetches in a forward, if only views lie between the
+    first uses, or if the second parameter is small::
 
         zenflow.copy_to_device_(a, engine, 0)             zenflow.fetch_parameters_([a, b], engine, [0, 1])
         transposed = permute(a, [1, 0])              =>   transposed = permute(a, [1, 0])
         zenflow.copy_to_device_(b, engine, 1)             y = addmm(b, x, transposed)
         y = addmm(b, x, transposed)
 
-    ``column_norms`` takes memory that ``copy_to_host`` gives back, and no token holds it in its place between other
-    parameters' nodes: as one op nothing can come between. A chain whose parts somebody else reads stays as it is.
+    ``column_norms`` takes memory that ``copy_to_host`` gives back, and no dependency token keeps other parameters'
+    nodes from moving between the two. Within one op nothing can. A chain with other readers stays as it is.
     """
-
-    name: str = "fuse_nodes"
-    phases: frozenset[Phase] = frozenset(Phase)
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset({"fused nodes"})
-
-    def __call__(self, gm: GraphModule, ctx: PassContext) -> int:
-        # Updates first: where they move back, they no longer separate gradients.
-        return fuse_fetches(gm.graph, ctx) + fuse_updates(gm.graph, ctx) + fuse_offloads(gm.graph, ctx)
+    # Updates before offloads: an update that moves back no longer separates gradients.
+    return group_fetches(gm.graph, ctx) + group_updates(gm.graph, ctx) + group_offloads(gm.graph, ctx)
 
 
 def is_node(node: Node, engine_id: int, *targets: Any) -> bool:
@@ -80,64 +74,82 @@ def is_node(node: Node, engine_id: int, *targets: Any) -> bool:
 
 
 def index_of(node: Node) -> int:
-    """Which parameter a readable node is for."""
+    """The parameter that a node of one parameter is for."""
     p = node.args[-1]
     assert isinstance(p, int)
     return p
 
 
-def fuse_offloads(graph: Graph, ctx: PassContext) -> int:
-    """One op for a few small gradients, or for one."""
+def bytes_of(p: int, ctx: PassContext) -> int:
+    """Size of a parameter."""
+    param = ctx.plan.params[p]
+    return param.numel * param.dtype.itemsize
+
+
+def computes_nothing(node: Node) -> bool:
+    """Whether the node is no computation of the model: a view, an element of a tuple, one of our nodes."""
+    if node.op != "call_function" or node.target is operator.getitem or str(node.target).startswith("zenflow."):
+        return True
+    schema = private.schema_of(node)
+    if schema is None or schema.is_mutable:
+        return False
+    return bool(schema.returns) and all(each.alias_info for each in schema.returns)
+
+
+# Offloads.
+
+
+def group_offloads(graph: Graph, ctx: PassContext) -> int:
+    """Replace chains by one op per group."""
     groups = offload_groups(graph, ctx)
     for group in groups:
         place, *_, copy = group[-1]
         grads = [norms.args[0] for norms, *_ in group]
         ps = [index_of(norms) for norms, *_ in group]
         with graph.inserting_before(place):
-            insert(graph, ops.OFFLOAD_GRADIENTS, (copy.args[0], grads, ctx.engine_id, ps))
+            insert(graph, ops.OFFLOAD_GRADIENTS, (copy.args[0], grads, ctx.engine_id, ps), serves=place)
         for chain in group:
             erase(chain)
     return len(groups)
 
 
 def offload_groups(graph: Graph, ctx: PassContext) -> list[list[Chain]]:
-    """Gradients to be offloaded at the last one's place: see the class and ``OFFLOAD_BYTES``."""
+    """Gradients to offload at the last one's place: see ``group_nodes`` and ``OFFLOAD_BYTES``."""
     chains = {chain[0]: chain for chain in gradient_chains(graph, ctx.engine_id)}
     groups: list[list[Chain]] = []
-    size = 0
-    waiting: set[int] = set()  # the group that may grow: its parameters, and its memory
-    memory: set[int | None] = set()
+    # Of the last group, while it may still grow: its parameters, their bytes, and the storages of their gradients.
+    ps: set[int] = set()
+    total_bytes = 0
+    storages: set[int | None] = set()
     for node in graph.nodes:
         if (chain := chains.get(node)) is None:
-            if not waiting.isdisjoint(updated_by(node, ctx.engine_id)) or not memory.isdisjoint(written_by(node)):
-                waiting, memory = set(), set()
+            # Hazard: an update before its gradient's offload would find no gradient, and an offload after a write to
+            # the gradient's memory would copy something else.
+            if not ps.isdisjoint(updated_by(node, ctx.engine_id)) or not storages.isdisjoint(storages_written_by(node)):
+                ps, storages = set(), set()
             continue
         p, grad = index_of(node), node.args[0]
         assert isinstance(grad, Node)
-        size += bytes_of(p, ctx)
-        if not waiting or size > OFFLOAD_BYTES:
+        total_bytes += bytes_of(p, ctx)
+        if not ps or total_bytes > OFFLOAD_BYTES:
             groups.append([])
-            waiting, memory, size = set(), set(), bytes_of(p, ctx)
+            ps, total_bytes, storages = set(), bytes_of(p, ctx), set()
         groups[-1].append(chain)
-        waiting.add(p)
-        memory.add(private.storage_of(grad))
+        ps.add(p)
+        storages.add(private.storage_of(grad))
     return groups
 
 
 def updated_by(node: Node, engine_id: int) -> set[int]:
-    """The parameters of the engine that the node updates."""
+    """The engine's parameters that the node updates."""
     if not is_node(node, engine_id, ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST, ops.UPDATE_PARAMETERS):
         return set()
     ps: Any = node.args[-1]
     return {ps} if isinstance(ps, int) else set(ps)
 
 
-Chain = tuple[Node, Node, Node, Node]
-"""``column_norms`` to ``copy_to_host`` of one parameter."""
-
-
 def gradient_chains(graph: Graph, engine_id: int) -> list[Chain]:
-    """``column_norms`` to ``copy_to_host`` of each parameter whose chain nobody else reads."""
+    """The chain of each parameter whose intermediate values have no other readers."""
     chains = []
     copies = {index_of(node): node for node in graph.nodes if is_node(node, engine_id, ops.COPY_TO_HOST)}
     for norms in graph.nodes:
@@ -152,29 +164,33 @@ def gradient_chains(graph: Graph, engine_id: int) -> list[Chain]:
 
 
 def only_user(node: Node, target: Any) -> Node | None:
-    """The node's user, if there is one alone and it calls ``target``."""
+    """The node's user, if there is exactly one and it calls ``target``."""
     user = next(iter(node.users), None)
     return user if len(node.users) == 1 and user is not None and user.target is target else None
 
 
-def fuse_updates(graph: Graph, ctx: PassContext) -> int:
-    """One op for updates that lose nothing by coming together; none of them depends on another parameter's."""
+# Updates.
+
+
+def group_updates(graph: Graph, ctx: PassContext) -> int:
+    """Replace updates by one op per group. No update depends on another parameter's."""
     count = 0
     for group in update_groups(graph, ctx):
         columns = [node for node in group if node.target is ops.ADAM_COLUMNS_]
         ps = [index_of(node) for node in group if node.target is ops.UPDATE_ON_HOST]
         if not ps or [index_of(node) for node in columns] != [p for p in ps if ctx.plan.params[p].k]:
-            continue  # half of some parameter's update stands elsewhere
+            continue  # one half of a parameter's update is in another group
         with graph.inserting_before(group[-1]):
             params = [node.args[0] for node in columns]
-            insert(graph, ops.UPDATE_PARAMETERS, (params, group[-1].args[0], ctx.engine_id, ps))
+            args = (params, group[-1].args[0], ctx.engine_id, ps)
+            insert(graph, ops.UPDATE_PARAMETERS, args, serves=group[-1])
         erase(group)
         count += 1
     return count
 
 
 def update_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
-    """Updates to be done at the last one's place: see the class and the two constants."""
+    """Updates to run at the last one's place: see ``group_nodes`` and the constants."""
     groups: list[list[Node]] = []
     computed = False  # since the last update
     for node in graph.nodes:
@@ -190,54 +206,36 @@ def update_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
     return groups
 
 
-def fuse_fetches(graph: Graph, ctx: PassContext) -> int:
-    """One op for fetches that lose nothing by coming together; also a single one, so that one form alone runs."""
+# Fetches.
+
+
+def group_fetches(graph: Graph, ctx: PassContext) -> int:
+    """Replace fetches by one op per group, also a group of one, so that only this form runs."""
     groups = fetch_groups(graph, ctx)
     for group in groups:
         with graph.inserting_before(group[0]):
             params = [node.args[0] for node in group]
-            insert(graph, ops.FETCH_PARAMETERS_, (params, ctx.engine_id, [index_of(node) for node in group]))
+            ps = [index_of(node) for node in group]
+            insert(graph, ops.FETCH_PARAMETERS_, (params, ctx.engine_id, ps), serves=group[0])
         erase(group)
     return len(groups)
 
 
 def fetch_groups(graph: Graph, ctx: PassContext) -> list[list[Node]]:
-    """Fetches to be done at the first one's place: see the class and the two constants."""
+    """Fetches to run at the first one's place: see ``group_nodes`` and the constants."""
     groups: list[list[Node]] = []
     computed = False  # since the place of the last group
-    ahead = 0
+    moved_bytes = 0  # of the last group: what is fetched before computation that precedes its first use
     for node in graph.nodes:
         if not is_node(node, ctx.engine_id, ops.COPY_TO_DEVICE_):
             computed = computed or not computes_nothing(node)
             continue
         size = bytes_of(index_of(node), ctx)
         moved = size if computed else 0
-        if groups and (not moved or (size <= SMALL_BYTES and ahead + moved <= TOGETHER_BYTES)):
+        if groups and (not moved or (size <= SMALL_BYTES and moved_bytes + moved <= TOGETHER_BYTES)):
             groups[-1].append(node)
-            ahead += moved
+            moved_bytes += moved
         else:
             groups.append([node])
-            computed, ahead = False, 0
+            computed, moved_bytes = False, 0
     return groups
-
-
-def bytes_of(p: int, ctx: PassContext) -> int:
-    """Size of a parameter."""
-    param = ctx.plan.params[p]
-    return param.numel * param.dtype.itemsize
-
-
-def computes_nothing(node: Node) -> bool:
-    """Whether the node is none of the model's computation: a view, a part of a tuple, one of ours."""
-    if node.op != "call_function" or node.target is operator.getitem or str(node.target).startswith("zenflow."):
-        return True
-    schema = private.schema_of(node)
-    if schema is None or schema.is_mutable:
-        return False
-    return bool(schema.returns) and all(each.alias_info for each in schema.returns)
-
-
-def erase(nodes: list[Node] | tuple[Node, ...]) -> None:
-    """Remove nodes, users before what they use."""
-    for node in reversed(nodes):
-        node.graph.erase_node(node)

@@ -11,33 +11,34 @@ from torch.fx import Graph
 from tests.engine.training import EAGER_BACKEND, Training, assert_same
 from tests.exactness.trajectories import largest_difference, train_implicitly
 from tests.exactness.zoo import BY_NAME
-from tests.passes.capture import OFFLOADED, READABLE, Capture, Small, inputs, reference_gradients
+from tests.passes.capture import OFFLOADED, UNFUSED, Capture, Small, inputs, reference_gradients
 from tests.recording import RecordingEngine
-from zenflow_compile.passes import fuse_nodes, pipeline
-from zenflow_compile.passes.context import PassContext, Phase, written_inputs
+from zenflow_compile.passes import group_nodes as grouping
+from zenflow_compile.passes import pipeline
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
-from zenflow_compile.passes.fuse_nodes import FuseNodes
-from zenflow_compile.passes.pipeline import PIPELINES, fused_step_graph
+from zenflow_compile.passes.graph_edits import written_inputs
+from zenflow_compile.passes.group_nodes import group_nodes
+from zenflow_compile.passes.pipeline import PIPELINES
+from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime import ops
 
-READABLE_OPS = (
+UNFUSED_OPS = (
     ops.COLUMN_NORMS, ops.SELECT_COLUMNS, ops.SPLIT_COLUMNS, ops.COPY_TO_HOST,
     ops.ADAM_COLUMNS_, ops.UPDATE_ON_HOST, ops.COPY_TO_DEVICE_,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_one_op_per_gradient_and_one_for_all_updates(
-    in_backward: bool, recording: Callable[..., RecordingEngine]
-) -> None:
+def test_gradients_and_updates_are_grouped(in_backward: bool, recording: Callable[..., RecordingEngine]) -> None:
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=in_backward)
     capture = Capture(engine, PIPELINES)
     capture.run(model, x)
 
-    assert not any(capture.count(phase, op) for phase in capture.after for op in READABLE_OPS)
+    assert not any(capture.count(phase, op) for phase in capture.after for op in UNFUSED_OPS)
     assert engine.runs("offload_gradients") == dict.fromkeys(OFFLOADED, 1)
     assert engine.runs("fetch_parameters_") == dict.fromkeys(OFFLOADED, 1)
     assert {op for op, _ in engine.executed} <= {
@@ -61,31 +62,26 @@ def test_one_op_per_gradient_and_one_for_all_updates(
         capture.assert_idempotent(phase)
 
 
-def test_nothing_to_fuse(recording: Callable[..., RecordingEngine]) -> None:
+def test_nothing_to_group(recording: Callable[..., RecordingEngine]) -> None:
     model = nn.LayerNorm(4)
     capture = Capture(recording(model), PIPELINES)
     capture.run(model, torch.randn(2, 4))
-    assert capture.reports[Phase.BACKWARD].counts[-1] == ("fuse_nodes", 0)
+    assert capture.reports[Phase.BACKWARD].counts[-1] == ("group_nodes", 0)
     assert str(capture.after[Phase.FORWARD].graph) == capture.before[Phase.FORWARD]
 
 
-def test_leaves_a_chain_that_somebody_else_reads(recording: Callable[..., RecordingEngine]) -> None:
-    class ReadNorms:
-        """A pass of somebody else's, which looks at one parameter's norms."""
-
-        name, phases = "read_norms", frozenset({Phase.BACKWARD})
-        requires, provides = frozenset({"selection"}), frozenset({"norms read"})
-
-        def __call__(self, gm: torch.fx.GraphModule, ctx: PassContext) -> int:
-            norms = gm.graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS)[0]
-            with gm.graph.inserting_after(norms):
-                gm.graph.call_function(torch.ops.aten.sum.default, (norms,))
-            return 0
+def test_chain_with_other_readers_stays(recording: Callable[..., RecordingEngine]) -> None:
+    def read_norms(gm: torch.fx.GraphModule, ctx: PassContext) -> int:
+        """A user's own pass, which reads one parameter's norms."""
+        norms = gm.graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS)[0]
+        with gm.graph.inserting_after(norms):
+            gm.graph.call_function(torch.ops.aten.sum.default, (norms,))
+        return 0
 
     model = Small()
     engine = recording(model)
-    *readable, fuse = PIPELINES[Phase.BACKWARD]
-    capture = Capture(engine, {Phase.BACKWARD: (*readable, ReadNorms(), fuse)})
+    *unfused, fuse = PIPELINES[Phase.BACKWARD]
+    capture = Capture(engine, {Phase.BACKWARD: (*unfused, read_norms, fuse)})
     capture.run(model, inputs())
     assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == capture.count(Phase.BACKWARD, ops.COPY_TO_HOST) == 1
     (fused,) = capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENTS)
@@ -93,18 +89,21 @@ def test_leaves_a_chain_that_somebody_else_reads(recording: Callable[..., Record
 
 
 @pytest.mark.parametrize("placement", [Placement.SPLIT_COLUMNS, Placement.HOST])
-def test_step_graph(placement: Placement, recording: Callable[..., RecordingEngine]) -> None:
+def test_updates_of_all_parameters(placement: Placement, recording: Callable[..., RecordingEngine]) -> None:
     engine = recording(Small(), placement=placement)
-    step = fused_step_graph(engine.plan, engine.id)
+    step = build_step_graph(engine.plan, engine.id)
+    ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.BACKWARD, params=())
+    assert group_nodes(step, ctx) == 1
+    step.recompile()
     assert step(*(engine.params[p] for p in engine.offloaded())) == ()
     assert engine.executed == {("update_parameters", p): 1 for p in OFFLOADED}
     assert len(step.graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)) == 1
 
 
-def test_a_parameter_whose_update_is_in_two_places_stays_unfused(
+def test_update_in_two_places_stays_unfused(
     recording: Callable[..., RecordingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
     engine = recording(Small())
     graph = Graph()
     a, token = graph.placeholder("a"), graph.placeholder("token")
@@ -113,7 +112,7 @@ def test_a_parameter_whose_update_is_in_two_places_stays_unfused(
     graph.call_function(ops.UPDATE_ON_HOST, (token, engine.id, 0))
     graph.output(())
     gm = torch.fx.GraphModule(nn.Module(), graph)
-    assert FuseNodes()(gm, PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())) == 0
+    assert group_nodes(gm, PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.BACKWARD, params=())) == 0
 
 
 class Written:
@@ -188,7 +187,7 @@ class Written:
         (Phase.BACKWARD, "ucucuc", 64, 64, "c(01)c(2)c"),  # small, but not together
     ],
 )
-def test_what_is_done_together(
+def test_fetch_and_update_groups(
     phase: Phase,
     steps: str,
     small_bytes: int,
@@ -198,15 +197,15 @@ def test_what_is_done_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Matrices of 64 bytes."""
-    monkeypatch.setattr(fuse_nodes, "SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(fuse_nodes, "TOGETHER_BYTES", together_bytes)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(grouping, "TOGETHER_BYTES", together_bytes)
     engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
     written = Written(engine, phase, steps)
     before = fetch_order(written.gm, engine.id)
-    assert FuseNodes()(written.gm, written.ctx) == fused.count("(")
+    assert group_nodes(written.gm, written.ctx) == fused.count("(")
     assert written.fused() == fused
     assert fetch_order(written.gm, engine.id) == before == ([0, 1, 2] if phase is Phase.FORWARD else [])
-    assert FuseNodes()(written.gm, written.ctx) == 0
+    assert group_nodes(written.gm, written.ctx) == 0
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_what_is_done_together(
         ("cococo", 1000, "ccc[012]"),
         ("cococo", 128, "cc[01]c[2]"),  # two matrices are as much as may wait
         ("cococo", 127, "c[0]c[1]c[2]"),
-        ("oco", 0, "[0]c[1]"),  # larger than the bound: an op of its own
+        ("oco", 0, "[0]c[1]"),  # larger than the bound: a separate op
         ("ocouco", 1000, "c[01](0)c[2]"),  # the update of a gradient comes after its offload
         ("ocucoo", 1000, "[0]c(0)c[12]"),
         ("owo", 1000, "[0]w[1]"),  # nothing writes to a gradient before its offload
@@ -230,15 +229,15 @@ def test_offload_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Matrices of 64 bytes, and of no more than ``offload_bytes`` one gradient lives longer than the next one."""
-    monkeypatch.setattr(fuse_nodes, "OFFLOAD_BYTES", offload_bytes)
+    monkeypatch.setattr(grouping, "OFFLOAD_BYTES", offload_bytes)
     engine = recording(nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)]))
     written = Written(engine, Phase.BACKWARD, steps)
-    assert FuseNodes()(written.gm, written.ctx) == fused.count("(") + fused.count("[")
+    assert group_nodes(written.gm, written.ctx) == fused.count("(") + fused.count("[")
     assert written.fused() == fused
-    assert FuseNodes()(written.gm, written.ctx) == 0
+    assert group_nodes(written.gm, written.ctx) == 0
 
 
-def test_small_parameters_are_fetched_together_at_the_first_use(recording: Callable[..., RecordingEngine]) -> None:
+def test_small_parameters_are_fetched_together(recording: Callable[..., RecordingEngine]) -> None:
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), torch.randn(2, 4)
     engine = recording(model)
     expected = model(x)
@@ -257,14 +256,14 @@ OPTIONS = [
 
 
 def trained(
-    monkeypatch: pytest.MonkeyPatch, readable: bool, inner: str, **keywords: object
+    monkeypatch: pytest.MonkeyPatch, unfused: bool, inner: str, **keywords: object
 ) -> tuple[list[Tensor], set[str]]:
     """Weights after 14 steps, and the ops that ran."""
     ran: set[str] = set()
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
-        if readable:
-            patch.setattr(pipeline, "PIPELINES", READABLE)
+        if unfused:
+            patch.setattr(pipeline, "PIPELINES", UNFUSED)
         entry = {**EAGER_BACKEND, "options": {"inner": inner}}
         training = Training(entry, {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 5, **keywords})
         engine = training.optimizer.engine
@@ -287,23 +286,23 @@ def noting(ran: set[str], name: str, function: Callable[..., object]) -> Callabl
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_bits_are_those_of_the_readable_nodes(
+def test_fused_ops_have_the_bits_of_unfused_ops(
     options: dict[str, object], inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused, fused_ops = trained(monkeypatch, False, inner, **options)
-    readable, readable_ops = trained(monkeypatch, True, inner, **options)
+    unfused, unfused_ops = trained(monkeypatch, True, inner, **options)
     assert {"offload_gradients", "update_parameters"} <= fused_ops
     assert "split_columns" not in fused_ops
-    assert readable_ops == {"split_columns", "update_on_host"}
-    assert_same(fused, readable)
+    assert unfused_ops == {"split_columns", "update_parameters"}, "step() calls the engine, without nodes"
+    assert_same(fused, unfused)
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_updates_on_the_tail_have_the_bits_of_the_readable_nodes(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_in_backward_have_the_same_bits(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     member = BY_NAME["mlp"]
     fused = train_implicitly(member, inner, 10)
     torch._dynamo.reset()
-    monkeypatch.setattr(pipeline, "PIPELINES", READABLE)
-    readable = train_implicitly(member, inner, 10)
-    assert fused.windows_flushed == readable.windows_flushed > 0
-    assert largest_difference(fused, readable, member) == 0.0
+    monkeypatch.setattr(pipeline, "PIPELINES", UNFUSED)
+    unfused = train_implicitly(member, inner, 10)
+    assert fused.windows_flushed == unfused.windows_flushed > 0
+    assert largest_difference(fused, unfused, member) == 0.0
