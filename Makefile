@@ -1,10 +1,16 @@
-# make setup     virtual environment with everything in it     make check     lint, types
-# make train     train a small GPT; options: see below         make bench     every benchmark, results in benchmarks/results
-# make test      all tests that need no GPU, and a sample of the long ones
-# make test-long full matrices, hours                          make test-gpu  the tests that need a GPU
-# make deepspeed a second environment with DeepSpeed, which benchmarks compare with
+# make setup      virtual environment with everything in it
+# make train      train a small GPT
+# make test       all tests that need no GPU, and a sample of the long ones
+# make test-long  every long test; takes hours
+# make test-gpu   the tests that need a GPU
+# make check      lint, formatting, types
+# make format     fix lint and formatting
+# make docs       build the documentation site in docs/_build/html; warnings are errors
+# make picture    train a little and draw docs/report.svg
+# make bench      every benchmark; results go to benchmarks/results
+# make deepspeed  a second environment with DeepSpeed, which benchmarks compare with
 #
-# Options of the main job go after `--`, or in ARGS:
+# Options of a job go after `--`, or in ARGS:
 #   make train -- --compare
 #   make train ARGS="--policy zenflow --steps 100"
 #   make bench ARGS="peers --model gpt"
@@ -20,17 +26,17 @@ PYTHON := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 
-# GNU make takes what follows `--` as goals, and `--name=value` as variables: hand both to the main job.
+# GNU make reads words after `--` as goals, and `--name=value` as variables: pass both on to the job.
 OPTION_GOALS := $(filter --%,$(MAKECMDGOALS))
 OPTIONS := $(or $(ARGS),$(OPTION_GOALS) $(filter --%,$(MAKEOVERRIDES)))
 
-# Two test processes on two cores: one thread each, and no compile workers beside them.
+# Two test processes on two cores: one thread each, and no processes that compile in parallel.
 TEST_PROCESSES ?= 2
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-SOURCES := zenflow_compile examples benchmarks scripts tests
+SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train test test-long test-gpu check format bench deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train test test-long test-gpu check format docs picture bench deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -53,11 +59,18 @@ test-gpu: $(READY)
 
 check: $(READY)
 	$(PYTHON) -m ruff check $(SOURCES)
+	$(PYTHON) -m ruff format --check $(SOURCES)
 	$(PYTHON) -m mypy
 
 format: $(READY)
 	$(PYTHON) -m ruff check --fix $(SOURCES)
 	$(PYTHON) -m ruff format $(SOURCES)
+
+docs: $(READY)
+	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+picture: $(READY)
+	$(PYTHON) -m examples.report_picture --out docs/report.svg
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks $(or $(strip $(OPTIONS)),all)
@@ -66,7 +79,7 @@ deepspeed: $(READY)
 	scripts/setup_deepspeed.sh
 
 clean:
-	rm -rf $(VENV) .venv-deepspeed build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-deepspeed docs/_build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(OPTION_GOALS):
 	@:

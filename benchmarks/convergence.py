@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--again", action="append", choices=names, metavar="RULE", help="as --resume, but run this rule again"
     )
     parser.add_argument("--sweep", action="store_true", help="at the end, try the reference at other rates")
-    parser.add_argument("--tables", action="store_true", help="run nothing, fill README.md and docs/convergence.md")
+    parser.add_argument("--tables", action="store_true", help="run nothing, fill the tables in docs")
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager", help="%(default)s")
     parser.add_argument("--device", default="auto", help="CUDA where there is one")
     given = parser.parse_args(arguments)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if given.tables:
         fill(ROOT / "docs" / "convergence.md", markdown(study, outcomes, seeds))
-        fill(ROOT / "README.md", summary(study, outcomes, seeds))
+        fill(ROOT / "docs" / "guide" / "benchmarks.md", summary(study, outcomes, seeds))
     else:
         outcomes.forget(given.model, given.again or (() if given.resume else names))
         share_cores(study.configs["scratch"].torch_device())

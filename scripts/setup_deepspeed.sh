@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the virtual environment in which `python -m benchmarks peers` and `host_adam` run DeepSpeed. It is apart from the
-# project's own: DeepSpeed is measured against, never depended on.
+# Make the virtual environment in which `python -m benchmarks peers` and `host_adam` run DeepSpeed. It is
+# separate from the project's own: DeepSpeed is a baseline, not a dependency.
 #
 #   scripts/setup_deepspeed.sh [DIRECTORY]        (default: .venv-deepspeed)
 #
@@ -8,8 +8,8 @@
 # needs ninja, and is then cached under ~/.cache/torch_extensions.
 #
 # Variables a user may set:
-#   BASE_PYTHON        interpreter to build on (default: that of .venv, else python3). One that brings a CUDA build of
-#                      torch is used with it (--system-site-packages) where nvidia-smi finds a device
+#   BASE_PYTHON        interpreter to build on (default: that of .venv, else python3). If nvidia-smi finds a device, a
+#                      CUDA build of torch that the interpreter has is used (--system-site-packages)
 #   TORCH_VERSION      PyTorch to install otherwise (default: 2.13.0)
 #   TORCH_INDEX_URL    index to take PyTorch from, for example PyTorch's own CPU wheel index
 #   DEEPSPEED_VERSION  (default: 0.19.*)
@@ -55,11 +55,11 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
 fi
 
 "$python" -c 'import torch; print(f"torch=={torch.__version__}")' >"$venv/torch-constraint.txt"
-say "installing DeepSpeed beside $(cat "$venv/torch-constraint.txt")"
-# Without build isolation DeepSpeed's setup.py sees the torch that it will run with, so its build tools must be there.
+say "installing DeepSpeed for $(cat "$venv/torch-constraint.txt")"
+# Without build isolation DeepSpeed's setup.py sees the installed torch, but needs its build tools installed.
 "$python" -m pip install --quiet setuptools wheel ninja numpy py-cpuinfo
 DS_BUILD_OPS=0 "$python" -m pip install --quiet --no-build-isolation --constraint "$venv/torch-constraint.txt" \
     "deepspeed==${DEEPSPEED_VERSION:-0.19.*}"
-# What the benchmarks themselves import; transformers for the models of `peers --model qwen2.5-3b` and its like.
+# The benchmarks import psutil, and transformers for models such as that of `peers --model qwen2.5-3b`.
 "$python" -m pip install --quiet --constraint "$venv/torch-constraint.txt" psutil 'transformers>=5,<6'
 "$python" -c 'import deepspeed; print("deepspeed", deepspeed.__version__)'

@@ -9,8 +9,8 @@
 #   TORCH_VERSION    PyTorch to install where none comes with the machine (default: 2.13.0)
 #   TORCH_INDEX_URL  index to take PyTorch from, for example PyTorch's own CPU wheel index
 #
-# PyTorch is installed first and then pinned, because a bare "torch" in another package's requirements would bring a
-# newer build, on most package indexes a CUDA build of several gigabytes. Without a CUDA device such a build is refused.
+# PyTorch is installed first and then pinned: a bare "torch" in another package's requirements would install a newer
+# build, on most package indexes a CUDA build of several gigabytes. Without a CUDA device such a build is refused.
 #
 # timm requires torchvision. Where the index has no build of it for the installed PyTorch, importing it fails, and with
 # it Transformers and Lightning. This script then moves it to a folder of its own, where timm's tests find its Python
@@ -37,8 +37,8 @@ choose_base_python() {
     fail "Python 3.11 or newer is needed; set BASE_PYTHON to such an interpreter"
 }
 
-# Does an interpreter bring a PyTorch to build on? A GPU image has one that matches its driver. Without a CUDA device
-# one is used only where the user named the interpreter.
+# Whether an interpreter has a PyTorch to build on. A GPU image has one that matches its driver. Without a CUDA device
+# it is used only if the user named the interpreter.
 brings_torch() {
     if ! has_cuda_device && [ -z "${BASE_PYTHON:-}" ]; then return 1; fi
     "$1" - "$(has_cuda_device && echo cuda)" >/dev/null 2>&1 <<'PYTHON'
@@ -54,7 +54,7 @@ install_torch() {
     local -a request=("torch==$torch_version")
     [ -z "${TORCH_INDEX_URL:-}" ] || request+=(--index-url "$TORCH_INDEX_URL")
     if ! has_cuda_device; then
-        # From pip 23.3 on, a dry run reads metadata only and downloads no wheel.
+        # Since pip 23.3 a dry run reads metadata only and downloads no wheel.
         "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=23.3'
         local report
         report="$(mktemp)"
@@ -96,6 +96,6 @@ separate_broken_torchvision() {
 
 constraints="$venv/torch-constraint.txt"
 "$venv/bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
-say "installing zenflow-compile and what it needs beside $(cat "$constraints")"
-"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,hf,integrations]'
+say "installing zenflow-compile and its dependencies for $(cat "$constraints")"
+"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,docs,hf,integrations]'
 separate_broken_torchvision

@@ -275,7 +275,7 @@ def test_tables_show_what_was_measured(study: Study, tmp_path: Path) -> None:
         fill(document, full)
 
 
-@pytest.mark.parametrize(("page", "render"), [("README.md", summary), ("docs/convergence.md", markdown)])
+@pytest.mark.parametrize(("page", "render"), [("docs/guide/benchmarks.md", summary), ("docs/convergence.md", markdown)])
 def test_documents_say_what_the_results_file_says(
     page: str, render: Callable[[Study, Outcomes, Sequence[int]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

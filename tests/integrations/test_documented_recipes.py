@@ -1,4 +1,4 @@
-"""Every recipe of docs/integrations.md runs as it is written, on a small model."""
+"""Runs every recipe of docs/integrations.md as it is written, on a small model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
 def _recipes() -> dict[str, str]:
-    """The Python blocks by the title of their section; those of one section run one after another."""
+    """Map the title of a section to its Python blocks, which run one after another."""
     sections = re.split(r"^##+ (.+)$", DOCUMENT.read_text(), flags=re.MULTILINE)
     blocks = {
         title: "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
@@ -36,7 +36,7 @@ RECIPES = _recipes()
 
 
 def _inputs() -> dict[str, Any]:
-    """The names that recipes use. Matrices are just large enough to be offloaded under the default options."""
+    """Make the names that recipes use. Matrices are just large enough to be offloaded under the default options."""
     dataset = Tokens()
     return {
         "model": tiny_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3),
@@ -61,7 +61,7 @@ def _vision_inputs() -> dict[str, Any]:
 
 
 def _cases() -> list[Any]:
-    """The Trainer passes no options to ``torch.compile``: a recipe that names the backend there runs Inductor."""
+    """Mark the slow recipe: the Trainer passes no options to ``torch.compile``, so a backend's name means Inductor."""
     slow = [title for title, code in RECIPES.items() if "torch_compile_backend" in code]
     assert slow
     return [pytest.param(title, marks=[pytest.mark.slow] * (title in slow)) for title in RECIPES]
@@ -82,7 +82,7 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         end_update(engine)
 
     monkeypatch.setattr(Engine, "end_update", recorded)
-    # Inductor would take half a minute for each; what the recipe is about is the same.
+    # Inductor would take half a minute per recipe.
     code = (IMPORTS + RECIPES[title]).replace('(backend="zenflow")', '(backend="zenflow", options={"inner": "eager"})')
     code = code.replace('(model, backend="zenflow")', '(model, backend="zenflow", options={"inner": "eager"})')
     exec(compile(code, f"{DOCUMENT}: {title}", "exec"), names)
@@ -91,13 +91,13 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for engine in ops.live_engines():
         assert isinstance(engine, Engine)
         assert not engine.windows_hold_gradients
-    if title == "PEFT":  # merged modules have the names of the model's again, and only some are adapted
+    if title == "PEFT":  # only some of the model's modules have adapters
         assert difference(before, weights(names["model"])) > 0
     else:
         assert_trained(before, weights(trained))
 
 
 def test_every_framework_has_a_recipe() -> None:
-    """A section whose code is not found would not run."""
+    """Guard against sections whose code is not found."""
     titles = re.findall(r"^## (.+)$", DOCUMENT.read_text(), flags=re.MULTILINE)
     assert set(titles) - set(RECIPES) == {"In every framework", "Several devices"}

@@ -1,4 +1,4 @@
-"""The scripts behind the Makefile."""
+"""Tests of the Makefile and of the scripts that it calls."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_cuda_builds_are_refused(packages: list[str], refused: list[str], tmp_pa
     assert process.stderr == (f"would install: {', '.join(refused)}\n" if refused else "")
 
 
-def test_makefile_hands_options_on() -> None:
+def test_makefile_passes_options_on() -> None:
     def dry_run(*arguments: str) -> str:
         command = ["make", "--no-print-directory", "-n", "PYTHON=python", *arguments]
-        # Under `make test ARGS=...` the environment hands the variables of that make down to this one.
+        # `make test ARGS=...` passes its variables to this make through the environment.
         clean = {"PATH": os.environ["PATH"]}
         process = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
         return process.stdout
 
     assert dry_run("train", "ARGS=--compare --steps 9").strip() == "python -m examples.train_gpt --compare --steps 9"
-    handed_on = dry_run("train", "--", "--compare", "--steps=9").splitlines()[0].split()
-    assert handed_on[:3] == ["python", "-m", "examples.train_gpt"]
-    assert sorted(handed_on[3:]) == ["--compare", "--steps=9"]
+    passed_on = dry_run("train", "--", "--compare", "--steps=9").splitlines()[0].split()
+    assert passed_on[:3] == ["python", "-m", "examples.train_gpt"]
+    assert sorted(passed_on[3:]) == ["--compare", "--steps=9"]
 
 
-def test_makefile_runs_all_benchmarks_or_the_one_asked_for() -> None:
+def test_make_bench_runs_all_or_one() -> None:
     def dry_run(*arguments: str) -> str:
         command = ["make", "--no-print-directory", "-n", "PYTHON=python", "bench", *arguments]
         clean = {"PATH": os.environ["PATH"]}

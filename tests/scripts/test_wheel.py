@@ -1,4 +1,4 @@
-"""The wheel has all that the package needs and nothing else, and runs the README's loop where it is installed."""
+"""The wheel contains the package and nothing else, and the installed wheel runs the README's loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(zf.__file__)
 
 
 def run(*command: object, folder: Path) -> str:
-    """The standard output of a command, run without the environment's paths to this checkout."""
+    """Run a command without the environment's paths to this checkout, and return its standard output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -75,8 +75,8 @@ def test_installed_wheel_runs_the_readme_loop(wheel: Path, tmp_path: Path) -> No
     environment = tmp_path / "environment"
     venv.create(environment, symlinks=True, with_pip=False)
     (site,) = environment.glob("lib/python*/site-packages")
-    # Torch and the other dependencies are those of this environment; a path file does not follow its path files, so
-    # that an editable install of this checkout stays out.
+    # Torch and the other dependencies come from this environment. Path files of that folder are not followed, so an
+    # editable install of this checkout is not seen.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = environment / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install")
