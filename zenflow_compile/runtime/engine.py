@@ -421,7 +421,8 @@ class Engine(OptimizerRuntime):
         if self.in_child:
             self._check_weights_in_child()
             return
-        self._check()
+        if self.failure is not None or self._closing:
+            self._check()
         self.recorder.begin_phase("forward")
         step, own, uploads = self.step, self.params, self.uploads
         for p, param in zip(ps, params, strict=True):

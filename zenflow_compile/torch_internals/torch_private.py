@@ -262,12 +262,12 @@ def fused_adamw_multi_(
 
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward that runs in this thread, -1 outside of one. Seen in torch 2.11 and 2.13."""
+"""The id of the backward that runs in this thread; -1 outside of a backward. Seen in torch 2.11 and 2.13."""
 
 
 queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Have a callback run when the current backward is over; to be called while a backward runs. FSDP2 relies on the same
-hook. Seen in torch 2.11 and 2.13."""
+"""Run a callback at the end of the current backward. Must be called while a backward runs. FSDP2 uses the same hook.
+Seen in torch 2.11 and 2.13."""
 
 
 def inside_compiled_autograd() -> bool:
@@ -349,8 +349,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Let C++ that asks a tensor without memory for its address raise ``RuntimeError``, not read address 0. Fake tensors do
-the same. Seen in torch 2.11 and 2.13."""
+"""Make C++ code raise ``RuntimeError`` if it asks for the address of a tensor without memory. Fake tensors do the same.
+Seen in torch 2.11 and 2.13."""
 
 
 def _references(param: Tensor) -> tuple[int, int, int]:

@@ -348,7 +348,10 @@ def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
 def storage_of(node: torch.fx.Node) -> int | None:
     """A number for the node's storage, equal for all nodes that share it; None for a node that is no tensor."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:  # a sparse tensor has no storage
+        return None
+    storage: int = value.untyped_storage()._cdata
+    return storage
 
 
 def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> None:

@@ -161,7 +161,10 @@ class WindowUpdate:
                 out=out,
             )
         count: int = part.stop - part.start
-        return round(touched_bytes(plan, len(self._coefficients)) * count)
+        gradients = len(self._coefficients)
+        if (touched := host.touched.get(gradients)) is None:
+            touched = host.touched[gradients] = touched_bytes(plan, gradients)
+        return round(touched * count)
 
 
 @dataclass(slots=True)
@@ -178,6 +181,7 @@ class HostState:
             gradients do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
+        touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer.
         next_buffer: index of the next gradient buffer (round robin).
     """
@@ -195,6 +199,7 @@ class HostState:
     applied_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     _windows: int = 0
+    touched: dict[int, float] = field(default_factory=dict)
     readers: list[Job | None] = field(default_factory=list)
     next_buffer: int = 0
     _next_upload: int = 0
