@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, statistics, interleaved rounds, and the results file.
+"""What all benchmarks share: options, statistics, rounds in turns, and the results file.
 
 Each benchmark writes one file of one format, ``benchmarks/results/NAME.json`` or where ``--out`` says::
 
@@ -93,7 +93,7 @@ class Spread:
         )
 
     def row(self, digits: int = 4) -> dict[str, float | int]:
-        """For a results file: every number with so many significant digits."""
+        """Round every number for a results file to this many significant digits."""
         return {name: float(f"{value:.{digits}g}") if name != "n" else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:

@@ -86,7 +86,7 @@ def _longest_gaps(begin: Callable[[], None], done: threading.Event, seconds: flo
     end = before + seconds
     begin()  # within the first gap: what it starts may take the GIL before it returns
     finished = False
-    while not finished:  # one more iteration after the end: the first one, if the update held the GIL
+    while not finished:  # one more iteration after the end: the first one, if the update kept the GIL
         finished = done.is_set() or before >= end
         now = clock()
         gap = now - before

@@ -1,6 +1,6 @@
 """What the runtime's Python costs per step: models of 300 small tensors, where an op's time is nearly all fixed.
 
-Every row comes from one process with interleaved rounds of: the model compiled without any optimizer, ``resident``
+Every row comes from one process that runs these in turns: the model compiled without any optimizer, ``resident``
 AdamW, and zenflow. *Ours* is the time of the training thread inside the engine's entry points, which graph nodes and
 autograd's hooks call, and inside ``optimizer.step()``, less what measuring it cost. Of that, *operators* is what the
 device does or launches: norms and split, AdamW, merges, scores and top-k; the CPU runs it at once with a handful of

@@ -7,7 +7,7 @@ per round and is frozen in between. Only ratios within a round are compared.
 whichever is faster when tried alone; threads and processes in addition to them (our workers, ZenFlow's optimizer
 process) keep their defaults. All thread counts that were tried are in the results.
 
-*Step time* is the mean over a turn, so that one long step per window counts, and the median of that over
+*Step time* is the mean over a turn, so that one long step per update window counts, and the median of that over
 rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
 """
 
@@ -162,7 +162,7 @@ def table(title: str, outcomes: Sequence[Outcome], free_reference_ms: float | No
 
 
 def breakdown_table(outcomes: Sequence[Outcome]) -> Table | None:
-    """Where our policies' time went, in a pass apart from the timed rounds; None without them."""
+    """Make the table of where our policies' time went, from a pass outside of the timed rounds; None without them."""
     profiled = [outcome for outcome in outcomes if outcome.breakdown]
     if not profiled:
         return None

@@ -26,7 +26,7 @@ _ROUNDS = 5
 
 
 class Prediction(NamedTuple):
-    """Of one step, in ms; ``host_update_ms`` is the workers' busy time."""
+    """Times of one step, in ms; ``host_update_ms`` is the workers' busy time."""
 
     step_ms: float
     stall_ms: float
@@ -118,5 +118,5 @@ def tokens_of(model: str) -> int:
 
 
 def step_flops(shape: ModelShape, tokens: int) -> float:
-    """Of a step's forward and backward."""
+    """FLOPs of a step's forward and backward."""
     return flops_per_token(shape, shape.context) * tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "generated"}
 )
-_VALIDATION_SHARE = 16  # one file in so many is held out
+_VALIDATION_SHARE = 16  # one file in 16 is for validation
 _SMALLEST_USEFUL_BYTES = 1 << 16
 
 

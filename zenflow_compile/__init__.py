@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZenFlowAdamW", "explain", "optimizer_of", "plan", "profile", "simulate"]
 
-_HOMES = {
+_MODULES = {
     "ZenFlowAdamW": "optimizer",
     "explain": "explanation",
     "optimizer_of": "compiler.ownership",
@@ -26,12 +26,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: most of it needs torch, which takes seconds to import, and planning does not."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

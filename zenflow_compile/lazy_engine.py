@@ -127,7 +127,7 @@ class LazyEngine:
     def abandon(self) -> None:
         """Close the engine of a garbage-collected optimizer: apply due updates, and drop the update windows.
 
-        Windows are not flushed, because the moment of collection is arbitrary: runs would differ.
+        Update windows are not flushed: the time of collection is arbitrary, so runs would differ.
         """
         engine = self.built
         if engine is None:

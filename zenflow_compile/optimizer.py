@@ -52,7 +52,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ``step()`` has consumed it.
 
     Args:
-        params: parameters, (name, parameter) pairs, or param groups. Names make reports readable.
+        params: parameters, (name, parameter) pairs, or param groups. Reports and errors show the names.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
             time.
         amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, accepted only with
@@ -181,11 +181,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of optimizer state, gradient windows and upload buffers in host memory."""
+        """Bytes of optimizer state, gradient buffers and upload buffers in host memory."""
         return self.engine.registry.host_bytes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters. Those that exist keep their state, phases and windows.
+        """Add a group of parameters. Existing ones keep their state, phases and update windows.
 
         Raises:
             ValueError, TypeError: as at construction; nothing has been changed then.
@@ -291,7 +291,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Call it before a model is saved that is not trained on with this state: with ``update_interval`` above 1, a
         model that is saved last holds every gradient only then. It is not needed for a checkpoint to resume from,
-        since ``state_dict()`` holds the windows. A flush changes the trajectory: windows restart empty and keep their
+        since ``state_dict()`` has the windows. A flush changes the trajectory: windows restart empty and keep their
         phases. Gradients in ``.grad`` that no step has used stay there. Weights that were written by hand or loaded
         since the last step stay as they are: the windows' gradients of these parameters are dropped, with a warning,
         unless ``synchronize()`` was called after the write.
@@ -306,7 +306,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             engine.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state that a bitwise resume needs, also inside a window, readable with ``weights_only=True``.
+        """Return all state that a bitwise resume needs, also inside an update window; loads with ``weights_only=True``.
 
         Like ``.grad``, gradients that no step has used yet are not part of it.
 

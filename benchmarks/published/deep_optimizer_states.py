@@ -336,7 +336,7 @@ def _cores(node: Hardware) -> list[Claim]:
 
 
 def _update_speedup(node: Hardware, cores: int, *, stated: bool) -> float:
-    """Of stride 2 over ZeRO-3 offloading, with so many threads per device."""
+    """Speedup of stride 2 over ZeRO-3 offloading, with this many threads per device."""
     before = with_unpinned_gradients(node) if stated else node
     baseline = phases("dos-20b", before, final_at_step=stated, workers=cores, policy="zero_offload")
     interleaved = phases(

@@ -40,7 +40,7 @@ class Phases:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.forward + self.backward + self.update
 
 
@@ -76,7 +76,7 @@ def with_unpinned_gradients(node: Hardware) -> Hardware:
 
 
 def with_devices(node: Hardware, devices: int) -> Hardware:
-    """So many of ``node``'s devices, each with its share of the cores; those that are left share all of its memory."""
+    """Return ``node`` with this many devices, each with its share of the cores; they share all of its memory."""
     return replace(node, devices=devices, cores=node.cores // node.devices * devices)
 
 

@@ -1,4 +1,4 @@
-"""A process that applies one window per request with DeepSpeed's CPUAdam; runs in DeepSpeed's environment.
+"""A process that applies one update window per request with DeepSpeed's CPUAdam; runs in DeepSpeed's environment.
 
     python -m benchmarks.systems.cpu_adam_worker DTYPE SLOTS PARAMETERS THREADS
 

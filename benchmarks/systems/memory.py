@@ -57,7 +57,7 @@ def _alone(work: Callable[[int], None], number: int) -> None:
 
 
 def copy_gb_per_s(threads: int, mib_each: int = 256, repeats: int = 7) -> float:
-    """Median bandwidth of ``Tensor.copy_`` by so many threads at once, in 1e9 bytes read and written per second."""
+    """Median bandwidth of ``Tensor.copy_`` by this many threads at once, in 1e9 bytes read and written per second."""
     numel = mib_each * 2**20 // 4
     sources = [torch.ones(numel) for _ in range(threads)]
     destinations = [torch.empty(numel) for _ in range(threads)]

@@ -1,4 +1,4 @@
-"""Published numbers beside the simulator's."""
+"""Published numbers next to the simulator's."""
 
 from __future__ import annotations
 

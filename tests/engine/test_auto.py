@@ -142,7 +142,7 @@ def test_delays_leave_selections_unchanged(options: dict[str, Any], monkeypatch:
 def test_unused_drift_is_saved_in_the_state() -> None:
     """A drift that was read back but not used decides the next flush: a run resumed without it would differ."""
     options = DRIFTING["windows"]
-    position = 4  # closes at 3 and 4 have looked, those at 5 and 6 decide
+    position = 4  # flushes at 3 and 4 have read the drift, those at 5 and 6 decide
     saved = torch.load(io.BytesIO(Training(None, options).run(0, position).saved()), weights_only=True)
     leaving = SCHEDULE.index("leaving")
     entries = [entry["schedule"] for entry in saved["optimizer"]["state"].values() if "schedule" in entry]

@@ -191,7 +191,7 @@ def test_error_in_the_with_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     training.optimizer.synchronize()
     break_kernel(monkeypatch, 0)
-    training.step(2)  # fails in the background, and nobody has noticed when the block ends
+    training.step(2)  # fails in the background, and the error is not raised before the block ends
     with pytest.raises(KeyError, match="theirs"), training.optimizer:
         raise KeyError("theirs")
 

@@ -51,7 +51,7 @@ def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | 
             assert (adaptive["attempted"], adaptive["seen"], adaptive["latest_selected"]) == (0, 0, None)
             assert not each.host.open
             assert not each.host.flushed
-            assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.slots
+            assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.coefficients
         flushed.optimizer.close()
         assert_same(flushed.weights_as_they_are(), weights)
 
@@ -89,7 +89,7 @@ def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | 
 
 @pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
 def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
-    """As ``close()`` does: the best checkpoint, loaded at the end of training, is what remains. A state that is saved
+    """As ``close()`` does: the best checkpoint, loaded at the end of training, is the result. A state that is saved
     then continues as this run does."""
     training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
@@ -101,7 +101,7 @@ def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
     assert_same(training.weights_as_they_are(), list(best.values()))
     for each in training.optimizer.engine.offloaded.values():
         assert not each.host.open
-        assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.slots
+        assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.coefficients
     saved = training.saved()
     expected = training.run(7, 15).weights()
     assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(7, 15).weights(), expected)

@@ -36,10 +36,10 @@ _PACKAGE = str(Path(zenflow_compile.__file__).parent)
 
 @contextmanager
 def interrupted_at(point: int, functions: set[str]) -> Iterator[list[int]]:
-    """KeyboardInterrupt at one of the moments at which the interpreter delivers signals: behind a call.
+    """KeyboardInterrupt at one of the points at which the interpreter delivers signals: behind a call.
 
     Args:
-        point: how many of these moments within ``functions`` of the package go by before it.
+        point: how many of these points within ``functions`` of the package go by before it.
 
     Yields:
         How many have gone by.
@@ -77,7 +77,7 @@ def every_point(do: Callable[[], object], functions: set[str], then: Callable[[]
         point += 1
 
 
-CLOSING = {"_update_on_host", "commit_gradient", "flush", "flush_window", "submit", "lease", "moment"}
+CLOSING = {"_update_on_host", "commit_gradient", "flush", "flush_window", "submit", "lock", "moment"}
 
 
 def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_close_applies_open_windows(entry: dict[str, Any] | None) -> None:
 
 
 def test_close_keeps_loaded_weights() -> None:
-    """The best checkpoint, loaded at the end of training, is what remains."""
+    """The best checkpoint, loaded at the end of training, is the final model."""
     training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)

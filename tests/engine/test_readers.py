@@ -68,7 +68,7 @@ class Pair:
 
     Args:
         compiled: arguments of ``torch.compile``; None to train uncompiled.
-        implicit: the update runs in the backward.
+        in_backward: the update runs in the backward.
     """
 
     def __init__(

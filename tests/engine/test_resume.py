@@ -89,9 +89,9 @@ def test_state_contains_gradients_of_open_windows(monkeypatch: pytest.MonkeyPatc
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
     monkeypatch.setattr(cpu_lane, "copy_without_gil", Delays(0, 100.0).before(cpu_lane.copy_without_gil))
-    closed = training.optimizer.engine.windows_flushed
+    flushed = training.optimizer.engine.windows_flushed
     training.step(7)
-    assert training.optimizer.engine.windows_flushed == closed  # whoever waits for a close waits for copies, too
+    assert training.optimizer.engine.windows_flushed == flushed  # a flush would wait for copies
     early = training.optimizer.state_dict()["state"]
     lane = training.optimizer.engine.registry.transport.to_host
     lane.submit(torch.zeros(1), torch.ones(1), step=0, param="").settle()  # copies end in order
@@ -104,7 +104,7 @@ def test_state_contains_gradients_of_open_windows(monkeypatch: pytest.MonkeyPatc
 
 
 def test_half_precision_weights_keep_their_masters() -> None:
-    """The cast of a master equals the weight: that must not count as somebody else's write."""
+    """The cast of a master equals the weight: that must not count as an external write."""
     training = Training(None, {"update_interval": 1}, torch.bfloat16).run(0, 5)
     saved = training.saved()
     state = training.optimizer.state_dict()["state"]

@@ -84,7 +84,7 @@ class Run:
             "selected": [sorted(each.device.selection.selected.tolist()) for each in offloaded],
             "scores": [each.device.score.clone() for each in offloaded],
             "schedule": [engine.schedule.state(each.plan.index) for each in offloaded],
-            "closed": (engine.windows_flushed, engine.selections),
+            "flushed": (engine.windows_flushed, engine.selections),
         }
 
 
@@ -99,9 +99,9 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     with host.acquire(write=True) as state:
         for block in state:
             block.copy_(block[outside])
-    for index in {slot.index for slot in host.open}:
-        for slot in host.open:
-            slot.copied.wait()
+    for index in {buffer.index for buffer in host.open}:
+        for buffer in host.open:
+            buffer.copied.wait()
         blocks = scales_and_values(host.gradients[index]) if offloaded.plan.compressed else (host.gradients[index],)
         for block in blocks:
             block.copy_(block[outside])

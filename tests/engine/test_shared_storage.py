@@ -82,7 +82,7 @@ class Run:
         F.cross_entropy(self.call(inputs).float(), targets).backward()
 
     def run(self, steps: int = STEPS, *, between: Callable[[Run, int], None] | None = None) -> list[Tensor]:
-        """Weights after so many steps, with all that is due.
+        """Weights after this many steps, with all due updates.
 
         Args:
             between: called behind each step.

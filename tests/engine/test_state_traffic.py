@@ -1,4 +1,4 @@
-"""State that changes sides with the selection is bounded by hysteresis: counted on a small GPT, beside a control."""
+"""State that changes sides with the selection is bounded by hysteresis: counted on a small GPT, with a control."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Counted:
     ) -> None:
         settings = {"topk_ratio": RATIO, "update_interval": INTERVAL, **options}
         training = Training(entry, settings, dtype, matrices).run(0, 2 * INTERVAL)
-        training.optimizer.synchronize()  # nothing from before lands among what is counted
+        training.optimizer.synchronize()  # no earlier update is applied while bytes are counted
         offloaded = training.optimizer.engine.offloaded.values()
         assert len(offloaded) == 4, "everything is offloaded"
         copied: Counter[str] = Counter()
@@ -112,16 +112,16 @@ def test_profiler_counts_moved_bytes(monkeypatch: pytest.MonkeyPatch, options: d
     assert counted.summary["state_model_sizes_per_step"] == pytest.approx(counted.state)
 
 
-HELD = pytest.mark.parametrize(
-    "held", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["summed", "int8"]
+PENDING = pytest.mark.parametrize(
+    "pending", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["summed", "int8"]
 )
 
 
-@HELD
+@PENDING
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("declared", [None, 1])
-def test_discarded_gradient_leaves_nothing(held: dict[str, Any], entry: Any, declared: int | None) -> None:
-    options = {**held, "gradient_accumulation_steps": declared}
+def test_discarded_gradient_leaves_nothing(pending: dict[str, Any], entry: Any, declared: int | None) -> None:
+    options = {**pending, "gradient_accumulation_steps": declared}
     expected = Training(entry, options).run(0, 9).weights()
     training = Training(entry, options)
     for step in range(9):
@@ -131,16 +131,16 @@ def test_discarded_gradient_leaves_nothing(held: dict[str, Any], entry: Any, dec
     assert_same(training.weights(), expected)
 
 
-@HELD
+@PENDING
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("declared", [None, 2])
 @pytest.mark.parametrize("overlap_step", [True, False])
 def test_split_backwards_sum_bitwise(
-    held: dict[str, Any], entry: Any, declared: int | None, overlap_step: bool
+    pending: dict[str, Any], entry: Any, declared: int | None, overlap_step: bool
 ) -> None:
     """Half a gradient twice is the gradient, bit for bit."""
-    expected = Training(entry, held).run(0, 9).weights()
-    training = Training(entry, {**held, "gradient_accumulation_steps": declared, "overlap_step": overlap_step})
+    expected = Training(entry, pending).run(0, 9).weights()
+    training = Training(entry, {**pending, "gradient_accumulation_steps": declared, "overlap_step": overlap_step})
     for step in range(9):
         for _ in range(2):
             (training.loss(step) / 2).backward()
@@ -153,7 +153,7 @@ def test_residuals_follow_their_slices() -> None:
     """A slice that moves to the device drops its residual, and so does the place of one that moves to the host."""
     options = {"gradient_compression": "int8", "update_interval": 2, "topk_ratio": 0.3}
     settings = {**options, "select_strategy": "step", "select_interval": 2}
-    training = Training(EAGER_BACKEND, settings, build=matrices)  # what closes lands after step()
+    training = Training(EAGER_BACKEND, settings, build=matrices)  # flushed updates are applied after step()
     changed = 0
     engine = training.optimizer.engine
     for step in range(8):
@@ -175,7 +175,7 @@ def test_residuals_follow_their_slices() -> None:
 
 
 def learn(training: Training, teacher: nn.Module, steps: int, seed: int) -> float:
-    """The loss on data that nobody trained on, after some steps of learning the teacher's answers."""
+    """The loss on data that was not trained on, after some steps of learning the teacher's answers."""
 
     def loss(number: int, examples: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + number)

@@ -1,4 +1,4 @@
-"""Who reads weights sees what is due, and graphs never use weights that changed under them."""
+"""Readers of weights see due updates, and graphs never use weights that changed under them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_backward_of_an_older_forward_raises(entry: dict[str, Any] | None) -> No
     second.backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    training.loss(4)  # lands what the step left for the first use
+    training.loss(4)  # applies the updates that the step left for the first use
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.backward()
 
@@ -113,7 +113,7 @@ def test_eager_training_between_compiled_steps() -> None:
 
 
 def dense_state(training: Training) -> list[dict[str, Any]]:
-    """What the state is now, with nothing landed that has not: a reader would change what comes next."""
+    """The state as it is, without applying due updates: a reader would apply them and change the run."""
     engine = training.optimizer.engine
     for offloaded in engine.offloaded.values():
         offloaded.host.wait()

@@ -31,7 +31,7 @@ from zenflow_compile.runtime.host import arena
 
 
 def untouched(model: nn.Module) -> bool:
-    """Nobody owns or watches the model's parameters."""
+    """No optimizer owns the model's parameters, and no hook is left on them."""
     return all(
         ops.owner_of(param) is None and not param._post_accumulate_grad_hooks and not hasattr(param, "_zenflow_owner")
         for param in model.parameters()

@@ -126,12 +126,12 @@ def test_refused_group_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     state = optimizer.state_dict()
     new = model[4].weight
 
-    def no_room(needed: int, knobs_hint: str) -> None:
-        raise ValueError("no room")
+    def too_little_memory(needed_bytes: int, remedies: str) -> None:
+        raise ValueError("too little memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(capacity, "require_host_memory", no_room)
-        with pytest.raises(ValueError, match="no room"):
+        patch.setattr(capacity, "require_host_memory", too_little_memory)
+        with pytest.raises(ValueError, match="too little memory"):
             optimizer.add_param_group({"params": [new]})
     with monkeypatch.context() as patch:
         patch.setattr(DeviceState, "allocate", classmethod(lambda *args: 1 / 0))

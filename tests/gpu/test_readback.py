@@ -1,4 +1,4 @@
-"""Values cross to the host beside the device's work: the training thread waits for them only if they are late."""
+"""Values are copied to the host during the device's work: the training thread waits for them only if they are late."""
 
 from __future__ import annotations
 

@@ -79,14 +79,14 @@ def test_entries_and_overlap_agree(dtype):
         torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("held", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}])
+@pytest.mark.parametrize("pending", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pending_gradients_on_the_device(held, dtype):
+def test_pending_gradients_on_the_device(pending, dtype):
     found = []
     for overlap in (True, False):
         model = make_model(dtype)
         before = [param.detach().float().cpu() for param in model.parameters()]
-        with offloading(model, overlap_step=overlap, **held) as optimizer:
+        with offloading(model, overlap_step=overlap, **pending) as optimizer:
             found.append(train(model, optimizer, compiled=True))
             assert optimizer.engine.windows_flushed > 0
     for ours, blocking, start in zip(*found, before, strict=True):

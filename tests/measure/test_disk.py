@@ -1,4 +1,4 @@
-"""The measurement of a disk: how much of it is used, and what is said where it fails."""
+"""The measurement of a disk: how much of the disk it uses, and the errors where it fails."""
 
 from __future__ import annotations
 

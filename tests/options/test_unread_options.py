@@ -73,7 +73,7 @@ def test_read_or_default_options_do_not_warn(tmp_path: Path) -> None:
 
 
 COMPRESSED: dict[str, Any] = {"gradient_compression": "int8"}
-KNOBS: dict[str, Any] = {
+ALL_OPTIONS: dict[str, Any] = {
     "tokens_per_step": 8, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 8, "update_interval": 2,
     "max_update_interval": 8, "min_update_interval": 2, "full_warm_up_rounds": 1, "overlap_step": False, "staleness": 1,
     "auto_ratio": 0.5, "steps_per_epoch": 8, "device_share": 0.0, "spare_device_bytes": 8, "min_offload_size": 1,
@@ -84,7 +84,7 @@ KNOBS: dict[str, Any] = {
 
 @pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
 def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Path) -> None:
-    given = KNOBS | gradients | {"nvme_path": str(tmp_path)}
+    given = ALL_OPTIONS | gradients | {"nvme_path": str(tmp_path)}
     found = compare(scenario(Options(**given), hardware("h200"), of_size(10**7), tokens=64))
     assert {each.policy for each in found} == {*POLICIES} - {"auto"}
     for each in found:

@@ -1,4 +1,4 @@
-"""What a plan is said to need of the device, against what a real optimizer has there."""
+"""Predicted device memory of a plan, compared with the memory of a real optimizer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def memory_of(tensors: Iterator[Tensor]) -> dict[int, int]:
 
 
 def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
-    """Of everything but weights: what the optimizer holds and is the device's, and gradients."""
+    """Bytes of everything but weights: the optimizer's device memory, and gradients."""
     registry = optimizer.engine.registry
     held = memory_of(device_tensors(registry, {id(kernel) for kernel in registry.memory.kernels.values()}))
     hosts = [each.host for each in registry.offloaded.values()]

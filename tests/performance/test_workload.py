@@ -1,4 +1,4 @@
-"""What a step asks of a machine: all of a model's work, once, and what a coarse workload leaves of it."""
+"""A workload has each piece of a model's work exactly once; a coarse one keeps the totals."""
 
 from __future__ import annotations
 

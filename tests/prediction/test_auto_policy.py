@@ -186,7 +186,7 @@ def test_given_stride_keeps_unstreamed_zenflow() -> None:
 
 
 def test_device_is_filled_up_to_its_memory() -> None:
-    """Each parameter that stays brings its waiting gradient: filling what is left with state alone would overflow."""
+    """Each parameter that stays also keeps a pending gradient: filling the memory with state alone would overflow."""
     hardware = replace(named_hardware("h200"), device_bytes=70e9)
     found = auto_policy.compare(scenario(Options(topk_ratio=0.0), hardware, named_model("llama2-7b"), tokens=2048))
     by_label = {each.label: each for each in found}

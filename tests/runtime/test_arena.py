@@ -45,7 +45,7 @@ def mapped_range(address: int) -> tuple[int, int, str] | None:
 def exit_code_of_child(check: Callable[[], bool]) -> int:
     """0 if ``check`` is true in a forked child, 1 if false, 2 if it raises; negative for a signal."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking beside PyTorch's threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking with PyTorch's threads running
         child = os.fork()
     if child == 0:
         code = 2

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (7, 130), (200, 65), (3, 1500)]
 FRACTIONS = [0.0, 0.1, 0.7, 1.0]
-SLOT = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
+COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
 
 
 def selection_of(slices: int, fraction: float) -> Selection:
@@ -104,8 +104,8 @@ def test_adam_updates_state_and_selected_slices(dtype: torch.dtype, dim: int, fr
     master = (matrix if dim == 0 else matrix.t())[selection.selected.long()].float()
     state = [master, torch.randn_like(master), torch.rand_like(master)]
     expected = [tensor.clone() for tensor in state]
-    rule_p_(*expected, [gradient], [SLOT], step=5, eps=1e-8)
-    column_ops.adam_columns_([SliceState(matrix, dim, selection, gradient, *state, 5)], SLOT, eps=1e-8)
+    rule_p_(*expected, [gradient], [COEFFICIENTS], step=5, eps=1e-8)
+    column_ops.adam_columns_([SliceState(matrix, dim, selection, gradient, *state, 5)], COEFFICIENTS, eps=1e-8)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-6)
     slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
@@ -131,9 +131,9 @@ def test_batched_update_equals_single_updates(dtype: torch.dtype) -> None:
         return states
 
     together, apart = made(), made()
-    column_ops.adam_columns_(together, SLOT, eps=1e-8)
+    column_ops.adam_columns_(together, COEFFICIENTS, eps=1e-8)
     for each in apart:
-        column_ops.adam_columns_([each], SLOT, eps=1e-8)
+        column_ops.adam_columns_([each], COEFFICIENTS, eps=1e-8)
     for mine, theirs, before in zip(together, apart, made(), strict=True):
         assert torch.equal(mine.matrix, theirs.matrix)
         assert torch.equal(mine.master, theirs.master)

@@ -24,7 +24,7 @@ def plan_of(dtype: torch.dtype) -> ParamPlan:
     )  # fmt: skip
 
 
-def slot(grad_scale: float = 1.0) -> StepCoefficients:
+def coefficients(grad_scale: float = 1.0) -> StepCoefficients:
     return StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=grad_scale)
 
 
@@ -51,7 +51,7 @@ def test_rounding_error_is_at_most_half_a_quantum(dtype: torch.dtype, scale: flo
     plan = plan_of(dtype)
     residual, block, gradient = Residual.allocate(plan, torch.device("cpu")), block_of(plan), gradient_of(dtype)
     kept = gradient.clone()
-    assert residual.compress(gradient, slot(scale), block) == slot(1.0)
+    assert residual.compress(gradient, coefficients(scale), block) == coefficients(1.0)
     assert torch.equal(gradient, kept)
     exact = gradient.double() * scale
     quantum = exact.abs().amax(1, keepdim=True) / 127
@@ -73,11 +73,11 @@ def test_residual_is_sent_later(dtype: torch.dtype) -> None:
     constant = gradient_of(dtype, seed=99) * 0.01  # on its own it would often round to nothing
     for step in range(steps):
         gradient, scale = gradient_of(dtype, step) + constant, 0.5 + 0.5 * (step % 3)
-        residual.compress(gradient, slot(scale), block)
+        residual.compress(gradient, coefficients(scale), block)
         sent += received(block)
         exact += gradient.double() * scale
         alone = Residual.allocate(plan, torch.device("cpu"))
-        alone.compress(gradient, slot(scale), block)
+        alone.compress(gradient, coefficients(scale), block)
         without_feedback += received(block)
         quantum = torch.maximum(quantum, gradient.double().abs().amax(1, keepdim=True) * scale / 127)
     # Where the residual is in bf16, each step may lose 2**-9 of it for good.
@@ -91,7 +91,7 @@ def test_zero_inf_and_nan_stay_in_their_slices() -> None:
     plan = plan_of(torch.float32)
     residual, block, gradient = Residual.allocate(plan, torch.device("cpu")), block_of(plan), gradient_of(torch.float32)
     gradient[3], gradient[4, 1], gradient[5, 2], gradient[6] = 0.0, math.inf, math.nan, 1e-44
-    residual.compress(gradient, slot(), block)
+    residual.compress(gradient, coefficients(), block)
     result = received(block)
     assert torch.equal(result[3], torch.zeros(LENGTH))
     assert result[4:6].isnan().all()
@@ -104,7 +104,7 @@ def test_zero_inf_and_nan_stay_in_their_slices() -> None:
 def test_changed_slices_have_no_residual() -> None:
     plan = plan_of(torch.float32)
     residual = Residual.allocate(plan, torch.device("cpu"))
-    residual.compress(gradient_of(torch.float32), slot(), block_of(plan))
+    residual.compress(gradient_of(torch.float32), coefficients(), block_of(plan))
     before = residual.lost.clone()
     changed = torch.zeros(REST, dtype=torch.bool)
     changed[[2, 7]] = True
@@ -119,9 +119,9 @@ def test_chunks_change_no_result(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     plan = plan_of(dtype)
     whole, cut = (Residual.allocate(plan, torch.device("cpu")) for _ in range(2))
     block, other = block_of(plan), block_of(plan)
-    whole.compress(gradient_of(dtype), slot(0.3), block)
+    whole.compress(gradient_of(dtype), coefficients(0.3), block)
     monkeypatch.setattr(column_ops, "_CHUNK_ELEMENTS", 5 * LENGTH)
-    cut.compress(gradient_of(dtype), slot(0.3), other)
+    cut.compress(gradient_of(dtype), coefficients(0.3), other)
     assert torch.equal(block, other)
     assert torch.equal(whole.lost, cut.lost)
     parts = [expanded([block, other], slice(a * LENGTH, b * LENGTH), LENGTH) for a, b in ((0, 7), (7, 8), (8, REST))]

@@ -95,7 +95,7 @@ def test_copies_run_in_order_of_submission(lane: ThreadLane) -> None:
 def test_close_finishes_submitted_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = ThreadLane("H2D", Recorder(CPU))
     original = cpu_lane.copy_without_gil
-    # Slow, so that most are still queued at the close.
+    # Slow, so that most are still queued at ``close()``.
     monkeypatch.setattr(cpu_lane, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
     targets = [torch.zeros(2) for _ in range(5)]
     for target in targets:

@@ -1,4 +1,4 @@
-"""No link, FIFO or foreign file in a scratch directory is followed, waited for, read or written."""
+"""No link, FIFO or file of another user in a scratch directory is followed, waited for, read or written."""
 
 from __future__ import annotations
 

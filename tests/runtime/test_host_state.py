@@ -1,4 +1,4 @@
-"""A parameter's host side: slots, closes and the window that is open, with copies and jobs done by hand."""
+"""A parameter's host side: gradient buffers, flushes and the open update window, with copies and jobs run by hand."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def copied(error: BaseException | None = None) -> ThreadTicket:
 
 def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
     """One step's gradient, as ``copy_to_host`` and ``commit`` put it."""
-    index, slot = host.free_buffer()
-    slot.copy_(torch.as_tensor(value))
+    index, buffer = host.free_buffer()
+    buffer.copy_(torch.as_tensor(value))
     host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
     return index
 
 
-def run(close: FlushedWindow) -> None:
+def run(flushed: FlushedWindow) -> None:
     """What a worker does with the job."""
-    for task in close.job.tasks:
+    for task in flushed.job.tasks:
         try:
-            close.job.ready()
+            flushed.job.ready()
             task()
         except BaseException as error:
-            close.job.finish_task(error)
+            flushed.job.finish_task(error)
         else:
-            close.job.finish_task()
+            flushed.job.finish_task()
 
 
 def test_flushed_window_equals_rule_p() -> None:
@@ -80,14 +80,14 @@ def test_flushed_window_equals_rule_p() -> None:
     for window in (gradients[:3], gradients[3:5], gradients[5:]):
         for number, gradient in enumerate(window):
             put(host, gradient, lr=0.01 * (1 + number))
-        close = host.flush_window(at=taken, eps=1e-8, deadline=0)
-        run(close)
+        flushed = host.flush_window(at=taken, eps=1e-8, deadline=0)
+        run(flushed)
         taken += len(window)
-        slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(len(window))]
-        rule_p_(master, exp_avg, exp_avg_sq, window, slots, step=taken, eps=1e-8)
+        coefficients = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(len(window))]
+        rule_p_(master, exp_avg, exp_avg_sq, window, coefficients, step=taken, eps=1e-8)
         for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(close.upload, host.state().master, atol=0, rtol=0)
+        torch.testing.assert_close(flushed.upload, host.state().master, atol=0, rtol=0)
         assert host.taken == taken
         assert host.open == []
         host.flushed.pop(0)
@@ -106,10 +106,10 @@ def test_reused_gradient_buffer_waits_for_its_job() -> None:
     host = host_of()
     for _ in range(3):
         put(host, 1.0)
-    close = host.flush_window(at=0, eps=1e-8, deadline=0)
-    threading.Timer(0.05, lambda: run(close)).start()
+    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    threading.Timer(0.05, lambda: run(flushed)).start()
     assert put(host, 2.0) == 0
-    assert close.job.done()
+    assert flushed.job.done()
     assert host.state().exp_avg.abs().max() < 0.5  # of the ones, not of the twos
 
 
@@ -141,9 +141,9 @@ def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -
         host.state().master.fill_(1.0)
         for step in range(3):
             put(host, torch.full((24, 8), 0.5 + step))
-    close = cut.flush_window(at=0, eps=1e-8, deadline=0)
-    assert len(close.job.tasks) == 3
-    assert sum(task() for task in close.job.tasks) == 24 * 8 * (6 * 4 + 4 * 4)
+    flushed = cut.flush_window(at=0, eps=1e-8, deadline=0)
+    assert len(flushed.job.tasks) == 3
+    assert sum(task() for task in flushed.job.tasks) == 24 * 8 * (6 * 4 + 4 * 4)
     monkeypatch.undo()
     reference = whole.flush_window(at=0, eps=1e-8, deadline=0)
     assert len(reference.job.tasks) == 1
@@ -173,12 +173,12 @@ def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyP
         values.random_(-127, 128)
         put(host, block, lr=0.01 * (1 + number))
         gradients.append(values * scales.unsqueeze(1))
-    slots = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
-    close = host.flush_window(at=0, eps=1e-8, deadline=0)
-    assert len(close.job.tasks) == 3
-    run(close)
-    close.job.wait()
-    rule_p_(master, exp_avg, exp_avg_sq, gradients, slots, step=3, eps=1e-8)
+    coefficients = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
+    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    assert len(flushed.job.tasks) == 3
+    run(flushed)
+    flushed.job.wait()
+    rule_p_(master, exp_avg, exp_avg_sq, gradients, coefficients, step=3, eps=1e-8)
     for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
@@ -192,7 +192,7 @@ def test_parameter_is_split_evenly_over_workers(elements: int, workers: int) -> 
     sizes = [part.stop - part.start for part in ranges]
     assert all(size % 64 == 0 for size in sizes[:-1])
     assert max(sizes, default=0) <= host_state.TASK_ELEMENTS
-    if elements >= workers << 18:  # large enough for all: the last task is hardly smaller, and nobody gets one more
+    if elements >= workers << 18:  # large enough for all: the last task is hardly smaller, and no worker gets one more
         assert len(ranges) % workers == 0
         assert max(sizes) - min(sizes) <= 64 * len(ranges)
 
@@ -228,8 +228,8 @@ def test_job_waits_for_its_copies() -> None:
     host = host_of()
     ticket = ThreadTicket()
     put(host, 1.0, ticket)
-    close = host.flush_window(at=0, eps=1e-8, deadline=0)
-    worker = threading.Thread(target=run, args=(close,))
+    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    worker = threading.Thread(target=run, args=(flushed,))
     worker.start()
     worker.join(0.05)
     assert worker.is_alive()
@@ -257,9 +257,9 @@ def test_failures_are_raised_without_waiting() -> None:
         host.raise_failures()
     other = host_of()
     put(other, 1.0, copied(ValueError("on purpose")))
-    close = other.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = other.flush_window(at=0, eps=1e-8, deadline=0)
     other.raise_failures()
-    run(close)
+    run(flushed)
     for raises in (other.raise_failures, other.wait):
         with pytest.raises(RuntimeError, match="host update of w") as caught:
             raises()
@@ -270,14 +270,14 @@ def test_clear_waits_for_running_jobs() -> None:
     """A failed job is done before its tasks have ended; they must not write into state that is loaded next."""
     host = host_of()
     put(host, 1.0)
-    close = host.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
     put(host, 1.0, copied(ValueError("on purpose")))
     late = ThreadTicket()
     put(host, 1.0, late)
-    threading.Timer(0.02, lambda: run(close)).start()
+    threading.Timer(0.02, lambda: run(flushed)).start()
     threading.Timer(0.06, late.finish).start()
     host.clear_windows()
-    assert close.job.done()
+    assert flushed.job.done()
     assert late.done()
     assert (host.open, host.flushed) == ([], [])
     assert host.free_buffer()[0] == 0

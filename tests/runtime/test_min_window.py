@@ -91,7 +91,7 @@ def rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def fits(steps: int) -> float:
-    """Seconds into which the flushes of a step fit with windows of so many steps, and not with shorter ones."""
+    """Seconds in which a step's flushes fit with update windows of this many steps, and not with shorter ones."""
     return PER_STEP[steps] / PER_STEP[1] * 1.001
 
 

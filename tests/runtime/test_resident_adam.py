@@ -19,7 +19,7 @@ DEVICES = [
     ),
 ]
 SHAPES = [(33, 17), (64,), (3, 2, 5, 5), ()]
-SLOT = StepCoefficients(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, grad_scale=1.0)
+COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, grad_scale=1.0)
 EPS = 1e-6
 
 
@@ -51,7 +51,7 @@ def test_fp32_equals_adamw_bit_for_bit(device: str) -> None:
         for i, grad in zip(present, grads, strict=True):
             baseline_params(theirs)[i].grad = grad.clone()
         theirs.step()
-        ours.update([params[i] for i in present], grads, SLOT._replace(lr=lr), eps=EPS)
+        ours.update([params[i] for i in present], grads, COEFFICIENTS._replace(lr=lr), eps=EPS)
     assert [int(ours.states[param].step) for param in params] == [10, 3, 10, 10]
     for mine, other in zip(params, baseline_params(theirs), strict=True):
         assert torch.equal(mine, other)
@@ -71,7 +71,7 @@ def test_16_bit_weights_are_the_cast_of_fp32_adamw(dtype: torch.dtype, device: s
         for other, grad in zip(baseline_params(theirs), grads, strict=True):
             other.grad = grad.float()
         theirs.step()
-        ours.update(params, grads, SLOT, eps=EPS)
+        ours.update(params, grads, COEFFICIENTS, eps=EPS)
     for mine, other in zip(params, baseline_params(theirs), strict=True):
         master = ours.states[mine].master
         assert master is not None
@@ -84,8 +84,8 @@ def test_scaled_gradients_are_not_written() -> None:
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
     before = [grad.clone() for grad in grads]
-    ResidentAdam().update(params, grads, SLOT._replace(grad_scale=0.3), eps=EPS)
-    ResidentAdam().update(twins, [grad * 0.3 for grad in grads], SLOT, eps=EPS)
+    ResidentAdam().update(params, grads, COEFFICIENTS._replace(grad_scale=0.3), eps=EPS)
+    ResidentAdam().update(twins, [grad * 0.3 for grad in grads], COEFFICIENTS, eps=EPS)
     assert all(torch.equal(grad, kept) for grad, kept in zip(grads, before, strict=True))
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
@@ -94,10 +94,10 @@ def test_mixed_dtypes_and_batches_change_no_result(monkeypatch: pytest.MonkeyPat
     params = parameters(torch.float32) + parameters(torch.bfloat16) + parameters(torch.float64)
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
-    slot = SLOT._replace(grad_scale=0.5)
-    ResidentAdam().update(params, grads, slot, eps=EPS)
+    coefficients = COEFFICIENTS._replace(grad_scale=0.5)
+    ResidentAdam().update(params, grads, coefficients, eps=EPS)
     monkeypatch.setattr(resident_adam, "_SCRATCH_ELEMENTS", 100)
-    ResidentAdam().update(twins, grads, slot, eps=EPS)
+    ResidentAdam().update(twins, grads, coefficients, eps=EPS)
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
 
@@ -120,7 +120,7 @@ def test_memory_layout_changes_no_bit(layout: str, dtype: torch.dtype) -> None:
     optimizers = ResidentAdam(), ResidentAdam()
     for _ in range(3):
         for optimizer, param, grad in zip(optimizers, (mine, plain), (gradient, gradient.contiguous()), strict=True):
-            optimizer.update([param], [grad], SLOT, eps=EPS)
+            optimizer.update([param], [grad], COEFFICIENTS, eps=EPS)
     torch.testing.assert_close(mine, plain, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-6)
     assert torch.equal(pair[..., 1], weight)
 
@@ -128,13 +128,13 @@ def test_memory_layout_changes_no_bit(layout: str, dtype: torch.dtype) -> None:
 def test_external_write_updates_the_master() -> None:
     param = Parameter(torch.randn(64).bfloat16())
     optimizer = ResidentAdam()
-    optimizer.update([param], [torch.randn(64).bfloat16()], SLOT, eps=EPS)
+    optimizer.update([param], [torch.randn(64).bfloat16()], COEFFICIENTS, eps=EPS)
     master = optimizer.states[param].master
     assert master is not None
     before = master.clone()
     with torch.no_grad():
         param[:10] = 3.0
-    optimizer.update([param], [torch.zeros(64, dtype=torch.bfloat16)], SLOT._replace(lr=0.0), eps=EPS)
+    optimizer.update([param], [torch.zeros(64, dtype=torch.bfloat16)], COEFFICIENTS._replace(lr=0.0), eps=EPS)
     assert torch.equal(master[:10], torch.full((10,), 3.0))
     assert torch.equal(master[10:], before[10:])
     assert not torch.equal(master[10:], param[10:].float())
@@ -143,7 +143,7 @@ def test_external_write_updates_the_master() -> None:
 def test_update_moves_the_version_counter() -> None:
     param = Parameter(torch.ones(3))
     loss = (param * param).sum()
-    ResidentAdam().update([param], [torch.ones(3)], SLOT, eps=EPS)
+    ResidentAdam().update([param], [torch.ones(3)], COEFFICIENTS, eps=EPS)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -157,7 +157,7 @@ def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     whole = ResidentAdam()
     for grads in gradients()[:3]:
-        whole.update(params, grads, SLOT, eps=EPS)
+        whole.update(params, grads, COEFFICIENTS, eps=EPS)
     copies = [Parameter(param.detach().clone()) for param in params]
     resumed = ResidentAdam()
     for param, copy in zip(params, copies, strict=True):
@@ -168,8 +168,8 @@ def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
         master = None if state.master is None else state.master.clone()
         resumed.load(copy, ResidentState(saved[0], saved[1], state.step.clone(), master))
     for grads in gradients()[3:]:
-        whole.update(params, grads, SLOT, eps=EPS)
-        resumed.update(copies, grads, SLOT, eps=EPS)
+        whole.update(params, grads, COEFFICIENTS, eps=EPS)
+        resumed.update(copies, grads, COEFFICIENTS, eps=EPS)
     assert all(torch.equal(param, copy) for param, copy in zip(params, copies, strict=True))
 
 
@@ -186,5 +186,5 @@ def test_state_of_another_model_is_refused() -> None:
 def test_state_bytes_are_counted() -> None:
     params = [Parameter(torch.zeros(10)), Parameter(torch.zeros(10).bfloat16())]
     optimizer = ResidentAdam()
-    optimizer.update(params, [torch.zeros_like(param) for param in params], SLOT, eps=EPS)
+    optimizer.update(params, [torch.zeros_like(param) for param in params], COEFFICIENTS, eps=EPS)
     assert optimizer.nbytes == (2 * 40 + 4) + (3 * 40 + 4)

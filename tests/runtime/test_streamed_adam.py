@@ -397,11 +397,11 @@ def test_failed_buffer_allocation_changes_nothing(monkeypatch: pytest.MonkeyPatc
     training = Training(None, ALL).run(0, 2)
     twin = Training(None, ALL).run(0, 2)
 
-    def no_room(*args: Any, **keywords: Any) -> Any:
+    def too_little_memory(*args: Any, **keywords: Any) -> Any:
         raise torch.OutOfMemoryError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed_adam, "StreamBuffer", no_room)
+        patch.setattr(streamed_adam, "StreamBuffer", too_little_memory)
         with pytest.raises(torch.OutOfMemoryError):
             training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(64, 64)))]})
     assert_same(training.run(2, 5).weights(), twin.run(2, 5).weights())

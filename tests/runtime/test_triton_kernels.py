@@ -36,7 +36,7 @@ dims = pytest.mark.parametrize("dim", [0, 1])
 # Less than a tile, not a multiple of one, several tiles either way, more than one strip of partial sums.
 shapes = pytest.mark.parametrize("shape", [(1, 1), (70, 130), (5, 600), (600, 3)])
 fractions = pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
-SLOT = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
+COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
 
 
 def selection_of(slices: int, fraction: float, device: str) -> Selection:
@@ -134,8 +134,10 @@ def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, frac
     for step in (1, 2):
         gradient, _ = blocks_like(matrix, dim, selection)
         gradient.normal_()
-        rule_p_(*expected, [gradient], [SLOT], step=step, eps=1e-8)
-        triton_kernels.adam_columns_(matrix, dim, selection.selected, gradient, *state, SLOT, step=step, eps=1e-8)
+        rule_p_(*expected, [gradient], [COEFFICIENTS], step=step, eps=1e-8)
+        triton_kernels.adam_columns_(
+            matrix, dim, selection.selected, gradient, *state, COEFFICIENTS, step=step, eps=1e-8
+        )
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
     slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
@@ -161,7 +163,9 @@ def test_results_are_reproducible(dim: int, device: str) -> None:
         norms = triton_kernels.norms_and_split(matrix, dim, selection, *blocks)
         weights = torch.ones_like(matrix)
         state = [torch.ones(blocks[0].shape, device=device) for _ in range(3)]
-        triton_kernels.adam_columns_(weights, dim, selection.selected, blocks[0], *state, SLOT, step=1, eps=1e-8)
+        triton_kernels.adam_columns_(
+            weights, dim, selection.selected, blocks[0], *state, COEFFICIENTS, step=1, eps=1e-8
+        )
         return [norms, *blocks, weights, *state]
 
     first = run()
@@ -178,7 +182,7 @@ def test_misfitting_state_is_refused(device: str) -> None:
     selected = torch.arange(2, dtype=torch.int32, device=device)
     for bad in (good.bfloat16(), torch.zeros(3, 4, device=device), torch.zeros(4, 2, device=device).t()):
         with pytest.raises(ValueError, match="exp_avg"):
-            triton_kernels.adam_columns_(matrix, 1, selected, good, good, bad, good, SLOT, step=1, eps=1e-8)
+            triton_kernels.adam_columns_(matrix, 1, selected, good, good, bad, good, COEFFICIENTS, step=1, eps=1e-8)
 
 
 @pytest.mark.gpu
@@ -219,7 +223,9 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     blocks = blocks_like(matrix, dim, selection)
     column_ops.norms_and_split(matrix, dim, selection, *blocks)
     column_ops.merge_columns(matrix, dim, selection.deferred, blocks[1])
-    column_ops.adam_columns_([SliceState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], SLOT, eps=1e-8)
+    column_ops.adam_columns_(
+        [SliceState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], COEFFICIENTS, eps=1e-8
+    )
     assert ran == ["norms_and_split", "merge_columns", "adam_columns_"]
 
 

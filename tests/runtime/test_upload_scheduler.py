@@ -9,7 +9,7 @@ from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 
 
-def landing_of(params: int) -> tuple[UploadScheduler, dict[int, Any]]:
+def scheduler_of(params: int) -> tuple[UploadScheduler, dict[int, Any]]:
     offloaded = {p: SimpleNamespace(deadline=p) for p in range(params)}
     return UploadScheduler(SimpleNamespace(offloaded=offloaded), Recorder(torch.device("cpu"))), offloaded  # type: ignore[arg-type]
 
@@ -19,17 +19,17 @@ def order(offloaded: dict[int, Any]) -> list[int]:
 
 
 def test_graphs_keep_the_order_of_their_compilation() -> None:
-    landing, offloaded = landing_of(6)
-    landing.declare_order([1, 0, 2])
-    landing.declare_order([4, 3, 5])
+    scheduler, offloaded = scheduler_of(6)
+    scheduler.declare_order([1, 0, 2])
+    scheduler.declare_order([4, 3, 5])
     assert order(offloaded) == [1, 0, 2, 4, 3, 5]
 
 
 def test_recompiled_graph_keeps_its_place() -> None:
-    landing, offloaded = landing_of(6)
-    landing.declare_order([0, 1, 2])
-    landing.declare_order([3, 4, 5])
-    landing.declare_order([2, 0, 1])
+    scheduler, offloaded = scheduler_of(6)
+    scheduler.declare_order([0, 1, 2])
+    scheduler.declare_order([3, 4, 5])
+    scheduler.declare_order([2, 0, 1])
     assert order(offloaded) == [2, 0, 1, 3, 4, 5]
-    landing.declare_order([5, 4, 3])
+    scheduler.declare_order([5, 4, 3])
     assert order(offloaded) == [2, 0, 1, 5, 4, 3]

@@ -1,4 +1,4 @@
-"""Own bumps are counted per version counter, and external writes show in what is left."""
+"""Own bumps are counted per version counter, and the bumps that are left show external writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zenflow_compile.runtime.device.resident_adam import ResidentAdam
 from zenflow_compile.runtime.device.version_counter import bump_versions, counters_of
 from zenflow_compile.torch_internals import torch_private
 
-SLOT = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
+COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
 
 
 def halves(dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, nn.Parameter]:
@@ -86,6 +86,6 @@ def test_resident_update_counts_its_bumps() -> None:
         optimizer.counters.update(zip(params, counters, strict=True))
         before: list[int] = [counters[0].external_bumps(param) for param in params]
         grads: list[Tensor] = [torch.ones_like(param) for param in params]
-        optimizer.update(params, grads, SLOT, eps=1e-8)
+        optimizer.update(params, grads, COEFFICIENTS, eps=1e-8)
         assert params[0]._version == before[0] + 2
         assert [counters[0].external_bumps(param) for param in params] == before

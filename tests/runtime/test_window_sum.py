@@ -15,7 +15,7 @@ SHAPE = (24, 8)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-def slot(grad_scale: float = 1.0, number: int = 0) -> StepCoefficients:
+def coefficients(grad_scale: float = 1.0, number: int = 0) -> StepCoefficients:
     return StepCoefficients(
         lr=0.01 * (1 + number), beta1=0.9 - 0.1 * number, beta2=0.99, weight_decay=0.1, grad_scale=grad_scale
     )
@@ -24,7 +24,7 @@ def slot(grad_scale: float = 1.0, number: int = 0) -> StepCoefficients:
 def sum_of(gradients: list[Tensor], scales: list[float]) -> WindowSum:
     window = WindowSum(torch.full(SHAPE, math.nan))  # whatever the window before left there
     for number, (gradient, scale) in enumerate(zip(gradients, scales, strict=True)):
-        window.add(gradient, slot(scale, number))
+        window.add(gradient, coefficients(scale, number))
     return window
 
 
@@ -34,7 +34,7 @@ def test_one_gradient_is_unchanged(dtype: torch.dtype, scale: float) -> None:
     gradient = torch.randn(SHAPE).to(dtype)
     mean = torch.empty_like(gradient)
     window = sum_of([gradient], [scale])
-    assert window.take_mean(mean) == [slot(scale)]
+    assert window.take_mean(mean) == [coefficients(scale)]
     assert torch.equal(mean, gradient)
 
 
@@ -45,9 +45,9 @@ def test_mean_is_rounded_one_time(dtype: torch.dtype, scales: list[float]) -> No
     gradients = [torch.randn(SHAPE).to(dtype) for _ in scales]
     expected = torch.stack([g.double() * scale for g, scale in zip(gradients, scales, strict=True)]).mean(0)
     mean = torch.empty(SHAPE, dtype=dtype)
-    slots = sum_of(gradients, scales).take_mean(mean)
-    assert {each.grad_scale for each in slots} == {max(scales)}
-    assert [each.lr for each in slots] == [slot(number=number).lr for number in range(len(scales))]
+    returned = sum_of(gradients, scales).take_mean(mean)
+    assert {each.grad_scale for each in returned} == {max(scales)}
+    assert [each.lr for each in returned] == [coefficients(number=number).lr for number in range(len(scales))]
     largest = torch.stack([g.double().abs() * max(scales) for g in gradients]).max()
     error = (mean.double() * max(scales) - expected).abs()
     assert (error <= torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6 * largest).all()
@@ -57,20 +57,20 @@ def test_fp16_mean_stays_in_range() -> None:
     """The sum of these is beyond fp16's range, and unscaled they are below it."""
     gradients = [torch.full(SHAPE, 60000.0, dtype=torch.float16) for _ in range(4)]
     mean = torch.empty(SHAPE, dtype=torch.float16)
-    slots = sum_of(gradients, [2.0**-40] * 4).take_mean(mean)
+    returned = sum_of(gradients, [2.0**-40] * 4).take_mean(mean)
     assert torch.equal(mean, gradients[0])
-    assert slots[0].grad_scale == 2.0**-40
+    assert returned[0].grad_scale == 2.0**-40
 
 
 def test_zero_and_nan_clip_factors() -> None:
-    """As ``gradient * factor`` would be: nothing, and NaN."""
+    """Equals ``gradient * factor``: zeros, and NaN."""
     ones = torch.ones(SHAPE)
     mean = torch.empty(SHAPE)
     for scales in ([0.0, 1.0], [1.0, 0.0]):
-        slots = sum_of([ones, ones], scales).take_mean(mean)
-        assert torch.equal(mean * slots[0].grad_scale, ones / 2)
-    slots = sum_of([ones, ones], [0.0, 0.0]).take_mean(mean)
-    assert torch.equal(mean * slots[0].grad_scale, torch.zeros(SHAPE))
+        returned = sum_of([ones, ones], scales).take_mean(mean)
+        assert torch.equal(mean * returned[0].grad_scale, ones / 2)
+    returned = sum_of([ones, ones], [0.0, 0.0]).take_mean(mean)
+    assert torch.equal(mean * returned[0].grad_scale, torch.zeros(SHAPE))
     for scales in ([math.nan, 1.0], [1.0, math.nan]):
         sum_of([ones, ones], scales).take_mean(mean)
         assert mean.isnan().all()
@@ -80,8 +80,8 @@ def test_take_mean_empties_the_window() -> None:
     mean = torch.empty(SHAPE)
     window = sum_of([torch.ones(SHAPE)] * 3, [1.0] * 3)
     window.take_mean(mean)
-    assert window.slots == []
-    window.add(torch.full(SHAPE, 5.0), slot())
+    assert window.coefficients == []
+    window.add(torch.full(SHAPE, 5.0), coefficients())
     assert len(window.take_mean(mean)) == 1
     assert torch.equal(mean, torch.full(SHAPE, 5.0))
 
@@ -93,8 +93,8 @@ def test_mean_step_weighs_all_gradients() -> None:
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in state)
     gradients = [torch.randn(SHAPE) for _ in range(3)]
     mean = torch.empty(SHAPE)
-    slots = sum_of(gradients, [1.0, 0.5, 1.0]).take_mean(mean)
-    rule_p_(*state, [mean] * 3, slots, step=10, eps=1e-8)
+    returned = sum_of(gradients, [1.0, 0.5, 1.0]).take_mean(mean)
+    rule_p_(*state, [mean] * 3, returned, step=10, eps=1e-8)
 
     g = (gradients[0].double() + 0.5 * gradients[1].double() + gradients[2].double()) / 3
     kept1, kept2 = 0.9 * 0.8 * 0.7, 0.99**3

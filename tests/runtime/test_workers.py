@@ -1,4 +1,4 @@
-"""Workers run jobs by deadline, raise their errors, and finish queued jobs at the close."""
+"""Workers run jobs by deadline, raise their errors, and finish queued jobs at ``close()``."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_close_finishes_queued_jobs() -> None:
     lock = threading.Lock()
 
     def task() -> int:
-        time.sleep(0.002)  # so that most are still queued at the close
+        time.sleep(0.002)  # so that most are still queued at close()
         with lock:
             count[0] += 1
         return 0

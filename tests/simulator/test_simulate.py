@@ -224,7 +224,7 @@ def test_two_devices_own_half_each() -> None:
     plan = plan_of(model, policy="zero_offload")
     hardware = machine(devices=2, cores=6, peer_bandwidth=1e6)
     recording = simulate(plan, hardware, model, tokens=1, steps=1)
-    # Half of a gradient goes to the peer, 1 s; half of it goes down, half of the weights come up, half come over.
+    # Half of a gradient goes to the other rank, 1 s; half of it goes down, half of the weights come up, half come over.
     exchanged = spans(recording, "peers", "copy", 1)
     assert exchanged == [("layer1", 4.0, 5.0), ("layer0", 6.0, 7.0), ("layer0", 8.5, 9.5), ("layer1", 9.5, 10.5)]
     assert spans(recording, "D2H", "copy", 1) == [("layer1", 5.0, 5.5), ("layer0", 7.0, 7.5)]

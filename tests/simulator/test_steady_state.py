@@ -29,7 +29,7 @@ def plan_of(name: str, window: float | None) -> Plan:
 @pytest.mark.parametrize("policy", FILES)
 @pytest.mark.parametrize("window", [None, 5e9, 20e9, 40e9, 70e9])
 def test_file_traffic_of_a_steady_step(policy: str, window: float | None) -> None:
-    """What a window still kept from before its first cycle, or has not written yet, would be missing."""
+    """Bytes that the cache kept from before the first cycle, or has not written yet, would be missing."""
     model, node, plan = model_catalog.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
     step = steady_step(plan, node, model, tokens=2048)
     closing = sum(param.file_bytes / param.interval for param in plan.params)

@@ -1,4 +1,4 @@
-"""Makes foreign text (parameter names, file names, keys, output of other processes) safe to print on a terminal."""
+"""Makes untrusted text (parameter names, file names, keys, output of other processes) safe to print on a terminal."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class ZenFlowCallback(TrainerCallback):
     the Trainer neither flushes nor closes its optimizer. This callback applies them before the last checkpoint is
     written, whether ``max_steps`` ends training or another callback, such as ``EarlyStoppingCallback``. Its position
     among the callbacks does not matter. It changes neither training nor earlier checkpoints. A checkpoint that the
-    Trainer writes on SIGTERM (``enable_jit_checkpoint``) is meant for resuming and keeps its windows.
+    Trainer writes on SIGTERM (``enable_jit_checkpoint``) is meant for resuming and keeps its update windows.
 
     A run that resumes from the last checkpoint starts with empty update windows, like one that called ``flush()``.
 

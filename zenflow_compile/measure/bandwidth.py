@@ -73,7 +73,7 @@ class HostRates:
     Attributes:
         copy: ``Tensor.copy_``, 8 bytes per fp32 element.
         add: ``Tensor.add_``, in place, 12 bytes per fp32 element.
-        adam: the host update of a window of 4 bf16 gradients, 34 bytes per parameter.
+        adam: the host update of an update window of 4 bf16 gradients, 34 bytes per parameter.
         parameters: parameters per second of that update.
     """
 
@@ -247,7 +247,7 @@ def default_bytes() -> int:
 
 
 def default_link_bytes() -> int:
-    """Bytes per copy between device and host: so many that the start of a copy does not show."""
+    """Bytes per copy between device and host: large enough that the start of a copy does not show."""
     return _fitting(_LINK_BYTES)
 
 

@@ -65,7 +65,7 @@ def disk_rates(directory: str) -> DiskRates:
 
 
 def _move(transfer: Callable[[int, memoryview], int], buffers: list[memoryview], pieces: int) -> tuple[int, float]:
-    """Move up to ``pieces`` pieces, as many as there is time for; returns their number and the seconds."""
+    """Move up to ``pieces`` pieces until the time is over. Returns their number and the seconds."""
     numbers = count()
     begin = time.perf_counter()
 

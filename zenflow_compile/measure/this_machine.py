@@ -79,7 +79,7 @@ def _unused_device_bytes(device: torch.device) -> int:
 def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores: Sequence[int]) -> float:
     """Bytes per second that all workers read and write, with windows as long as the optimizer's."""
     if options.policy == "auto":
-        options = replace(options, policy="zenflow")  # the others have no windows, and hardly another rate
+        options = replace(options, policy="zenflow")  # the others have no update windows, and nearly the same rate
     steps = options.longest_window
     plan = ParamPlan(
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps

@@ -140,7 +140,7 @@ class Options:
             keep off the device (DeepSpeed's ``offload_optimizer.ratio``).
         sub_group_size: Elements, >= 1, of the groups of whole parameters that ``update_stride`` counts. None: 100
             million, or a ``4 * update_stride``-th of the elements on the host, if that is less.
-        update_stride: Every so many subgroups, >= 1, one is updated on the device, with state that is streamed there
+        update_stride: One of this many subgroups, >= 1, is updated on the device, with state that is streamed there
             and back: 1 updates all of them there, 2 every other one. ``"auto"``: from the performance model, with rates
             that are measured once, before the first step. None: no streaming, and ``"auto"`` under policy
             ``"deep_optimizer_states"``.
@@ -307,7 +307,7 @@ class Options:
 
     @property
     def stride(self) -> int | None:
-        """Every so many subgroups, one is updated on the device; None: no streaming.
+        """One of this many subgroups is updated on the device; None: no streaming.
 
         Raises:
             ValueError: it is still ``"auto"``; see ``prediction.auto_policy.resolve_stride``.

@@ -125,7 +125,7 @@ class _Config:
             raise ValueError(f"{self.file}: {error}") from error
 
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         key = next((key for key in _DTYPE_KEYS if self.given.get(key) is not None), None)
         if key is None:
             return BFLOAT16

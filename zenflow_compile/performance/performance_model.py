@@ -51,7 +51,7 @@ def update_stride(*, cpu_update: float, gpu_update: float, link: float, cpu_down
 
 
 def stride_of(cpu_to_gpu: float) -> int:
-    """Every so many subgroups, one is updated on the device: one plus the ratio, rounded, at least 1.
+    """One of this many subgroups is updated on the device: one plus the ratio, rounded, at least 1.
 
     The paper uses k in two meanings. Equation 1's k is the ratio of ``update_stride``: k = 2 is two subgroups on the
     CPU for one on the GPU, a third of all on the GPU. Its Algorithm 1, and "every alternate subgroup", use k as a
@@ -92,7 +92,7 @@ def traffic(topk_ratio: float, update_interval: float) -> float:
 
     Args:
         topk_ratio: share of the model, in [0, 1], whose state is on the device.
-        update_interval: steps per window, >= 1.
+        update_interval: steps per update window, >= 1.
 
     Raises:
         ValueError: an argument is out of range.

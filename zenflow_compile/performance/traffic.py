@@ -50,7 +50,7 @@ class Bandwidths:
     Attributes:
         host: of host memory, bytes read and bytes written, with as many threads as there are workers.
         to_host, to_device: of the link between device and host.
-        disk: of the disk, as many bytes read as written; None where it was not measured.
+        disk: of the disk, with equal bytes read and written; None where it was not measured.
     """
 
     host: float

@@ -144,7 +144,7 @@ def _candidates(scenario: Scenario) -> Iterator[tuple[str, list[Options]]]:
 
 
 def _plain(options: Options) -> Options:
-    """``options`` without those that candidates set."""
+    """Return ``options`` without those that candidates set."""
     return replace(options, offload_device="cpu", nvme_path=None, spare_device_bytes=0, update_stride=None)
 
 

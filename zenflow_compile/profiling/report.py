@@ -98,7 +98,7 @@ def picture(gantt: Gantt, *, blocks: bool) -> Text:
 
 
 def _legend(marks: tuple[Mark, ...], *, blocks: bool, width: int) -> Text:
-    """``character meaning`` for each mark, in as many lines as they need."""
+    """``character meaning`` for each mark, wrapped into lines."""
     text = Text()
     column = 0
     for mark in marks:

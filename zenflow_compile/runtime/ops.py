@@ -11,7 +11,7 @@ following ops mutate: a plain data dependency, which keeps FX order and prevents
 [Note: staged gradients] Selected and deferred gradients live in engine-owned memory and are never op outputs: Inductor
 reuses the buffer of an op's output inside the graph while Python still holds a reference to it.
 
-[Note: two forms] Passes insert one unfused op for each thing that is done; ``explain`` shows these. The last pass
+[Note: two forms] Passes insert one unfused op for each action; ``explain`` shows these. The last pass
 replaces groups of them by fused ops, which run: an op call costs microseconds, and a model has hundreds of parameters.
 The unfused ops run too, with bitwise equal results: in graphs where a user's own pass reads a value between them, and
 in the tests that compare both forms.

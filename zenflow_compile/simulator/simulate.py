@@ -176,7 +176,7 @@ def _check(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
 
 
 def _disk_bandwidth(hardware: Hardware) -> float | None:
-    """Bytes per second of a device's share of the disk, which reads and writes in turn, as many of each."""
+    """Bytes per second of a device's share of the disk, which reads and writes equal amounts in turn."""
     if hardware.disk_read is None or hardware.disk_write is None:
         return None
     return 2 / (1 / hardware.disk_read + 1 / hardware.disk_write) / hardware.devices

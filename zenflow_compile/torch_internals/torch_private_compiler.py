@@ -401,7 +401,7 @@ def copy_origin(source: torch.fx.Node, node: torch.fx.Node) -> None:
 
 
 def printed_graph(gm: torch.fx.GraphModule) -> str:
-    """The graph as readable code, with shapes and source lines. Seen in torch 2.11 and 2.13."""
+    """The graph as Python code, with shapes and source lines. Seen in torch 2.11 and 2.13."""
     return gm.print_readable(print_output=False)
 
 

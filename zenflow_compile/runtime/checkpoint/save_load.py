@@ -215,15 +215,17 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
 def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """The gradients in the update window, oldest first, and zeros in its empty places."""
     host, plan, deferred = offloaded.host, offloaded.plan, offloaded.device.selection.deferred
-    slots = _coefficients(offloaded)
+    per_gradient = _coefficients(offloaded)
     empty = (0.0,) * len(StepCoefficients._fields)
-    coefficients = torch.tensor([*slots, *([empty] * (window_places(plan) - len(slots)))], dtype=torch.float64)
-    found = {"open": torch.tensor(len(slots)), "coefficients": coefficients}
+    coefficients = torch.tensor(
+        [*per_gradient, *([empty] * (window_places(plan) - len(per_gradient)))], dtype=torch.float64
+    )
+    found = {"open": torch.tensor(len(per_gradient)), "coefficients": coefficients}
     if (window_sum := _window_sum(offloaded)) is not None:
-        found["window_sum"] = in_shape(plan, [(deferred, window_sum.total)] if slots else [], torch.float32)
+        found["window_sum"] = in_shape(plan, [(deferred, window_sum.total)] if per_gradient else [], torch.float32)
         return found
     for place in range(window_places(plan)):
-        gradient = host.gradients[host.open[place].index] if place < len(slots) else None
+        gradient = host.gradients[host.open[place].index] if place < len(per_gradient) else None
         if plan.compressed:
             scales, values = (None, None) if gradient is None else scales_and_values(gradient)
             found[f"scale{place}"] = per_slice(plan, deferred, torch.zeros(plan.deferred) if scales is None else scales)
@@ -236,7 +238,7 @@ def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
 def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
     """The coefficients of each gradient in the update window, oldest first."""
     window_sum = _window_sum(offloaded)
-    return [slot.coefficients for slot in offloaded.host.open] if window_sum is None else window_sum.slots
+    return [buffer.coefficients for buffer in offloaded.host.open] if window_sum is None else window_sum.coefficients
 
 
 def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
@@ -317,19 +319,19 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
         deferred: int64[deferred] on the host, the deferred slices.
     """
     host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
-    slots = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
+    loaded = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
     if window_sum is not None:
-        window_sum.slots = slots
-        if slots:
+        window_sum.coefficients = loaded
+        if loaded:
             window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[deferred])
         return
-    for place, coefficients in enumerate(slots):
-        index, slot = host.free_buffer()
+    for place, coefficients in enumerate(loaded):
+        index, buffer = host.free_buffer()
         gradient = in_slices(plan, entry[f"window{place}"].cpu())[deferred]
         if plan.compressed:
-            scales, values = scales_and_values(slot)
+            scales, values = scales_and_values(buffer)
             scales.copy_(entry[f"scale{place}"].cpu().flatten()[deferred])
             values.copy_(gradient)
         else:
-            slot.copy_(gradient)
+            buffer.copy_(gradient)
         host.commit(GradientBuffer(index, coefficients, ThreadTicket.ended()))

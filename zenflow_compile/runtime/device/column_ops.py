@@ -107,7 +107,7 @@ class SliceState(NamedTuple):
     step: int
 
 
-def adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: float) -> None:
+def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
     """Do one AdamW step on the selected slices of parameters that share coefficients, and cast it into their matrices.
 
     The result of one parameter does not depend on the others.
@@ -116,10 +116,10 @@ def adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: 
     if params and (kernels := _kernels_for(params[0].matrix)):
         for matrix, dim, selection, gradient, master, exp_avg, exp_avg_sq, step in params:
             kernels.adam_columns_(
-                matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, slot, step=step, eps=eps
+                matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, coefficients, step=step, eps=eps
             )
     else:
-        reference_adam_columns_(params, slot, eps=eps)
+        reference_adam_columns_(params, coefficients, eps=eps)
 
 
 @torch.no_grad()
@@ -154,12 +154,12 @@ def quantize_slices_(
 # The references: what runs without Triton, and what the tests compare the kernels with.
 
 
-def reference_adam_columns_(params: Sequence[SliceState], slot: StepCoefficients, *, eps: float) -> None:
+def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
     """:func:`adam_columns_` in PyTorch: one multi-tensor call for the arithmetic of a batch of parameters."""
     for batch in bounded_batches(params, lambda each: each.gradient.numel(), _CHUNK_ELEMENTS):
         grads = [each.gradient.float() for each in batch]
-        if slot.grad_scale != 1.0:
-            grads = list(torch._foreach_mul(grads, slot.grad_scale))
+        if coefficients.grad_scale != 1.0:
+            grads = list(torch._foreach_mul(grads, coefficients.grad_scale))
         counts = {step: torch.tensor(float(step)) for step in {each.step for each in batch}}
         parts: list[tuple[Tensor, ...]] = []
         cuts: list[PaddedTail] = []
@@ -179,10 +179,10 @@ def reference_adam_columns_(params: Sequence[SliceState], slot: StepCoefficients
             exp_avgs,
             exp_avg_sqs,
             steps,
-            lr=slot.lr,
-            beta1=slot.beta1,
-            beta2=slot.beta2,
-            weight_decay=slot.weight_decay,
+            lr=coefficients.lr,
+            beta1=coefficients.beta1,
+            beta2=coefficients.beta2,
+            weight_decay=coefficients.weight_decay,
             eps=eps,
         )
         for cut in cuts:

@@ -109,14 +109,14 @@ class ResidentAdam:
 
     @torch.no_grad()
     def update(
-        self, params: Sequence[Parameter], grads: Sequence[Tensor], slot: StepCoefficients, *, eps: float
+        self, params: Sequence[Parameter], grads: Sequence[Tensor], coefficients: StepCoefficients, *, eps: float
     ) -> None:
         """Do one AdamW step; see :func:`update_on_device`."""
         for param in params:
             if param not in self.states:
                 self.states[param] = ResidentState.zeros_like(param, self.counters.get(param))
         states = [self.states[param] for param in params]
-        update_on_device(list(zip(params, grads, states, strict=True)), slot, eps=eps)
+        update_on_device(list(zip(params, grads, states, strict=True)), coefficients, eps=eps)
 
     def load(self, param: Parameter, state: ResidentState) -> None:
         """Put back a checkpoint's state; see :meth:`ResidentState.load`."""
@@ -126,29 +126,29 @@ class ResidentAdam:
 
 
 @torch.no_grad()
-def update_on_device(updates: Sequence[Update], slot: StepCoefficients, *, eps: float) -> None:
+def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, *, eps: float) -> None:
     """Do one AdamW step for parameters that share coefficients, with state on the device. Gradients are not written.
 
     For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
-    ``slot.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
+    ``coefficients.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
 
     Args:
         updates: of parameters that have a gradient, all on one device.
-        slot: coefficients of this step.
+        coefficients: coefficients of this step.
         eps: of Adam, outside the root.
     """
 
     def scratch_elements(update: Update) -> int:
         param, grad, _ = update
-        return param.numel() if slot.grad_scale != 1.0 or grad.dtype != _state_dtype(param) else 0
+        return param.numel() if coefficients.grad_scale != 1.0 or grad.dtype != _state_dtype(param) else 0
 
     for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
         same_dtype = [update for update in updates if update[0].dtype == dtype]
         for batch in bounded_batches(same_dtype, scratch_elements, _SCRATCH_ELEMENTS):
-            _update(batch, slot, eps)
+            _update(batch, coefficients, eps)
 
 
-def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None:
+def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
     for param, _, state in batch:
         if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
@@ -156,8 +156,8 @@ def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None
     # Operators that write .data do not move the version: ``bump_versions`` does, and counts it.
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
-    if slot.grad_scale != 1.0:
-        grads = list(torch._foreach_mul(grads, slot.grad_scale))
+    if coefficients.grad_scale != 1.0:
+        grads = list(torch._foreach_mul(grads, coefficients.grad_scale))
     torch._foreach_add_([state.step for state in states], 1.0)
     fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
     if fused:
@@ -167,15 +167,15 @@ def _update(batch: Sequence[Update], slot: StepCoefficients, eps: float) -> None
             [states[i].exp_avg for i in fused],
             [states[i].exp_avg_sq for i in fused],
             [states[i].step for i in fused],
-            lr=slot.lr,
-            beta1=slot.beta1,
-            beta2=slot.beta2,
-            weight_decay=slot.weight_decay,
+            lr=coefficients.lr,
+            beta1=coefficients.beta1,
+            beta2=coefficients.beta2,
+            weight_decay=coefficients.weight_decay,
             eps=eps,
         )
     for i in sorted(set(range(len(batch))) - set(fused)):
         # The fused kernel runs over memory, not over elements: it cannot update a view with holes or overlaps.
-        state, plain = states[i], slot._replace(grad_scale=1.0)
+        state, plain = states[i], coefficients._replace(grad_scale=1.0)
         step = int(state.step)
         rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
     cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]

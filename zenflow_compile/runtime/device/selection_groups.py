@@ -46,7 +46,7 @@ def better_slices(score: Tensor, selected: Tensor, k: int, margin: float, at_mos
         at_most: i64[groups], swaps that each group may make.
 
     Returns:
-        i32[k], ascending. Each group has as many as before.
+        i32[k], ascending. The number per group stays the same.
     """
     groups = at_most.numel()
     enters, leaving, entering = _swaps(score, selected, groups, margin)

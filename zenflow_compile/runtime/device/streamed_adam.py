@@ -193,7 +193,7 @@ class StreamedAdam:
     # Updates.
 
     def prefetch(self) -> None:
-        """Start to copy in the first subgroups of the next update, as many as there are buffers."""
+        """Start to copy in the first subgroups of the next update, one per buffer."""
         if self._free:
             self._load(self._expected[: len(self._buffers)])
 
@@ -254,8 +254,8 @@ class StreamedAdam:
         for each, state in zip(subgroup.params, states, strict=True):
             if (grad := each.param.grad) is not None:
                 together.setdefault(coefficients_of(each.plan.index), []).append((each.param, grad, state))
-        for (slot, eps), updates in together.items():
-            update_on_device(updates, slot, eps=eps)
+        for (coefficients, eps), updates in together.items():
+            update_on_device(updates, coefficients, eps=eps)
         for each, state in zip(subgroup.params, states, strict=True):
             each.state.mark = state.mark
         self._write_backs += 1

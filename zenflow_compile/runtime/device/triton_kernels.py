@@ -312,7 +312,7 @@ def adam_columns_(
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    slot: StepCoefficients,
+    coefficients: StepCoefficients,
     *,
     step: int,
     eps: float,
@@ -334,7 +334,7 @@ def adam_columns_(
             )
     if not gradient.numel():
         return
-    window = window_coefficients([slot], step)
+    window = window_coefficients([coefficients], step)
     with _on(matrix):
         _adam_columns_kernel[(triton.cdiv(shape[1], _BLOCK_LENGTH) * triton.cdiv(shape[0], _BLOCK_STATE_SLICES),)](
             matrix,
@@ -345,10 +345,10 @@ def adam_columns_(
             exp_avg,
             exp_avg_sq,
             *shape,
-            slot.grad_scale,
-            1.0 - slot.beta1,
-            slot.beta2,
-            1.0 - slot.beta2,
+            coefficients.grad_scale,
+            1.0 - coefficients.beta1,
+            coefficients.beta2,
+            1.0 - coefficients.beta2,
             window.decay,
             window.step_size,
             window.bias_correction2_sqrt,

@@ -39,15 +39,15 @@ class Residual:
         dtype = torch.float32 if plan.dtype == torch.float32 else torch.bfloat16
         return cls(torch.zeros((plan.deferred, plan.length), dtype=dtype, device=device))
 
-    def compress(self, gradient: Tensor, slot: StepCoefficients, block: Tensor) -> StepCoefficients:
+    def compress(self, gradient: Tensor, coefficients: StepCoefficients, block: Tensor) -> StepCoefficients:
         """Write a final gradient [deferred, length] plus the residual into ``block``, and keep the new rounding error.
 
         Returns:
             The coefficients for the written gradient, which is scaled already.
         """
         scales, values = scales_and_values(block)
-        column_ops.quantize_slices_(gradient, self.lost, slot.grad_scale, scales, values)
-        return slot._replace(grad_scale=1.0)
+        column_ops.quantize_slices_(gradient, self.lost, coefficients.grad_scale, scales, values)
+        return coefficients._replace(grad_scale=1.0)
 
     def drop(self, changed: Tensor) -> None:
         """Clear the residual of rows that now hold other slices.

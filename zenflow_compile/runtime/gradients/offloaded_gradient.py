@@ -193,7 +193,7 @@ def _in_place(func: Any) -> bool:
 
 
 def _overwrite(func: Any) -> _Handler:
-    """In place, of every element: what was there does not matter."""
+    """Overwrite every element in place; the old values are not read."""
 
     def overwrite(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         gradient, *others = args
@@ -262,7 +262,7 @@ def _scale(*, divide: bool) -> _Handler:
 
 
 def _scale_all(func: Any, *, divide: bool) -> _Handler:
-    """Of many by one element, or each by a number of its own."""
+    """Scale many gradients by one element, or each by its own number."""
 
     def scale(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         gradients, by = args

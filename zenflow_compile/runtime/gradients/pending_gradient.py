@@ -71,7 +71,7 @@ class PendingGradient:
 
     def end_window(self) -> Outgoing | None:
         """Take the sum of a window that flushes. Returns the block to copy; None without a sum or without gradients."""
-        if self.window_sum is None or not self.window_sum.slots:
+        if self.window_sum is None or not self.window_sum.coefficients:
             return None
         block = self._new_block()
         return block, self.window_sum.take_mean(block)
@@ -99,8 +99,8 @@ class PendingGradient:
         """Forget the gradients that the update window sums up, and return how many there were."""
         if self.window_sum is None:
             return 0
-        count = len(self.window_sum.slots)
-        self.window_sum.slots.clear()
+        count = len(self.window_sum.coefficients)
+        self.window_sum.coefficients.clear()
         return count
 
     @property

@@ -25,11 +25,11 @@ class WindowSum:
     Attributes:
         total: f32[deferred, length], the sum of ``gradient * grad_scale`` over the window, divided by ``unit``;
             arbitrary while the window is empty.
-        slots: the coefficients of each gradient, oldest first; a missing gradient has none.
+        coefficients: the coefficients of each gradient, oldest first; a missing gradient has none.
     """
 
     total: Tensor
-    slots: list[StepCoefficients] = field(default_factory=list)
+    coefficients: list[StepCoefficients] = field(default_factory=list)
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> WindowSum:
@@ -39,13 +39,13 @@ class WindowSum:
     @property
     def unit(self) -> float:
         """Scale of the window's first gradient: while the scale stays the same, raw gradients are summed unscaled."""
-        return _largest_scale(self.slots[:1])
+        return _largest_scale(self.coefficients[:1])
 
-    def add(self, gradient: Tensor, slot: StepCoefficients) -> None:
+    def add(self, gradient: Tensor, coefficients: StepCoefficients) -> None:
         """Add a final gradient ``[deferred, length]``, of any floating dtype."""
-        self.slots.append(slot)
-        factor = slot.grad_scale / self.unit
-        if len(self.slots) == 1:
+        self.coefficients.append(coefficients)
+        factor = coefficients.grad_scale / self.unit
+        if len(self.coefficients) == 1:
             self.total.copy_(gradient)
             if factor != 1.0:
                 self.total.mul_(factor)
@@ -60,16 +60,16 @@ class WindowSum:
         Returns:
             The coefficients of each gradient of the window, which apply to the mean and have that scale.
         """
-        scale = _largest_scale(self.slots)
-        torch.mul(self.total, self.unit / scale / len(self.slots), out=out)
-        slots, self.slots = [slot._replace(grad_scale=scale) for slot in self.slots], []
-        return slots
+        scale = _largest_scale(self.coefficients)
+        torch.mul(self.total, self.unit / scale / len(self.coefficients), out=out)
+        coefficients, self.coefficients = [each._replace(grad_scale=scale) for each in self.coefficients], []
+        return coefficients
 
 
-def _largest_scale(slots: Sequence[StepCoefficients]) -> float:
+def _largest_scale(coefficients: Sequence[StepCoefficients]) -> float:
     """Return the largest magnitude of the scales that can be divided by; 1 if there is none.
 
     Clipping by an infinite norm makes a scale 0, by a NaN norm NaN. ``maximize`` makes scales negative.
     """
-    scales = (abs(slot.grad_scale) for slot in slots)
+    scales = (abs(each.grad_scale) for each in coefficients)
     return max((scale for scale in scales if 0.0 < scale < math.inf), default=1.0)

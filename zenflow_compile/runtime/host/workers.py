@@ -127,7 +127,7 @@ _POLL_SECONDS = 1e-3
 
 
 def preferred_worker(task: int, tasks: int, workers: int) -> int:
-    """The worker that should run task ``task`` of ``tasks``: every worker gets neighbors, and about as many."""
+    """The worker that should run task ``task`` of ``tasks``: each worker gets about as many, all adjacent."""
     return task * workers // tasks
 
 

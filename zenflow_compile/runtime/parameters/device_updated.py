@@ -79,8 +79,8 @@ class DeviceUpdated:
                 by_group.setdefault(id(self._group_of(index)), []).append((index, param, grad))
         for members in by_group.values():
             indices, params, grads = zip(*members, strict=True)
-            slot, eps = self._coefficients(indices[0])
-            self.resident.update(params, grads, slot, eps=eps)
+            coefficients, eps = self._coefficients(indices[0])
+            self.resident.update(params, grads, coefficients, eps=eps)
 
     def _coefficients(self, index: int) -> tuple[StepCoefficients, float]:
         group = self._group_of(index)

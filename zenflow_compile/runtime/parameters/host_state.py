@@ -30,12 +30,12 @@ CUT_ELEMENTS = 64  # whole CPU vectors: only the last part needs a ``PaddedTail`
 
 
 def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[slice]:
-    """Cut a block into tasks of equal size, as many for each worker where that leaves them large.
+    """Cut a block into tasks of equal size, with the same number for each worker where tasks stay large.
 
     Results do not depend on the cut.
 
     Args:
-        unit: every part but the last is a multiple of so many elements.
+        unit: every part but the last is a multiple of this many elements.
     """
     parts = -(-elements // TASK_ELEMENTS)
     parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))

@@ -14,7 +14,7 @@ from then on this parameter accumulates on the device and is split only when its
 
 [Note: .grad is the truth] The engine's gradient is the one whose ``OffloadedGradient`` is in ``.grad``. Clearing or
 replacing ``.grad`` changes what the next step uses, as with any optimizer. The engine looks where a gradient arrives
-and at the optimizer step, and nowhere else: ``look``. The optimizer-in-backward form shows no gradients.
+and at the optimizer step, and nowhere else: ``look``. With the optimizer in backward, ``.grad`` stays None.
 """
 
 from __future__ import annotations
@@ -567,9 +567,9 @@ class OffloadedParam(IncomingGradient):
 
     @property
     def window_holds_gradients(self) -> bool:
-        """Whether the update window holds gradients, apart or summed."""
+        """Whether the update window has gradients, in buffers or as a sum."""
         window_sum = None if self.pending is None else self.pending.window_sum
-        return bool(self.host.open) or (window_sum is not None and bool(window_sum.slots))
+        return bool(self.host.open) or (window_sum is not None and bool(window_sum.coefficients))
 
     def drop_window(self) -> int:
         """Empty the update window without applying its gradients, and return how many there were.

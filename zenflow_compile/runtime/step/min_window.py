@@ -113,18 +113,18 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
     together larger than the last-level cache, as a model's state is. The first round touches the memory, the second one
     is timed.
     """
-    slots = [StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
-    task_bytes = round(TASK_ELEMENTS * touched_bytes(plan, len(slots)))
+    coefficients = [StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
+    task_bytes = round(TASK_ELEMENTS * touched_bytes(plan, len(coefficients)))
     gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # what the kernel is handed
 
     def task() -> Callable[[], int]:
         # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
         master, exp_avg, exp_avg_sq = (torch.ones(TASK_ELEMENTS, device="cpu") for _ in range(3))
         out = torch.ones(TASK_ELEMENTS, dtype=plan.dtype, device="cpu")
-        gradients = [torch.ones(TASK_ELEMENTS, dtype=gradient_dtype, device="cpu") for _ in slots]
+        gradients = [torch.ones(TASK_ELEMENTS, dtype=gradient_dtype, device="cpu") for _ in coefficients]
 
         def run() -> int:
-            kernel(master, exp_avg, exp_avg_sq, gradients, slots, step=len(slots), eps=1.0, out=out)
+            kernel(master, exp_avg, exp_avg_sq, gradients, coefficients, step=len(coefficients), eps=1.0, out=out)
             return task_bytes
 
         return run

@@ -185,4 +185,4 @@ def copy_without_gil(target: Tensor, source: Tensor) -> None:
     if not (target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous()):
         ends = ", ".join(f"a tensor on {each.device} with strides {each.stride()}" for each in (source, target))
         raise ValueError(f"cannot copy {ends}")
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # a foreign call: it runs without the GIL
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # ctypes releases the GIL around the call

@@ -27,7 +27,7 @@ class HostFlags:
     """Counters (32 bit, modulo 2**32) in memory that the device can access; they only grow.
 
     Args:
-        count: how many counters.
+        count: number of counters.
         device: the CUDA device whose streams use them.
     """
 
