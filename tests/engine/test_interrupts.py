@@ -436,6 +436,41 @@ def test_interrupted_edit_is_complete_or_absent(edit: Callable[[torch.Tensor], o
     training.optimizer.close()
 
 
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_step_after_interrupted_edit_uses_gradient(edit: Callable[[torch.Tensor], object], backwards: int) -> None:
+    """The step uses the old gradient or the edited one, and skips no parameter."""
+
+    def made() -> Training:
+        training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
+        for part in range(backwards):
+            training.backward(20 + part)
+        return training
+
+    def step(training: Training) -> torch.Tensor:
+        training.optimizer.step()
+        weight = training.weights()[2]
+        training.optimizer.close()
+        return weight
+
+    unedited, edited = step(made()), made()
+    edit(edited.model[2].weight.grad)
+    allowed = [unedited, step(edited)]
+    point, interrupted = 0, True
+    while interrupted:
+        training = made()
+        interrupted = False
+        with interrupted_at(point, EDITING):
+            try:
+                edit(training.model[2].weight.grad)
+            except KeyboardInterrupt:
+                interrupted = True
+        weight = step(training)
+        assert any(torch.equal(weight, each) for each in allowed), point
+        point += 1
+    assert point > 2
+
+
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
     "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures",

@@ -173,7 +173,8 @@ class Engine(OptimizerRuntime):
         """
         backward = self.backward
         with backward.lock:
-            if torch_private.current_graph_task() != backward.task or self.failure is not None or self._closing:
+            known = torch_private.current_graph_task() == backward.task
+            if not known or self.failure is not None or self._closing or self.in_child:
                 self.begin_backward(p)
             registry = self.registry
             if registry.streamed.params:

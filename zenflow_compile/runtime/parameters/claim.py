@@ -95,10 +95,12 @@ class Claim:
 
     def accept_grad(self, p: int) -> None:
         """Pass on that a gradient of parameter ``p`` has reached ``.grad``. Raises: see ``Engine.accept_grad``."""
+        if (optimizer := self._optimizer()) is None:
+            return  # it was collected, and its engine may still be closing in another thread
         engine = None if self.serving is None else self.serving()
         if engine is not None and engine.used and not engine.closed:
             engine.accept_grad(p)
-        elif (optimizer := self._optimizer()) is not None:
+        else:
             optimizer.engine.accept_grad(p)  # builds the engine, or replaces an outdated one
 
     def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -219,7 +219,9 @@ class IncomingGradient:
         as with any optimizer; the optimizer-in-backward form clears them.
         """
         grad = self.param.grad
-        if self._copy is not None and type(grad) is OffloadedGradient and grad._record is self.record:
+        ours = type(grad) is OffloadedGradient and grad._record is self.record
+        # The state counts, too: an interrupt may have left the parts of a gradient that became dense or zero.
+        if ours and self._copy is not None and self.state is _PARTS:
             return  # split and copied in the backward: the usual case, at every step
         record = self.look()
         if record is None and (grad := self._grad_of_user()) is not None:
