@@ -29,6 +29,7 @@ from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
 from zenflow_compile.runtime.step.optimizer_step import StepContext, commit_gradient, update_slices
+from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.torch_internals import torch_private
 
 
@@ -249,6 +250,7 @@ class Engine(OptimizerRuntime):
             offloaded.has_gradient for offloaded in self.offloaded.values()
         )
 
+    @annotated("step", lambda engine: ())
     def run_step(self) -> None:
         """Run one optimizer step on all gradients.
 

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from torch.profiler import record_function
 
 from zenflow_compile.torch_internals.torch_private import profiler_active
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 MOST_NAMES = 8
 """An event of more parameters names only the first ones."""
-
-_NOTHING = nullcontext()
-
-
-def annotate(phase: str, *names: str) -> AbstractContextManager[Any]:
-    """Show the block as ``zenflow::phase (names)`` in the profile, if ``torch.profiler`` or ``emit_nvtx`` is active.
-
-    In worker threads it shows where the profiler records all threads (``profile_all_threads``).
-
-    Args:
-        names: fully qualified names of the parameters that the block works on.
-    """
-    if not profiler_active():
-        return _NOTHING
-    return record_function(event_name(phase, names))
 
 
 def event_name(phase: str, names: Sequence[str]) -> str:
@@ -35,19 +23,23 @@ def event_name(phase: str, names: Sequence[str]) -> str:
     return f"zenflow::{phase} ({', '.join(shown)})" if shown else f"zenflow::{phase}"
 
 
-def annotated(phase: str, names_of: Callable[..., Sequence[str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run a function under ``annotate``. Without a profiler this adds one call and one look at a flag.
+def annotated(phase: str, names_of: Callable[..., Sequence[str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Show calls as ``zenflow::phase (names)`` in the profile, if ``torch.profiler`` or ``emit_nvtx`` is active.
+
+    Without a profiler this adds one call and one look at a flag. Worker threads show where the profiler records all
+    threads (``profile_all_threads``).
 
     Args:
         names_of: returns the parameters' names for the function's arguments; called only if a profiler is active.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **keywords: P.kwargs) -> R:
             if not profiler_active():
-                return function(*args)
-            with record_function(event_name(phase, names_of(*args))):
-                return function(*args)
+                return function(*args, **keywords)
+            with record_function(event_name(phase, names_of(*args, **keywords))):
+                return function(*args, **keywords)
 
         return run
 

@@ -17,6 +17,7 @@ from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.state_store import InMemoryState, State, StateLock, StateStore
 from zenflow_compile.runtime.host.workers import Job, preferred_worker
 from zenflow_compile.runtime.recorder import Moment
+from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 from zenflow_compile.runtime.transfer.stream_flags import Flag, HostFlags
 
@@ -140,6 +141,7 @@ class WindowUpdate:
             self._before.wait()
         self._lock.check()
 
+    @annotated("host_update", lambda update, _: (update._host.plan.name,))
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
         host, plan = self._host, self._host.plan

@@ -47,6 +47,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState, exchang
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
+from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.runtime.transfer.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.transfer.staging_ring import StagingBuffer
 from zenflow_compile.torch_internals import torch_private
@@ -539,6 +540,7 @@ class OffloadedParam(IncomingGradient):
 
     # 5. Flush.
 
+    @annotated("flush", lambda offloaded, **_: (offloaded.plan.name,))
     def flush(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> FlushedWindow | None:
         """Flush the update window; the caller submits the job. A window of missing gradients does nothing.
 
@@ -657,6 +659,7 @@ class OffloadedParam(IncomingGradient):
             raise
         return upload.window
 
+    @annotated("apply", lambda offloaded, _: (offloaded.plan.name,))
     def _merge(self, upload: Upload) -> None:
         """Write the update into the weight; the update window and the selection follow it."""
         recorder, host, window = self.transport.recorder, self.host, upload.window
