@@ -243,7 +243,7 @@ def test_kernels_ignore_the_users_torch_settings(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("compiled again")
 
-    def update(numel: int) -> None:
+    def check(numel: int) -> None:
         gradients = random_gradients(numel, 2, torch.bfloat16)
         state = State.random(numel, torch.bfloat16)
         before = state.copy()
@@ -269,7 +269,7 @@ def test_kernels_ignore_the_users_torch_settings(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.__init__", fail)
     for numel in (1, 2, 3, 1000, 70_001):
-        update(numel)
+        check(numel)
         torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=True):
         update(512)
