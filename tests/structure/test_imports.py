@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 
 def layers(title: str) -> list[list[str]]:
     """The rows of the block ``title`` in CONTRIBUTING.md, from the top layer down."""
-    found = re.search(rf"^```layers {title}\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    found = re.search(rf"^```text layers of {title}\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
     assert found, title
     return [row.split() for row in found[1].splitlines()]
 
