@@ -46,7 +46,7 @@ class Recording:
 
     @property
     def evaluation(self) -> Intervals:
-        """The time of evaluation: forwards without gradients, and gaps between them in which no training ran."""
+        """Time of evaluation. It has forwards without gradients, and gaps between them in which no training ran."""
         of_compute = [event for event in self.events if event.lane == COMPUTE]
         spans = union((event.start_ns, event.end_ns) for event in of_compute if event.kind == "inference")
         training = sorted(event.start_ns for event in of_compute if event.kind in _TRAINING)
