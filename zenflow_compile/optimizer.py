@@ -232,28 +232,25 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             ValueError, TypeError: a value in ``param_groups`` that no step can use, or parameters that FSDP or tensor
                 parallelism shards. Nothing has been changed then.
         """
-        self._lazy_engine.check_open()
-        if self._state_was_edited:
+        lazy = self._lazy_engine
+        lazy.check_open()
+        if self._steps_shown and self._state_was_edited:
             raise RuntimeError(f"optimizer.state was cleared or written; it {_NOT_WRITABLE}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        claim = self._lazy_engine.claim
-        claim.check_params(self.param_groups)
+        lazy.claim.check_params(self.param_groups)
         if not self._stepped:
-            refuse_replaced_by_shards([param for param in claim.params if param.grad is None])
+            refuse_replaced_by_shards([param for param in lazy.claim.params if param.grad is None])
             self._stepped = True
-        if self._lazy_engine.built is None and all(param.grad is None for param in claim.params):
+        if lazy.built is None and all(param.grad is None for param in lazy.claim.params):
             self._warn_of_no_gradient()
             return loss
-        engine = self.engine
+        engine = lazy.engine
         engine.check_parameters()
-        if not engine.has_gradients:
-            if not engine.used:
-                self._warn_of_no_gradient()
-            return loss
-        engine.run_step()
+        if not engine.run_step() and not engine.used:
+            self._warn_of_no_gradient()
         return loss
 
     def _warn_of_no_gradient(self) -> None:

@@ -185,7 +185,7 @@ def test_worker_may_collect_the_optimizer() -> None:
         dropped.set()
         return 0
 
-    engine.registry.transport.workers.submit(Job([drop], deadline=-1, step=0, param="", ready=lambda: None))
+    engine.registry.transport.workers.submit(Job([drop], deadline=-1, step=0, param=""))
     assert dropped.wait(20)
     for thread in threading.enumerate():
         if thread.name == "zenflow-close":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import warnings
 import weakref
 from typing import Any
@@ -146,3 +147,15 @@ def test_cuda_arenas_are_touched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     assert {core for mask in seen for core in mask} == set(engine.worker_cores)
     assert all(offloaded.host.state().master.is_pinned() for offloaded in engine.offloaded.values())
     optimizer.close()
+
+
+@pytest.mark.parametrize("shape", [(8, 15), (16, 8), (8, 16, 1), (128,)])
+def test_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    """The kernels take shapes on trust: they would read past the gradient's end, or split other slices."""
+    model = nn.Linear(16, 8, bias=False)
+    with ZenFlowAdamW(model.named_parameters(), min_offload_size=1, host_kernel="aten") as optimizer:
+        offloaded = optimizer.engine.offloaded[0]
+        with pytest.raises(RuntimeError, match=re.escape(f"gradient of weight has the shape {list(shape)}")):
+            offloaded.receive(torch.zeros(shape), split_now=True)
+        assert offloaded.record is None
+        assert model.weight.grad is None

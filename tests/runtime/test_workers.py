@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,22 @@ def pool_of(workers: int) -> WorkerPool:
     return WorkerPool(workers, Recorder(torch.device("cpu")))
 
 
+class GatedJob(Job):
+    """A job with inputs."""
+
+    def __init__(
+        self, tasks: Sequence[Callable[[], int]], ready: Callable[[], None], arrived: Callable[[], bool], **place: Any
+    ) -> None:
+        self._wait_for_inputs, self._have_inputs = ready, arrived
+        super().__init__(tasks, **place)
+
+    def ready(self) -> None:
+        self._wait_for_inputs()
+
+    def arrived(self) -> bool:
+        return self._have_inputs()
+
+
 def job(
     *tasks: Callable[[], int],
     deadline: int = 0,
@@ -29,7 +46,7 @@ def job(
     param: str = "w",
     step: int = 7,
 ) -> Job:
-    return Job(tasks, deadline=deadline, step=step, param=param, ready=ready, arrived=arrived)
+    return GatedJob(tasks, ready, arrived, deadline=deadline, step=step, param=param)
 
 
 def test_earliest_deadline_runs_first() -> None:

@@ -26,9 +26,9 @@ from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, Gr
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
-from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
 from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
-from zenflow_compile.runtime.step.optimizer_step import StepContext, commit_gradient, update_slices
+from zenflow_compile.runtime.step.optimizer_step import Member, StepContext, commit_gradient, update_slices
 from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.torch_internals import torch_private
 
@@ -67,9 +67,10 @@ class Engine(OptimizerRuntime):
         torch_private.queue_backward_callback(self._end_callback)
         if self.schedule.shortest_window is None:
             self.schedule.shortest_window = self._min_window.begin_backward(len(self.graphs))
-        self.recorder.begin_phase("backward")
-        if self.registry.streamed.params:
-            self.registry.streamed.prefetch()  # only now: the forward's weights come through the same lane
+        if self.recorder.timeline is not None:
+            self.recorder.begin_phase("backward")
+        if self.streamed.params:
+            self.streamed.prefetch()  # only now: the forward's weights come through the same lane
 
     def _begin_in_backward(self, arrived: int | None) -> None:
         """Begin a backward that steps at its end: no gradient of the backward before it may be left."""
@@ -91,7 +92,8 @@ class Engine(OptimizerRuntime):
             self.discard()
             if updated:
                 self.begin_update()
-                self._update_on_host(list(self.offloaded.values()), self._context())
+                context = StepContext(self.registry, self.schedule, self.step)
+                self._update_on_host(self._taking_part(list(self.offloaded), context), context)
                 self.end_update()
             self.backward.task = None  # nothing is left of it
 
@@ -108,7 +110,8 @@ class Engine(OptimizerRuntime):
             if self.in_backward:
                 errors.refuse_nested_backward()
             return
-        self.recorder.end_phase()
+        if self.recorder.timeline is not None:
+            self.recorder.end_phase()
         if self.backward.contributed:
             self.backward.count += 1
             if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
@@ -121,10 +124,10 @@ class Engine(OptimizerRuntime):
         Args:
             grads: of the parameters ``ps``.
         """
-        split_now = self._split_now
+        split_now, every = self._split_now, self.offloaded
         with self.backward.lock:
             for p, grad in zip(ps, grads, strict=True):
-                offloaded = self.offloaded[p]
+                offloaded = every[p]
                 if self._takes(offloaded, grad):
                     offloaded.receive(grad, split_now=split_now)
                     offloaded.copy_to_host()
@@ -135,11 +138,10 @@ class Engine(OptimizerRuntime):
         It does not where autograd was not asked for the gradient, and where hooks, a tensor of the user's in ``.grad``,
         or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
         """
-        asked = offloaded.asked_for()
-        backward = self.backward
-        if asked is torch_private.Asked.NO:
+        asked = torch_private.asked_for(offloaded.accumulate_node)
+        if asked is torch_private.Asked.NO and (asked := offloaded.asked_again()) is torch_private.Asked.NO:
             return False
-        accumulates = asked is torch_private.Asked.ACCUMULATE
+        backward, accumulates = self.backward, asked is torch_private.Asked.ACCUMULATE
         if accumulates:
             backward.contributed = True
             if self.in_backward:
@@ -177,10 +179,9 @@ class Engine(OptimizerRuntime):
             known = torch_private.current_graph_task() == backward.task
             if not known or self.failure is not None or self._closing or self.in_child:
                 self.begin_backward(p)
-            registry = self.registry
-            if registry.streamed.params:
-                registry.streamed.prefetch()
-            param, offloaded = registry.params[p], self.offloaded.get(p)
+            if self.streamed.params:
+                self.streamed.prefetch()
+            param, offloaded = self.params[p], self.offloaded.get(p)
             if offloaded is None:
                 backward.contributed = True
                 if param.grad is not None and param.grad.is_sparse:
@@ -227,7 +228,7 @@ class Engine(OptimizerRuntime):
         Raises:
             RuntimeError: an update of the weight was in flight, so that the gradient belongs to old weights.
         """
-        offloaded.eager = True
+        offloaded.uses_unknown = True
         if offloaded.returned != self.backward.task and offloaded.due(self.step):
             errors.refuse_stale_grad(offloaded.plan.name)
 
@@ -244,18 +245,20 @@ class Engine(OptimizerRuntime):
 
         Raises:
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
+            TypeError, RuntimeError: see ``ParamRegistry.check_gradients``.
         """
-        self._check()
-        return self.registry.device_updated.has_gradients or any(
-            offloaded.has_gradient for offloaded in self.offloaded.values()
-        )
+        if self.failure is not None or self._closing or self.in_child:
+            self._check()
+        return self.registry.check_gradients()
 
     @annotated("step", lambda engine: ())
-    def run_step(self) -> None:
-        """Run one optimizer step on all gradients.
+    def run_step(self) -> bool:
+        """Run one optimizer step on all gradients. Returns False without any; nothing has been changed then.
 
-        Raises: see ``begin_update``; after any other error no step runs until a state is loaded.
+        Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
+        if not self.has_gradients:
+            return False
         self.begin_update()
         try:
             self.update_parameters(list(self.offloaded))
@@ -263,26 +266,31 @@ class Engine(OptimizerRuntime):
         except BaseException as error:
             self.failure = error
             raise
+        return True
 
     def begin_update(self) -> None:
-        """Take all gradients: they are final.
+        """Take all gradients: they are final, and ``check_gradients`` has passed.
 
-        Raises: see ``ParamRegistry.check_groups`` and ``ParamRegistry.check_gradients``; nothing has been changed then.
+        Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
         """
-        self._check()
         self.used = True
         self.registry.check_groups()
-        self.registry.check_gradients()
-        if self.registry.streamed.params:
-            self.registry.streamed.raise_failures()
-        self.recorder.begin_phase("update")
+        if self.streamed.params:
+            self.streamed.raise_failures()
+        if self.recorder.timeline is not None:
+            self.recorder.begin_phase("update")
+        suspect = self.registry.transport.suspect
         for offloaded in self.offloaded.values():
-            offloaded.raise_failures()
-            if not self.in_backward or offloaded.state is not GradientState.CONSUMED:  # else its step has begun
-                if offloaded.weights.written_by_others:
-                    offloaded.notice_external_write(self.step)
-                if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
-                    self.uploads.apply(offloaded, self.step)
+            if suspect:
+                offloaded.raise_failures()
+            record = offloaded.record
+            if self.in_backward and record is not None and record.state is GradientState.CONSUMED:
+                continue  # its step has begun
+            if offloaded.weights.written_by_others:
+                offloaded.notice_external_write(self.step)
+            if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
+                self.uploads.apply(offloaded, self.step)
+            if not offloaded.copied:
                 offloaded.take_from_grad()
         self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:
@@ -298,55 +306,62 @@ class Engine(OptimizerRuntime):
             params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
                 the engine's own.
         """
-        chosen = [self.offloaded[p] for p in ps]
-        context = self._context()
-        self._update_slices([each for each in chosen if each.plan.k], params, context)
-        self._update_on_host(chosen, context)
-
-    def _context(self) -> StepContext:
-        return StepContext(self.registry, self.schedule, self.step)
-
-    def _update_slices(
-        self, chosen: Sequence[OffloadedParam], params: Sequence[Tensor] | None, context: StepContext
-    ) -> None:
         if params is not None:
-            for offloaded, param in zip(chosen, params, strict=True):
-                self.registry.check_storage(offloaded.plan.index, param)
+            self._check_storages(ps, params)
+        context = StepContext(self.registry, self.schedule, self.step)
+        taking_part = self._taking_part(ps, context)
+        self._update_slices(taking_part)
+        self._update_on_host(taking_part, context)
+
+    def _check_storages(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
+        """Check the ``params`` that a graph has for those of ``ps`` that have columns on the device."""
+        on_device = [p for p in ps if self.offloaded[p].plan.k]
+        for p, param in zip(on_device, params, strict=True):
+            self.registry.check_storage(p, param)
+
+    def _taking_part(self, ps: Sequence[int], context: StepContext) -> list[Member]:
+        """Those of ``ps`` whose gradients are final."""
+        chosen = [self.offloaded[p] for p in ps]
+        if self._updating:
+            # A missing gradient takes part, too: windows flush by the step's number.
+            chosen = [each for each in chosen if (record := each.record) is None or record.state is GradientState.PARTS]
+        else:
+            chosen = [each for each in chosen if self._is_final_in_backward(each)]
+        return [context.member(each) for each in chosen]
+
+    def _is_final_in_backward(self, offloaded: OffloadedParam) -> bool:
+        """Whether the parameter's gradient, in a backward that goes on, will get no further contribution.
+
+        So it is only if its gradients were seen to arrive in one piece. If the parameter shares its version counter,
+        its update would make the backward of an earlier graph, which saved a sharer, raise.
+        """
+        record = offloaded.record
+        if record is None or record.state is not GradientState.PARTS or not self.finalizes_in_backward:
+            return False
+        whole = offloaded.arrival is Arrival.WHOLE and offloaded.uses == 1
+        return whole and not offloaded.weights.counter.shared and self._split_now
+
+    def _update_slices(self, members: Sequence[Member]) -> None:
         try:
-            update_slices([each for each in chosen if self._may_update(each)], context)
+            update_slices([each for each in members if each.offloaded.record is not None and each.offloaded.plan.k])
         except BaseException as error:
             self.failure = error
             raise
 
-    def _update_on_host(self, params: Sequence[OffloadedParam], context: StepContext) -> None:
+    def _update_on_host(self, members: Sequence[Member], context: StepContext) -> None:
         flushed: list[FlushedWindow] = []
         try:
-            for offloaded in params:
-                # At the optimizer step a missing gradient takes part, too: windows flush by the step's number.
-                record = offloaded.record
-                if not (self._may_update(offloaded) if record is not None else self._updating):
-                    continue
-                if (window := commit_gradient(offloaded, context)) is not None:
+            for member in members:
+                if (window := commit_gradient(member, context)) is not None:
                     flushed.append(window)
-                    self.recorder.mark("flush", param=offloaded.plan.name)
+                    if self.recorder.timeline is not None:
+                        self.recorder.mark("flush", param=member.offloaded.plan.name)
             if flushed:
                 self.registry.transport.workers.submit(*[window.job for window in flushed])
         except BaseException as error:  # ``UploadScheduler`` withdraws jobs that were not queued, before any wait
             self.failure = error
             raise
         self.windows_flushed += len(flushed)
-
-    def _may_update(self, offloaded: OffloadedParam) -> bool:
-        """Whether the parameter has a final gradient."""
-        record = offloaded.record
-        if record is None or record.state is not GradientState.PARTS:
-            return False
-        if self._updating:
-            return True
-        # Inside a backward only a parameter whose gradients were seen to arrive in one piece is final. If it shares its
-        # version counter, its update would make the backward of an earlier graph, which saved a sharer, raise.
-        single = offloaded.single and offloaded.uses == 1 and not offloaded.weights.counter.shared
-        return self.finalizes_in_backward and single and self._split_now
 
     def end_update(self) -> None:
         """Update resident parameters, apply updates that must not wait, and advance to the next step."""
@@ -360,11 +375,13 @@ class Engine(OptimizerRuntime):
                 offloaded.record = None
         self.uploads.end_step(self.step)
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
-            self.registry.streamed.prefetch()
+            self.streamed.prefetch()
         self.schedule.end_step()
         if self.schedule.shortest_window is None:
             self._min_window.end_step(len(self.graphs))
-        self.recorder.end_step(self.step)
+        if self.recorder.timeline is not None:
+            self.recorder.end_step()
+        self.recorder.step = self.step
 
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
@@ -403,11 +420,13 @@ class Engine(OptimizerRuntime):
 
     def adam_columns_(self, p: int, param: Tensor) -> None:
         """Update the selected columns, if the gradient is final."""
-        self._update_slices([self.offloaded[p]], [param], self._context())
+        self.registry.check_storage(p, param)
+        self._update_slices(self._taking_part([p], StepContext(self.registry, self.schedule, self.step)))
 
     def update_on_host(self, p: int) -> None:
         """Add the gradient to its update window, if it is final; flush the window if it is due."""
-        self._update_on_host([self.offloaded[p]], self._context())
+        context = StepContext(self.registry, self.schedule, self.step)
+        self._update_on_host(self._taking_part([p], context), context)
 
     def copy_to_device_(self, p: int, param: Tensor) -> None:
         """``fetch_parameters_`` of one parameter."""
@@ -426,7 +445,8 @@ class Engine(OptimizerRuntime):
             return
         if self.failure is not None or self._closing:
             self._check()
-        self.recorder.begin_phase("forward")
+        if self.recorder.timeline is not None:
+            self.recorder.begin_phase("forward")
         step, own, uploads = self.step, self.params, self.uploads
         for p, param in zip(ps, params, strict=True):
             if param.data_ptr() != own[p].data_ptr():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import NoReturn
 
 import torch
@@ -41,6 +41,14 @@ def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> 
     raise TypeError(
         f"{name} or its gradient is {found} now, and was {expected} when its optimizer was made; change the model's "
         "dtype first, then create the optimizer and compile the model"
+    )
+
+
+def refuse_other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> NoReturn:
+    """Raise RuntimeError: the parameter changed its shape."""
+    raise RuntimeError(
+        f"the gradient of {name} has the shape {list(found)}, and its parameter had {list(expected)} when its "
+        "optimizer was made; change the model first, then create the optimizer and compile the model"
     )
 
 

@@ -40,6 +40,7 @@ class OptimizerRuntime:
         groups: the optimizer's ``param_groups``, read at every optimizer step.
         params: all parameters, in the plan's order.
         offloaded: runtime state of the parameters that the host updates, by index.
+        streamed: runtime state of those whose state is streamed through the device.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
@@ -62,6 +63,7 @@ class OptimizerRuntime:
         )
         self.params = self.registry.params
         self.offloaded = self.registry.offloaded
+        self.streamed = self.registry.streamed
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)
@@ -221,7 +223,7 @@ class OptimizerRuntime:
         for offloaded in self.uploads.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
-        self.registry.streamed.wait()
+        self.streamed.wait()
 
     def check_unchanged(self) -> None:
         """
@@ -278,7 +280,7 @@ class OptimizerRuntime:
         try:
             self.schedule.restart_windows()
             self.uploads.finish(self.step, flush=True)
-            self.registry.streamed.wait()
+            self.streamed.wait()
         except errors.LostUpdateError:
             raise
         except BaseException as error:
@@ -354,7 +356,7 @@ class OptimizerRuntime:
         if not self._finished:
             try:
                 self.uploads.finish(self.step, flush=flush and self.failure is None)
-                self.registry.streamed.wait()
+                self.streamed.wait()
             except Exception:
                 self._finished = True
                 raise

@@ -31,6 +31,10 @@ class Recorder:
     """Records events of an engine, its lanes and its workers; keeps none of them alive.
 
     Events of the device's stream time its work; the host's clock times waits of the host.
+
+    Attributes:
+        timeline: where events go; None without a profiler.
+        step: number of optimizer steps so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,18 +95,13 @@ class Recorder:
         """Record what runs inside as a forward without gradients, which belongs to no training step."""
         return _NOTHING if self.timeline is None else self._inference()
 
-    def end_step(self, steps: int) -> None:
-        """End an optimizer step.
-
-        Args:
-            steps: optimizer steps so far.
-        """
+    def end_step(self) -> None:
+        """End an optimizer step."""
         self.end_phase()
         if self.timeline is not None and self._step_began is not None:
             now = time.perf_counter_ns()
             self.timeline.add(STEP, "step", self._step_began, now, step=self.step)
             self._step_began = now
-        self.step = steps
 
     def mark(self, kind: str, *, param: str) -> None:
         """Record that a window was flushed ("flush") or a selection took effect ("select")."""

@@ -303,7 +303,7 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
         else:
             residual.lost.zero_()
     for visible_at, upload in zip(flushed, uploads, strict=True):
-        job = Job((), deadline=0, step=engine.step, param=plan.name, ready=lambda: None)
+        job = Job((), deadline=0, step=engine.step, param=plan.name)
         host.flushed.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
     if "schedule" in entry:
         schedule = [None if value == NONE else value for value in entry["schedule"].tolist()]

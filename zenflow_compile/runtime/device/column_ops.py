@@ -4,11 +4,15 @@ A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, colu
 ``[slice, length]``, whatever the dim, so that one slice is contiguous.
 
 [Note: raw writes] The kernels write below autograd. A caller that lets them write a parameter must bump its version.
+
+[Note: unchecked blocks] The kernels take shapes and layouts on trust: a block that is too small would be written past
+its end. Blocks are made from the plan, and ``OffloadedParam.receive`` and ``Weights.matrix`` check what comes from
+outside: gradients, and the parameter's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, TypeVar
@@ -42,12 +46,8 @@ def norms_and_split(
 
     Returns:
         Squared L2 norm of every slice, f32[slices], accumulated in fp32 in an order that depends on the shape alone.
-
-    Raises:
-        ValueError: a block's shape, dtype or layout does not fit.
     """
-    _check_blocks(matrix, dim, selection, selected_out, deferred_out)
-    if kernels := _kernels_for(matrix):
+    if matrix.is_cuda and (kernels := _kernels()):
         norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, deferred_out)
         return norms
     reference_split_columns(matrix, dim, selection, selected_out, deferred_out)
@@ -57,13 +57,8 @@ def norms_and_split(
 def unsplit_columns(
     matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
 ) -> None:
-    """Inverse of :func:`norms_and_split`: put the slices of both blocks back into ``matrix_out`` [rows, columns].
-
-    Raises:
-        ValueError: a block's shape, dtype or layout does not fit.
-    """
-    _check_blocks(matrix_out, dim, selection, selected_in, deferred_in)
-    if kernels := _kernels_for(matrix_out):
+    """Inverse of :func:`norms_and_split`: put the slices of both blocks back into ``matrix_out`` [rows, columns]."""
+    if matrix_out.is_cuda and (kernels := _kernels()):
         kernels.unsplit_columns(matrix_out, dim, selection, selected_in, deferred_in)
     else:
         reference_merge_columns(matrix_out, dim, selection.selected, selected_in)
@@ -76,12 +71,8 @@ def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> N
     Args:
         slices: without duplicates.
         values: contiguous, of the matrix's dtype.
-
-    Raises:
-        ValueError: the shape, dtype or layout of ``values`` does not fit.
     """
-    _check_block("values", values, matrix, dim, slices.numel())
-    if kernels := _kernels_for(matrix):
+    if matrix.is_cuda and (kernels := _kernels()):
         kernels.merge_columns(matrix, dim, slices, values)
     else:
         reference_merge_columns(matrix, dim, slices, values)
@@ -113,7 +104,7 @@ def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, 
     The result of one parameter does not depend on the others.
     """
     params = [each for each in params if each.gradient.numel()]
-    if params and (kernels := _kernels_for(params[0].matrix)):
+    if params and params[0].matrix.is_cuda and (kernels := _kernels()):
         for matrix, dim, selection, gradient, master, exp_avg, exp_avg_sq, step in params:
             kernels.adam_columns_(
                 matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, coefficients, step=step, eps=eps
@@ -156,7 +147,7 @@ def quantize_slices_(
 
 def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
     """:func:`adam_columns_` in PyTorch: one multi-tensor call for the arithmetic of a batch of parameters."""
-    for batch in bounded_batches(params, lambda each: each.gradient.numel(), _CHUNK_ELEMENTS):
+    for batch in bounded_batches(params, [each.gradient.numel() for each in params], _CHUNK_ELEMENTS):
         grads = [each.gradient.float() for each in batch]
         if coefficients.grad_scale != 1.0:
             grads = list(torch._foreach_mul(grads, coefficients.grad_scale))
@@ -193,24 +184,29 @@ def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoef
             reference_merge_columns(each.matrix, each.dim, each.selection.selected_i64, master)
 
 
-def bounded_batches(items: Sequence[_T], elements_of: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
-    """Cut ``items`` into consecutive batches of at most ``limit`` elements; a larger item is a batch alone."""
-    batch: list[_T] = []
+def bounded_batches(items: Sequence[_T], elements: Sequence[int], limit: int) -> list[list[_T]]:
+    """Cut ``items`` into consecutive batches of at most ``limit`` elements; a larger item is a batch alone.
+
+    Args:
+        elements: of each item.
+    """
+    if sum(elements) <= limit:
+        return [list(items)] if items else []
+    batches: list[list[_T]] = [[]]
     total = 0
-    for item in items:
-        elements = elements_of(item)
-        if batch and total + elements > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += elements
-    if batch:
-        yield batch
+    for item, count in zip(items, elements, strict=True):
+        if batches[-1] and total + count > limit:
+            batches.append([])
+            total = 0
+        batches[-1].append(item)
+        total += count
+    return batches
 
 
 def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
     """The norms of :func:`norms_and_split` in PyTorch."""
-    matrix, dim = row_major(matrix, dim)
+    if matrix.stride(1) != 1:
+        matrix, dim = row_major(matrix, dim)
     if matrix.numel() <= _SQUARES_ELEMENTS:
         small = matrix if matrix.dtype == torch.float32 else matrix.to(torch.float32)
         return small.square().sum(1 - dim)
@@ -230,7 +226,8 @@ def reference_split_columns(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> None:
     """The blocks of :func:`norms_and_split` in PyTorch."""
-    matrix, dim = row_major(matrix, dim)
+    if matrix.stride(1) != 1:
+        matrix, dim = row_major(matrix, dim)
     blocks = [(selection.selected, selected_out), (selection.deferred, deferred_out)]
     if dim == 0 or matrix.numel() <= _SMALL_ELEMENTS:
         rows_of_slices = matrix if dim == 0 else matrix.t().contiguous()
@@ -271,30 +268,6 @@ def reference_merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Te
 
 def _rows_per_chunk(matrix: Tensor, elements: int) -> int:
     return max(1, elements // max(1, matrix.shape[1]))
-
-
-def _check_blocks(matrix: Tensor, dim: int, selection: Selection, selected: Tensor, deferred: Tensor) -> None:
-    if selection.slices != matrix.shape[dim]:
-        raise ValueError(
-            f"the selection is of {selection.slices} slices, but the matrix {list(matrix.shape)} "
-            f"has {matrix.shape[dim]} along dim {dim}"
-        )
-    _check_block("the selected block", selected, matrix, dim, selection.selected.numel())
-    _check_block("the deferred block", deferred, matrix, dim, selection.deferred.numel())
-
-
-def _check_block(name: str, block: Tensor, matrix: Tensor, dim: int, slices: int) -> None:
-    # The kernels would cast silently, and write past the end of a block that is too small.
-    expected = (slices, matrix.shape[1 - dim])
-    if block.shape != expected or block.dtype != matrix.dtype or not block.is_contiguous():
-        raise ValueError(
-            f"{name} is {block.dtype}{list(block.shape)} with strides {list(block.stride())}; "
-            f"it must be contiguous {matrix.dtype}{list(expected)}"
-        )
-
-
-def _kernels_for(matrix: Tensor) -> ModuleType | None:
-    return _kernels() if matrix.is_cuda else None
 
 
 @cache

@@ -144,7 +144,7 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, 
 
     for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
         same_dtype = [update for update in updates if update[0].dtype == dtype]
-        for batch in bounded_batches(same_dtype, scratch_elements, _SCRATCH_ELEMENTS):
+        for batch in bounded_batches(same_dtype, [*map(scratch_elements, same_dtype)], _SCRATCH_ELEMENTS):
             _update(batch, coefficients, eps)
 
 

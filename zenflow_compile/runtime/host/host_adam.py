@@ -128,9 +128,9 @@ class InductorHostAdam:
     name = "inductor"
 
     def __init__(self, gradient_dtype: torch.dtype, out_dtype: torch.dtype, max_gradients: int) -> None:
-        self._gradient_dtype = gradient_dtype
-        self._out_dtype = out_dtype
-        self._max_gradients = max_gradients
+        self.gradient_dtype = gradient_dtype
+        self.out_dtype = out_dtype
+        self.max_gradients = max_gradients
         self._kernel = torch_private.compile_host_kernel(
             _fused_rule_p,
             flat=[torch.float32] * 3 + [out_dtype] + [gradient_dtype] * max_gradients,
@@ -149,14 +149,13 @@ class InductorHostAdam:
         eps: float,
         out: Tensor,
     ) -> None:
-        _check_state(master, exp_avg, exp_avg_sq)
-        _check_window(master, gradients, coefficients, out, self._gradient_dtype, self._out_dtype, self._max_gradients)
+        _check(master, exp_avg, exp_avg_sq, gradients, coefficients, out, self)
         if not coefficients:
             with torch.no_grad(), torch_private.one_intra_op_thread():
                 out.copy_(master)
             return
-        table = _coefficient_table(coefficients, step=step, eps=eps, max_gradients=self._max_gradients)
-        padded = [*gradients, *[gradients[-1]] * (self._max_gradients - len(gradients))]
+        table = _coefficient_table(coefficients, step=step, eps=eps, max_gradients=self.max_gradients)
+        padded = [*gradients, *[gradients[-1]] * (self.max_gradients - len(gradients))]
         self._kernel([master, exp_avg, exp_avg_sq, out, *padded, table])
 
 
@@ -210,9 +209,9 @@ class AtenHostAdam:
     PIECE = 1 << 18
 
     def __init__(self, gradient_dtype: torch.dtype, out_dtype: torch.dtype, max_gradients: int) -> None:
-        self._gradient_dtype = gradient_dtype
-        self._out_dtype = out_dtype
-        self._max_gradients = max_gradients
+        self.gradient_dtype = gradient_dtype
+        self.out_dtype = out_dtype
+        self.max_gradients = max_gradients
         self._local = threading.local()
 
     def __call__(
@@ -227,8 +226,7 @@ class AtenHostAdam:
         eps: float,
         out: Tensor,
     ) -> None:
-        _check_state(master, exp_avg, exp_avg_sq)
-        _check_window(master, gradients, coefficients, out, self._gradient_dtype, self._out_dtype, self._max_gradients)
+        _check(master, exp_avg, exp_avg_sq, gradients, coefficients, out, self)
         with torch.no_grad(), torch_private.one_intra_op_thread():
             if not coefficients:
                 out.copy_(master)
@@ -266,47 +264,41 @@ class AtenHostAdam:
         """The piece's gradients in fp32 and scaled, in this thread's scratch memory unless they are so already."""
         scales = [each.grad_scale for each in coefficients]
         unscaled = all(scale == 1.0 for scale in scales)
-        if unscaled and self._gradient_dtype == torch.float32:
+        if unscaled and self.gradient_dtype == torch.float32:
             return gradients
         scratch: Tensor | None = getattr(self._local, "scratch", None)
         if scratch is None:
-            scratch = torch.empty(self._max_gradients, self.PIECE, dtype=torch.float32, device="cpu")
+            scratch = torch.empty(self.max_gradients, self.PIECE, dtype=torch.float32, device="cpu")
             self._local.scratch = scratch
         scaled = [scratch[i, : gradient.numel()] for i, gradient in enumerate(gradients)]
         torch_private.copy_and_scale_(scaled, gradients, None if unscaled else scales)
         return scaled
 
 
-def _check_state(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """Kernels take raw pointers: a tensor of another layout would be read and written out of bounds."""
-    for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        _check_flat(name, tensor, torch.float32, master.numel())
-
-
-def _check_window(
+def _check(
     master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     gradients: Sequence[Tensor],
     coefficients: Sequence[StepCoefficients],
     out: Tensor,
-    gradient_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    max_gradients: int,
+    kernel: InductorHostAdam | AtenHostAdam,
 ) -> None:
-    if len(gradients) != len(coefficients) or len(coefficients) > max_gradients:
+    """Kernels take raw pointers: a tensor of another layout would be read and written out of bounds."""
+    most, numel = kernel.max_gradients, master.numel()
+    if len(gradients) != len(coefficients) or len(coefficients) > most:
         raise ValueError(
             f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each, and at most "
-            f"{max_gradients=}"
+            f"max_gradients={most}"
         )
-    for gradient in gradients:
-        _check_flat("gradient", gradient, gradient_dtype, master.numel())
-    _check_flat("out", out, out_dtype, master.numel())
-
-
-def _check_flat(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
-    if tensor.dtype != dtype or tensor.device.type != "cpu":
-        raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; this kernel takes {dtype} on the CPU")
-    if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-            f"this kernel takes contiguous [{numel}]"
-        )
+    flat = [("master", master, torch.float32), ("exp_avg", exp_avg, torch.float32)]
+    flat += [("exp_avg_sq", exp_avg_sq, torch.float32), ("out", out, kernel.out_dtype)]
+    flat += [("gradient", gradient, kernel.gradient_dtype) for gradient in gradients]
+    for name, tensor, dtype in flat:
+        if tensor.dtype != dtype or not tensor.is_cpu:
+            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; this kernel takes {dtype} on the CPU")
+        if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+                f"this kernel takes contiguous [{numel}]"
+            )

@@ -21,18 +21,15 @@ class State(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class StateLock:
-    """One job's exclusive use of the state.
-
-    This class is the lock of state that is always in memory: the jobs on it run one after the other anyway.
-    """
+class StateLock(Protocol):
+    """One job's exclusive use of state in a file. State in memory needs none: its jobs run one after the other."""
 
     def try_acquire(self) -> bool:
         """Acquire the lock if the state is in memory and free. Also True if the state is lost: ``check`` raises then.
 
         Stays True until ``release``.
         """
-        return True
+        ...
 
     def check(self) -> None:
         """Raise if the acquired state is lost.
@@ -40,9 +37,11 @@ class StateLock:
         Raises:
             RuntimeError: it could not be read, or an earlier update of it could not be written.
         """
+        ...
 
     def release(self) -> None:
         """Give the state back after the job, or without it. Idempotent."""
+        ...
 
 
 class StateStore(Protocol):
@@ -57,8 +56,8 @@ class StateStore(Protocol):
         """The tensors; of state in a file only under an acquired lock."""
         ...
 
-    def lock(self, *, step: int, deadline: int) -> StateLock:
-        """A lock for the job of a window that is flushed at ``step``; the job acquires it."""
+    def lock(self, *, step: int, deadline: int) -> StateLock | None:
+        """A lock for the job of a window that is flushed at ``step``, which the job acquires; None: it needs none."""
         ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
@@ -82,7 +81,6 @@ class InMemoryState:
     def __init__(self, plan: ParamPlan, arena: HostArena) -> None:
         shape = (plan.deferred, plan.length)
         self._state = State(*(arena.take(shape, torch.float32) for _ in range(STATE_TENSORS)))
-        self._lock = StateLock()
 
     @staticmethod
     def arena_bytes(plan: ParamPlan) -> int:
@@ -93,9 +91,8 @@ class InMemoryState:
         """See :meth:`StateStore.state`."""
         return self._state
 
-    def lock(self, *, step: int, deadline: int) -> StateLock:
+    def lock(self, *, step: int, deadline: int) -> None:
         """See :meth:`StateStore.lock`."""
-        return self._lock
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:

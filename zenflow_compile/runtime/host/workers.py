@@ -25,8 +25,8 @@ from zenflow_compile.runtime.transfer.stream_flags import Flag
 from zenflow_compile.timeline.events import worker_lane
 
 
-class Job:
-    """The host update of one flushed window: independent tasks that any worker may run.
+class Job(Latch):
+    """The host update of one flushed window: independent tasks that any worker may run. Set when it is done.
 
     Attributes:
         error: what made the job fail; None while it runs and after a success.
@@ -34,49 +34,47 @@ class Job:
     """
 
     def __init__(
-        self,
-        tasks: Sequence[Callable[[], int]],
-        *,
-        deadline: int,
-        step: int,
-        param: str,
-        ready: Callable[[], None],
-        arrived: Callable[[], bool] = lambda: True,
-        flag: Flag | None = None,
-        settled: Callable[[], None] = lambda: None,
+        self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str, flag: Flag | None = None
     ) -> None:
         """
         Args:
             tasks: each does a part of the work and returns the bytes of host memory that it read and wrote. In the
                 order of that memory, since ``preferred_worker`` gives neighbors to one worker.
             deadline: position of the parameter in the next forward; smaller runs earlier.
-            ready: blocks until the inputs are in host memory; raises if one of them failed.
-            arrived: whether ``ready`` would return, or raise, at once.
             flag: raised when the job is done or has failed, so that no waiting stream hangs.
-            settled: called one time when no task of the job runs or will run, before ``settle`` and ``wait`` return. It
-                must not raise.
         """
+        super().__init__()
         self.tasks = tasks
         self.flag = flag
         self.deadline = deadline
         self.step = step
         self.param = param
-        self.ready = ready
-        self.arrived = arrived
         self.taken = False
         self.error: BaseException | None = None
-        self._on_settled = settled
         self._lock = threading.Lock()
         self._left = len(tasks)
-        self._done = Latch()
         self._settled = Latch()
         if not tasks:
             self._settle()
             self._finish()
 
+    # What kinds of jobs differ in.
+
+    def arrived(self) -> bool:
+        """Whether ``ready`` would return, or raise, at once."""
+        return True
+
+    def ready(self) -> None:
+        """Block until the inputs are in host memory; raises if one of them failed."""
+
+    def ended(self) -> None:
+        """Called one time when no task runs or will run, before ``settle`` and ``wait`` return. It must not raise."""
+
+    # Waiting for it.
+
     def done(self) -> bool:
         """Whether every task has run, or one failed."""
-        return self._done.is_set
+        return self.is_set
 
     def wait(self) -> None:
         """Block until the job is done.
@@ -84,7 +82,8 @@ class Job:
         Raises:
             RuntimeError: a task failed; chained to the original error and its traceback.
         """
-        self._done.wait()
+        if not self.is_set:
+            super().wait()
         if (error := self.error) is not None:
             cause = error.__cause__ if isinstance(error, CopyError) else error
             raise RuntimeError(
@@ -94,6 +93,8 @@ class Job:
     def settle(self) -> None:
         """Block until no task of this job runs or will run, whether it failed or not."""
         self._settled.wait()
+
+    # Its end.
 
     def abort(self, error: BaseException) -> None:
         """Mark a job that was never queued as failed, so that no thread waits for it forever."""
@@ -113,13 +114,14 @@ class Job:
                 self._finish()
 
     def _settle(self) -> None:
-        self._on_settled()
+        self.tasks = ()  # they may refer to this job
+        self.ended()
         self._settled.set()
 
     def _finish(self) -> None:
         if self.flag is not None:
             self.flag.raise_it()
-        self._done.set()
+        self.set()
 
 
 _POLL_SECONDS = 1e-3
@@ -169,6 +171,7 @@ class WorkerPool:
         Args:
             cores: the logical core that each worker is pinned to; None pins none.
         """
+        self.failed = False  # a job has
         self.workers = workers
         self.cores = tuple(cores or ())
         self._recorder = recorder
@@ -192,6 +195,7 @@ class WorkerPool:
             try:
                 self._start()
             except BaseException as error:
+                self.failed = True
                 for job in jobs:
                     job.abort(error)
                 raise
@@ -208,6 +212,7 @@ class WorkerPool:
         with self._lock:
             queued = {id(entry[-1].job) for entry in self._queue}
             lost = [job for job in jobs if not (job.taken or job.done() or id(job) in queued)]
+        self.failed = self.failed or bool(lost)
         for job in lost:
             job.abort(RuntimeError("the step was interrupted before this update was queued"))
 
@@ -259,6 +264,7 @@ class WorkerPool:
                 begin = time.perf_counter_ns()
                 touched_bytes = task()
             except BaseException as error:
+                self.failed = True
                 job.finish_task(error)
                 continue
             if (timeline := self._recorder.timeline) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zenflow_compile.runtime.host.state_store import State, StateLock
+from zenflow_compile.runtime.host.state_store import State
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import AHEAD, WANTED, Chunk, Key, LockRequest
 from zenflow_compile.runtime.nvme.state_file import StateFileError
@@ -58,7 +58,7 @@ class CachedState:
                 raise
 
 
-class CachedStateLock(StateLock):
+class CachedStateLock:
     """The lock of one job on a chunk."""
 
     def __init__(self, cache: NvmeCache, request: LockRequest) -> None:

@@ -124,6 +124,7 @@ class EngineMemory:
         assert self._options.nvme_path is not None
         if self.files is None:
             self.files = NvmeCache(self._options.nvme_path, self.transport.recorder)
+            self.transport.state_in_files = True
             undo.callback(self._close_files)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
         chunks = self.files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))

@@ -132,7 +132,7 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
     plan = states[0].plan
     counts: list[Tensor] = []
     pairs = list(zip(states, selections, strict=True))
-    for batch in column_ops.bounded_batches(pairs, lambda _: plan.slices, _SORTED_ELEMENTS):
+    for batch in column_ops.bounded_batches(pairs, [plan.slices] * len(pairs), _SORTED_ELEMENTS):
         scores = torch.stack([state.score for state, _ in batch])
         selected = torch.stack([selection.position for _, selection in batch]) < plan.k
         counts += selection_groups.count_swaps(scores, selected, plan.groups, margin).unbind()

@@ -44,17 +44,12 @@ class DeviceUpdated:
         """Device bytes of state, and of the buffers that state is streamed through."""
         return self.resident.nbytes + self._streamed.device_bytes
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any of the parameters has a gradient."""
-        return any(param.grad is not None for param in self._params.values())
-
     def gradients(self) -> list[Tensor]:
         """The gradients of those parameters that have one."""
         return [param.grad for param in self._params.values() if param.grad is not None]
 
-    def check_gradients(self, plans: Sequence[ParamPlan]) -> None:
-        """Refuse sparse gradients.
+    def check_gradients(self, plans: Sequence[ParamPlan]) -> bool:
+        """Whether any of the parameters has a gradient.
 
         Args:
             plans: of all parameters of the engine.
@@ -62,9 +57,13 @@ class DeviceUpdated:
         Raises:
             TypeError: a gradient is sparse.
         """
+        present = False
         for index, param in self._params.items():
-            if (grad := param.grad) is not None and grad.is_sparse:
-                errors.refuse_sparse_grad(param, plans[index].name)
+            if (grad := param.grad) is not None:
+                present = True
+                if grad.is_sparse:
+                    errors.refuse_sparse_grad(param, plans[index].name)
+        return present
 
     def update(self) -> None:
         """Do one AdamW step on the parameters that have a gradient.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,18 +83,16 @@ class FlushedWindow:
     selection: Tensor | None = None
 
 
-class WindowUpdate:
-    """The host update of one flushed window, as its :class:`Job` runs it in worker threads.
+class WindowJob(Job):
+    """The host update of one flushed window.
 
     Args:
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
-        inputs: the copies into them, and the copy that reads the upload buffer's last content.
+        inputs: the copies into them, and the copy that reads the upload buffer's last content; none that is complete.
         before: the job of the window before, which may still run where updates are stale.
-        lock: on the state.
+        lock: on the state; None where the state is always in memory.
         taken: gradients in the moments after this window.
     """
-
-    __slots__ = ("_before", "_coefficients", "_eps", "_gradients", "_host", "_inputs", "_lock", "_taken", "_upload")
 
     def __init__(
         self,
@@ -105,10 +102,12 @@ class WindowUpdate:
         upload: Tensor,
         inputs: list[Ticket],
         before: Job | None,
-        lock: StateLock,
+        lock: StateLock | None,
         *,
-        taken: int,
+        deadline: int,
+        step: int,
         eps: float,
+        flag: Flag | None,
     ) -> None:
         self._host = host
         self._gradients = gradients
@@ -116,20 +115,24 @@ class WindowUpdate:
         self._upload = upload
         self._inputs = inputs
         self._before = before
-        self._lock = lock
-        self._taken = taken
+        self._lock_of_state = lock
+        self._taken = host.taken
         self._eps = eps
+        tasks = [partial(self.run, part) for part in host.ranges]
+        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
 
-    def inputs_ready(self) -> bool:
-        """Whether ``wait_inputs`` would return, or raise, at once."""
+    def arrived(self) -> bool:
+        """See :meth:`Job.arrived`."""
         for ticket in self._inputs:
             if not ticket.done() and ticket.error is None:
                 return False
         # The lock comes last: the job that has acquired it must be able to run.
-        return (self._before is None or self._before.done()) and self._lock.try_acquire()
+        return (self._before is None or self._before.is_set) and (
+            self._lock_of_state is None or self._lock_of_state.try_acquire()
+        )
 
-    def wait_inputs(self) -> None:
-        """Block until gradients and state are in host memory.
+    def ready(self) -> None:
+        """See :meth:`Job.ready`.
 
         Raises:
             CopyError: a copy failed.
@@ -139,33 +142,42 @@ class WindowUpdate:
             ticket.wait()
         if self._before is not None:
             self._before.wait()
-        self._lock.check()
+        if self._lock_of_state is not None:
+            self._lock_of_state.check()
 
-    @annotated("host_update", lambda update, _: (update._host.plan.name,))
+    def ended(self) -> None:
+        """See :meth:`Job.ended`."""
+        if self._lock_of_state is not None:
+            self._lock_of_state.release()
+
+    @annotated("host_update", lambda job, _: (job.param,))
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
         host, plan = self._host, self._host.plan
-        read = expanded if plan.compressed else _flat
         # An expanded piece should stay in the cache until the kernel has read it, and must begin with a slice.
         piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
         blocks = [block.view(-1) for block in (*host.store.state(), self._upload)]
         for first in range(part.start, part.stop, piece):
             elements = slice(first, min(first + piece, part.stop))
+            if plan.compressed:
+                gradients = expanded(self._gradients, elements, plan.length)
+            else:
+                gradients = [gradient.view(-1)[elements] for gradient in self._gradients]
             master, exp_avg, exp_avg_sq, out = [block[elements] for block in blocks]
             host.kernel(
                 master,
                 exp_avg,
                 exp_avg_sq,
-                read(self._gradients, elements, plan.length),
+                gradients,
                 self._coefficients,
                 step=self._taken,
                 eps=self._eps,
                 out=out,
             )
         count: int = part.stop - part.start
-        gradients = len(self._coefficients)
-        if (touched := host.touched.get(gradients)) is None:
-            touched = host.touched[gradients] = touched_bytes(plan, gradients)
+        number = len(self._coefficients)
+        if (touched := host.touched.get(number)) is None:
+            touched = host.touched[number] = touched_bytes(plan, number)
         return round(touched * count)
 
 
@@ -183,6 +195,7 @@ class HostState:
             gradients do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
+        ranges: the elements of each task of a job.
         touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer.
         next_buffer: index of the next gradient buffer (round robin).
@@ -205,7 +218,7 @@ class HostState:
     readers: list[Job | None] = field(default_factory=list)
     next_buffer: int = 0
     _next_upload: int = 0
-    _ranges: list[slice] = field(default_factory=list)
+    ranges: list[slice] = field(default_factory=list)
 
     @classmethod
     def allocate(
@@ -227,7 +240,7 @@ class HostState:
             kernel=kernel,
             workers=workers,
             readers=[None] * plan.gradient_buffers,
-            _ranges=task_ranges(plan.deferred * plan.length, workers, unit),
+            ranges=task_ranges(plan.deferred * plan.length, workers, unit),
         )
 
     @staticmethod
@@ -242,8 +255,8 @@ class HostState:
         """Make the pages that worker ``worker`` will serve resident, near the calling thread's core."""
         elements = self.plan.deferred * self.plan.length
         state = () if self.plan.in_file else self.state()
-        for number, part in enumerate(self._ranges):
-            if preferred_worker(number, len(self._ranges), self.workers) == worker:
+        for number, part in enumerate(self.ranges):
+            if preferred_worker(number, len(self.ranges), self.workers) == worker:
                 for tensor in (*state, *self.gradients, *self.uploads):
                     size = tensor.numel()  # a compressed gradient has another number of elements
                     touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
@@ -275,14 +288,14 @@ class HostState:
         # With staleness the job before may still run: it goes first, both in the queue and in fact.
         before = self.flushed[-1].job if self.flushed else None
         self._windows += 1
-        inputs = [buffer.copied for buffer in buffers]
-        if self.applied is not None:
+        inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
+        if self.applied is not None and not self.applied.done():
             inputs.append(self.applied)
         if before is not None:
             deadline = max(deadline, before.deadline)
         lock = self.store.lock(step=at, deadline=deadline)
         try:
-            update = WindowUpdate(
+            job = WindowJob(
                 self,
                 [self.gradients[buffer.index] for buffer in buffers],
                 [buffer.coefficients for buffer in buffers],
@@ -290,25 +303,18 @@ class HostState:
                 inputs,
                 before,
                 lock,
-                taken=self.taken,
-                eps=eps,
-            )
-            job = Job(
-                [partial(update.run, part) for part in self._ranges],
                 deadline=deadline,
                 step=at,
-                param=self.plan.name,
-                ready=update.wait_inputs,
-                arrived=update.inputs_ready,
+                eps=eps,
                 flag=Flag(*self.flags, self._windows) if self.flags else None,
-                settled=lock.release,
             )
             for buffer in buffers:
                 self.readers[buffer.index] = job
             window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(window)
         except BaseException:  # after an interrupt no job may exist that ends the lock
-            lock.release()
+            if lock is not None:
+                lock.release()
             raise
         return window
 
@@ -383,8 +389,3 @@ class HostState:
                 buffer.copied.wait()
         if (error := self.store.error) is not None:
             raise RuntimeError(str(error)) from error.__cause__
-
-
-def _flat(gradients: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
-    """The elements ``part`` of uncompressed gradients."""
-    return [gradient.view(-1)[part] for gradient in gradients]

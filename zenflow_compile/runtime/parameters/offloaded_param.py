@@ -11,17 +11,13 @@
 [Note: speculation] A gradient is split and copied as soon as it exists, although a second contribution (another
 backward, another graph, ``.grad``) may still arrive. If one does, the dense gradient is rebuilt from its parts, and
 from then on this parameter accumulates on the device and is split only when its gradient is final.
-
-[Note: .grad is the truth] The engine's gradient is the one whose ``OffloadedGradient`` is in ``.grad``. Clearing or
-replacing ``.grad`` changes what the next step uses, as with any optimizer. The engine looks where a gradient arrives
-and at the optimizer step, and nowhere else: ``look``. With the optimizer in backward, ``.grad`` stays None.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import time
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -34,15 +30,10 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
-from zenflow_compile.runtime.gradients.gradient_record import (
-    Factors,
-    GradientLike,
-    GradientRecord,
-    GradientSource,
-    GradientState,
-)
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
+from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_slices
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
@@ -55,6 +46,18 @@ from zenflow_compile.torch_internals import torch_private
 _PARTS, _ON_DEVICE = GradientState.PARTS, GradientState.ON_DEVICE
 
 
+class Arrival(enum.Enum):
+    """How the gradients of a parameter have arrived so far, which decides when the next one is split and used."""
+
+    UNKNOWN = enum.auto()
+    """No step has told yet, or the last gradient came through autograd, or in several contributions that were added up
+    before a split. It is split at once, and final when the backward ends."""
+    WHOLE = enum.auto()
+    """In the last step it came in one contribution from a graph: it may be final before the backward ends."""
+    IN_PIECES = enum.auto()
+    """A contribution came after a split, which had to be undone: from now on it is split only when it is final."""
+
+
 @dataclass(slots=True)
 class Upload:
     """An update on its way to the device."""
@@ -64,18 +67,16 @@ class Upload:
     ticket: Ticket
 
 
-class IncomingGradient:
+class IncomingGradient(ShownGradient):
     """The gradient of one parameter, from its first contribution until the optimizer step consumes it.
 
     Attributes:
-        record: the engine's gradient, or the one that the last optimizer step has consumed; None without one.
-        accumulates: several contributions per step were seen: split only when the gradient is final.
-        eager: a contribution came through autograd, so first uses are unknown and updates are applied inside
-            ``step()``.
+        arrival: see :class:`Arrival`.
+        uses_unknown: a contribution came through autograd, so code without a fetch reads the weight: its updates are
+            applied inside ``step()``.
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
         uses: how often graphs were about to read the parameter since the last optimizer step.
-        single: in the last step the gradient came in one piece from a graph, so it may be final before the backward
-            ends.
+        accumulate_node: the parameter's node of autograd.
         pending: the deferred gradient, where that stays on the device until it is final.
     """
 
@@ -88,24 +89,17 @@ class IncomingGradient:
         transport: Transport,
         gradients: Gradients,
     ) -> None:
-        self.plan = plan
-        self.param = param
+        super().__init__(plan, param, gradients)
         self.host = host
         self.device = device
         self.transport = transport
-        self.record: GradientRecord | None = None
-        self.accumulates = False
-        self.eager = False
+        self.arrival = Arrival.UNKNOWN
+        self.uses_unknown = False
         self.returned: int | None = None
         self.uses = 0
-        self.single = False
+        self.accumulate_node = torch_private.accumulate_grad_node(param)
         self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
-        self._gradients = gradients
         self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
-        self._me: weakref.ref[GradientSource] = weakref.ref(self)
-        self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
-        self._accumulate_grad = torch_private.accumulate_grad_node(param)
-        self._in_backward: OffloadedGradient | None = None
         self._accumulator: Tensor | None = None
         # Each of the two is the only record of its stage: see [Note: one assignment] in ``staging_ring``.
         self._staged: StagingBuffer | None = None  # split, and its copy has not started
@@ -113,38 +107,13 @@ class IncomingGradient:
 
     # 1. Receive.
 
-    def asked_for(self) -> torch_private.Asked:
-        """What autograd does with the gradient in the backward that runs now."""
-        asked = torch_private.asked_for(self._accumulate_grad)
-        if asked is torch_private.Asked.NO:
-            # ``param.data = ...`` of another dtype or device gives the parameter another node: look again before a
-            # gradient is dropped.
-            node = torch_private.accumulate_grad_node(self.param)
-            if node is not self._accumulate_grad:
-                self._accumulate_grad = node
-                asked = torch_private.asked_for(node)
-        return asked
+    def asked_again(self) -> torch_private.Asked:
+        """What autograd does with the gradient, before it is dropped because nobody has asked for it.
 
-    @property
-    def leaves_to_autograd(self) -> bool:
-        """Whether autograd must see the next gradient itself: for hooks, or to add it to a tensor in ``.grad`` that is
-        not the engine's.
+        ``param.data = ...`` of another dtype or device gives the parameter another node.
         """
-        if self.param._backward_hooks:
-            return True
-        grad = self.param.grad
-        if grad is None or not self._gradients.visible:
-            return False
-        return self.look() is None and not self._zeroed(grad)
-
-    def takes_more(self, record: GradientRecord) -> bool:
-        """Whether the engine itself adds a gradient of autograd's to the gradient ``record``."""
-        if record.state is GradientState.IN_BACKWARD:
-            return True
-        grad = self.param.grad
-        if not isinstance(grad, OffloadedGradient) or grad._record is not record:
-            return False
-        return record is self.look() or self._zeroed(grad)
+        self.accumulate_node = torch_private.accumulate_grad_node(self.param)
+        return torch_private.asked_for(self.accumulate_node)
 
     def receive(self, grad: Tensor, *, split_now: bool) -> None:
         """Take one contribution: split it if ``split_now``, else add it up on the device.
@@ -155,39 +124,44 @@ class IncomingGradient:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
             TypeError: the gradient is sparse, or of another dtype than the parameter had at construction.
         """
-        if grad.is_sparse:
-            errors.refuse_sparse(self.plan.name)
-        record = None if self.record is None else self.look()
-        if record is not None and not record.state.away:
-            if not self._gradients.visible:
-                self.single = False
-                raise RuntimeError(
-                    f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
-                    "pass an optimizer object to the loop instead of options, or declare no shared use"
-                )
-            record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, and no code reads it
-            return
         matrix = self._matrix(grad)
-        if record is None:
-            self._begin(matrix, split=split_now and not self.accumulates)
-            return
-        self._add(record, matrix)
-        if split_now and not self.accumulates:
-            self._split(self._accumulator_like(matrix))
-            record.state = _PARTS
+        split_now = split_now and self.arrival is not Arrival.IN_PIECES
+        if self.record is None or (record := self.look()) is None:
+            self._begin(matrix, split=split_now)
+        elif record.state.away:
+            self._add(record, matrix)
+            if split_now and self.arrival is not Arrival.IN_PIECES:
+                self._split(self._accumulator_like(matrix))
+                record.state = _PARTS
+        elif self._gradients.visible:
+            record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, and no code reads it
+        else:
+            self.arrival = Arrival.UNKNOWN
+            raise RuntimeError(
+                f"a second gradient for {self.plan.name} arrived after its update had run in this backward; "
+                "pass an optimizer object to the loop instead of options, or declare no shared use"
+            )
 
     def _matrix(self, grad: Tensor) -> Tensor:
+        """View a contribution as [rows, columns]."""
+        if grad.is_sparse:
+            errors.refuse_sparse(self.plan.name)
         if grad.dtype != self.plan.dtype:
             errors.refuse_other_dtype(self.plan.name, grad.dtype, self.plan.dtype)
+        if grad.shape != self._like.shape:  # the kernels would read past its end: [Note: unchecked blocks]
+            errors.refuse_other_shape(self.plan.name, grad.shape, self._like.shape)
         matrix = grad.detach() if grad.requires_grad else grad
-        return matrix if matrix.dim() == 2 else matrix.reshape(self.param.shape[0], -1)
+        return matrix if matrix.dim() == 2 else matrix.reshape(matrix.shape[0], -1)
 
     def _begin(self, matrix: Tensor, *, split: bool) -> None:
         """Take the first contribution of a gradient. A zeroed gradient stays the object that it is in ``.grad``."""
-        grad = self.param.grad if self._gradients.visible else None
-        zeroed = grad is not None and self._zeroed(grad)
-        known = grad._record if isinstance(grad, OffloadedGradient) and zeroed else None
-        record = GradientRecord(self._like, self._me) if known is None else known
+        visible, record, shown = self._gradients.visible, None, None
+        if visible and (grad := self.param.grad) is not None and self._zeroed(grad):
+            assert isinstance(grad, OffloadedGradient)
+            record = grad._record
+        else:
+            record = GradientRecord(self._like, self._me)
+            shown = OffloadedGradient.of(record) if visible else None
         if split:
             self._split(matrix)
         else:
@@ -196,13 +170,13 @@ class IncomingGradient:
         state = _PARTS if split else _ON_DEVICE
         self.record, record.state, record.contributions, record.norm = record, state, 1, None
         record.clip = record.unscale = 1.0
-        if self._gradients.visible and not zeroed:
-            self.param.grad = OffloadedGradient.of(record)
+        if shown is not None:
+            self.param.grad = shown
 
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:
         """Add a further contribution."""
         if record.state is _PARTS:
-            self.accumulates = True
+            self.arrival = Arrival.IN_PIECES
             self._rebuild(record)
         accumulator = self._accumulator_like(matrix)
         factor = record.factor
@@ -219,14 +193,9 @@ class IncomingGradient:
         A tensor of the user's, a dense gradient and a zeroed one stay in ``.grad``, and the next step uses them again,
         as with any optimizer; the optimizer-in-backward form clears them.
         """
-        grad = self.param.grad
-        ours = type(grad) is OffloadedGradient and grad._record is self.record
-        # The state counts, too: an interrupt may have left the parts of a gradient that became dense or zero.
-        if ours and self._copy is not None and self.state is _PARTS:
-            return  # split and copied in the backward: the usual case, at every step
         record = self.look()
         if record is None and (grad := self._grad_of_user()) is not None:
-            self.eager = self.eager or self.uses == 0
+            self.uses_unknown = self.uses_unknown or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
             record = GradientRecord(self._like, self._me)
             self._split(self._matrix(values))
@@ -238,6 +207,14 @@ class IncomingGradient:
             self._split(self._accumulator)
             record.state = _PARTS
         self.copy_to_host()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the gradient in ``.grad`` was split and copied in the backward: the usual case at a step."""
+        record, grad = self.record, self.param.grad
+        # The state counts, too: an interrupt may have left the parts of a gradient that became dense or zero.
+        parts = record is not None and record.state is _PARTS and self._copy is not None
+        return parts and type(grad) is OffloadedGradient and grad._record is record
 
     # 2. Split.
 
@@ -287,12 +264,13 @@ class IncomingGradient:
         self._copy, self._staged, staged.in_use, staged.read_by = copy, None, False, copy[1]
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
-        recorder, host = self.transport.recorder, self.host
-        if (reader := host.readers[host.next_buffer]) is not None and not reader.done():
-            with recorder.stall(True, param=self.plan.name, on_host=True):
-                reader.wait()
-        index, target = host.free_buffer()
-        return index, self.transport.to_host.submit(target, block, step=recorder.step, param=self.plan.name)
+        host, transport = self.host, self.transport
+        index = host.next_buffer
+        if (reader := host.readers[index]) is not None:  # the job of an earlier window
+            with transport.recorder.stall(not reader.is_set, param=self.plan.name, on_host=True):
+                host.free_buffer()
+        step, name = transport.recorder.step, self.plan.name
+        return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name)
 
     def _send_pending(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
         """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""
@@ -310,6 +288,8 @@ class IncomingGradient:
             self.pending.gradient = None
         if (staged := self._staged) is not None:  # an error came between split and copy
             self._staged, staged.in_use = None, False
+
+    # The dense gradient, where somebody needs it.
 
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
@@ -339,106 +319,6 @@ class IncomingGradient:
         if self._accumulator is None:
             self._accumulator = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         return self._accumulator
-
-    # The gradient in ``.grad``: see [Note: .grad is the truth].
-
-    @property
-    def state(self) -> GradientState | None:
-        """The state of the engine's gradient; None without one."""
-        return None if self.record is None else self.record.state
-
-    @property
-    def unscale(self) -> float:
-        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
-        unscale = 1.0 if self.record is None else self.record.unscale
-        assert isinstance(unscale, float)
-        return unscale
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient for the optimizer step, or one that a step has consumed."""
-        consumed_in_backward = not self._gradients.visible and self.record is not None
-        return consumed_in_backward or self._grad_of_user() is not None
-
-    def _grad_of_user(self) -> Tensor | None:
-        """The tensor in ``.grad``, unless the optimizer-in-backward form has put it there."""
-        grad = self.param.grad
-        if isinstance(grad, OffloadedGradient) and grad._record.state is GradientState.IN_BACKWARD:
-            return None
-        return grad
-
-    def check_gradient(self) -> None:
-        """
-        Raises:
-            TypeError: the gradient is sparse.
-            RuntimeError: no optimizer step can use the gradient in ``.grad``.
-        """
-        grad, name = self.param.grad, self.plan.name
-        if type(grad) is OffloadedGradient and grad._record is self.record and grad._record.state.away:
-            return  # the usual case, at every step
-        grad = self._grad_of_user()
-        if grad is None:
-            return
-        if isinstance(grad, OffloadedGradient):
-            grad._record.check_usable()
-        errors.refuse_sparse_grad(self.param, name)
-        if not self._gradients.visible and self.record is not None:
-            errors.refuse_second_grad(name)
-
-    def _zeroed(self, grad: Tensor) -> bool:
-        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
-        if not isinstance(grad, OffloadedGradient):
-            return False
-        return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
-
-    def look(self) -> GradientRecord | None:
-        """The engine's gradient if it is in ``.grad``. Otherwise drop it, and return None."""
-        record = self.record
-        if record is not None and self._gradients.visible:
-            grad = self.param.grad
-            # An interrupt may come after a gradient became dense or zero and before the engine gave it up.
-            given_up = record.state in (GradientState.DENSE, GradientState.ZERO)
-            if given_up or type(grad) is not OffloadedGradient or grad._record is not record:
-                self.drop()
-                return None
-        return record
-
-    def drop(self) -> None:
-        """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive."""
-        if self.record is not None:
-            self.record.dropped()
-            self.record = None
-        self._release_parts()
-
-    def discard(self) -> None:
-        """Forget what no optimizer step will use: visible gradients that are not in ``.grad``, and all others."""
-        if self._gradients.visible:
-            if self.record is not None:
-                self.look()
-        elif self.state is not GradientState.CONSUMED:
-            self.drop()
-
-    def release_gradient(self, *, keep: bool) -> None:
-        """Leave nothing in ``.grad`` that needs the engine.
-
-        Args:
-            keep: a gradient that no step has used becomes a dense tensor there.
-        """
-        grad = self.param.grad
-        if isinstance(grad, OffloadedGradient):
-            self.param.grad = grad._record.values_at_close(keep=keep)
-        self.drop()
-
-    def show_consumed(self) -> None:
-        """Put a tensor without values into ``.grad``, whose gradient the backward has consumed; reading it raises."""
-        if self._in_backward is None or self._in_backward._record.state is not GradientState.IN_BACKWARD:
-            record = GradientRecord(self._like, self._me)
-            record.state = GradientState.IN_BACKWARD
-            self._in_backward = OffloadedGradient.of(record)
-        if self.param.grad is None:
-            self.param.grad = self._in_backward
-
-    # ``GradientSource``, for the record.
 
     def values_of(self, record: GradientRecord) -> Tensor:
         """A new dense tensor of the gradient without its factors.
@@ -472,27 +352,6 @@ class IncomingGradient:
             else:
                 self._gradients.measure()
         return record.norm
-
-    def give_up(self, record: GradientRecord) -> None:
-        """Free the parts of a gradient that is no longer the engine's."""
-        if record is self.record:
-            self.record = None
-            self._release_parts()
-
-    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
-        """Add ``grad``, which autograd accumulates into ``.grad``."""
-        if (engine := self._gradients.engine()) is None:
-            record.refuse("add to")
-        engine.accumulate_grad(self.plan.index, record, grad)
-
-    def became_dense(self) -> None:
-        """Count a gradient that became dense."""
-        self._gradients.became_dense()
-
-    @property
-    def factors(self) -> Factors:
-        """See :class:`Gradients`."""
-        return self._gradients.factors
 
 
 class OffloadedParam(IncomingGradient):
@@ -530,10 +389,11 @@ class OffloadedParam(IncomingGradient):
                 self.host.commit(GradientBuffer(index, coefficients, ticket))
             elif self.pending is not None and self.pending.gradient is not None:
                 self._send_pending(self.pending, self.pending.finalize(coefficients))
-        record = self.record
-        self.single = record is not None and record.contributions == 1 and not self.eager
-        if record is not None:
+        if (record := self.record) is not None:
             record.state = GradientState.CONSUMED
+        if self.arrival is not Arrival.IN_PIECES:
+            whole = record is not None and record.contributions == 1 and not self.uses_unknown
+            self.arrival = Arrival.WHOLE if whole else Arrival.UNKNOWN
         if self._staged is not None or self.pending is not None:
             self._release_parts()
         self._copy = None
@@ -558,7 +418,7 @@ class OffloadedParam(IncomingGradient):
         try:
             window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
         except BaseException as error:  # the gradients have left the window, and may have no job
-            self._partially_applied = error
+            self._partially_applied, self.transport.interrupted = error, True
             raise
         window.final = self.transport.recorder.moment()
         if selection is not None:
@@ -655,7 +515,7 @@ class OffloadedParam(IncomingGradient):
         try:
             self._merge(upload)
         except BaseException as error:
-            self._partially_applied = error
+            self._partially_applied, self.transport.interrupted = error, True
             raise
         return upload.window
 
@@ -687,7 +547,7 @@ class OffloadedParam(IncomingGradient):
             with self.host.acquire(write=True) as state:
                 self.device.selection, moved = exchange_slices(self.device.state(), state, before, wanted)
         except BaseException as error:
-            self._partially_applied = error
+            self._partially_applied, self.transport.interrupted = error, True
             raise
         if self.pending is not None:
             self.pending.slices_changed(before.deferred != self.device.selection.deferred)

@@ -185,15 +185,17 @@ class ParamRegistry:
 
     # Gradients.
 
-    def check_gradients(self) -> None:
-        """
+    def check_gradients(self) -> bool:
+        """Whether any parameter has a gradient for the optimizer step.
+
         Raises:
             TypeError: a gradient is sparse.
             RuntimeError: a gradient was consumed by an earlier optimizer step. Nothing has been changed then.
         """
-        self.device_updated.check_gradients(self.plan.params)
+        present = self.device_updated.check_gradients(self.plan.params)
         for offloaded in self.offloaded.values():
-            offloaded.check_gradient()
+            present = offloaded.check_gradient() or present
+        return present
 
     def read_factors(self) -> None:
         """Read the factors on all gradients of the optimizer step, with one copy to the host."""

@@ -10,7 +10,7 @@ from zenflow_compile.runtime.transfer.copy_lanes import CopyLane
 from zenflow_compile.runtime.transfer.staging_ring import StagingRing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transport:
     """What the offloaded parameters of an engine share.
 
@@ -20,6 +20,8 @@ class Transport:
         down_ring: buffers that gradients are split into.
         up_ring: buffers that uploads arrive in, until they are merged into the weights.
         workers: run the host updates.
+        state_in_files: some state is in files, whose threads may fail, too.
+        interrupted: an update was interrupted half-way.
     """
 
     to_host: CopyLane
@@ -28,3 +30,11 @@ class Transport:
     up_ring: StagingRing
     workers: WorkerPool
     recorder: Recorder
+    state_in_files: bool = False
+    interrupted: bool = False
+
+    @property
+    def suspect(self) -> bool:
+        """Whether work in flight may have failed, so that an optimizer step looks for what failed before it begins."""
+        lanes = self.to_host.failed or self.to_device.failed
+        return lanes or self.workers.failed or self.state_in_files or self.interrupted

@@ -37,7 +37,7 @@ class Weights:
         """View the parameter's memory as [rows, columns]. A write to it does not move the parameter's version."""
         view = self._view
         if view is None or view.data_ptr() != self._param.data_ptr():  # its storage was replaced
-            if view is not None and self._param.dtype != view.dtype:
+            if view is not None and (self._param.dtype != view.dtype or self._param.shape != self._plan.shape):
                 errors.refuse_changed(self._param, self._plan, view.device)
             view = self._view = self._param.data.view(self._param.shape[0], -1)
         return view

@@ -133,7 +133,7 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
     tasks = [task() for _ in range(rounds * workers.workers)]
     seconds = 0.0
     for _ in range(2):
-        job = Job(tasks, deadline=0, step=0, param="(measuring the host's rate)", ready=lambda: None)
+        job = Job(tasks, deadline=0, step=0, param="(measuring the host's rate)")
         begin = time.perf_counter()
         workers.submit(job)
         job.wait()

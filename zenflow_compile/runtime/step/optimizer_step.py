@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.version_counter import bump_versions
-from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.step.schedule import Schedule
+
+
+class Member(NamedTuple):
+    """A parameter in an optimizer step: its coefficients, the factor on its gradient among them, and eps."""
+
+    offloaded: OffloadedParam
+    coefficients: StepCoefficients
+    eps: float
 
 
 class StepContext:
@@ -31,39 +39,39 @@ class StepContext:
         self._registry = registry
         self._known: dict[tuple[int, float], tuple[StepCoefficients, float]] = {}
 
-    def of(self, offloaded: OffloadedParam) -> tuple[StepCoefficients, float]:
-        """The parameter's coefficients, the factor on its gradient among them, and eps."""
+    def member(self, offloaded: OffloadedParam) -> Member:
+        """The parameter with its coefficients; equal ones are one object."""
         record, index = offloaded.record, offloaded.plan.index
         grad_scale = 1.0 if record is None else record.grad_scale
         key = self._registry.group_numbers[index], grad_scale
         if (found := self._known.get(key)) is None:
             found = self._known[key] = self._registry.coefficients(index, grad_scale)
-        return found
+        return Member(offloaded, *found)
 
 
-def update_slices(params: Sequence[OffloadedParam], context: StepContext) -> None:
-    """Do one AdamW step on the selected slices of ``params``, in place; their scores take the gradients."""
-    if not params:
+def update_slices(members: Sequence[Member]) -> None:
+    """Do one AdamW step on the selected slices of ``members``, in place; their scores take the gradients."""
+    if not members:
         return
     together: dict[tuple[StepCoefficients, float], list[column_ops.SliceState]] = {}
-    for offloaded in params:
+    params = [member.offloaded for member in members]
+    for offloaded, coefficients, eps in members:
         slices = offloaded.device.next_step(offloaded.weights.matrix)
-        together.setdefault(context.of(offloaded), []).append(slices)
-    for (coefficients, eps), members in together.items():
-        column_ops.adam_columns_(members, coefficients, eps=eps)
+        together.setdefault((coefficients, eps), []).append(slices)
+    for (coefficients, eps), states in together.items():
+        column_ops.adam_columns_(states, coefficients, eps=eps)
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
 
-def commit_gradient(offloaded: OffloadedParam, context: StepContext) -> FlushedWindow | None:
+def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | None:
     """Add the parameter's gradient, if there is one, to its update window, and flush the window if it is due.
 
     Returns:
         The flushed window; its job is to be submitted.
     """
-    record = offloaded.record
-    present = record is not None and record.state is GradientState.PARTS
-    coefficients, eps = context.of(offloaded)
+    offloaded, coefficients, eps = member
+    present = offloaded.record is not None
     step, plan, schedule = context.step, offloaded.plan, context.schedule
     if schedule.adaptive:
         due = schedule.flushes(plan, offloaded.device, step, present=present, unscale=offloaded.unscale)

@@ -54,7 +54,7 @@ class UploadScheduler:
         flushed.sort(key=_DEADLINE)
         self._in_flight = flushed[::-1]
         for offloaded in flushed:
-            if self.read_elsewhere or offloaded.eager or offloaded.plan.blocking:
+            if self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking:
                 self.apply(offloaded, now)
         self._prefetch(now)
 

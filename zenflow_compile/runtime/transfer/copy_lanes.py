@@ -71,6 +71,11 @@ class HostWork(Protocol):
 class CopyLane(Protocol):
     """Copies in one direction, those to one place in order of submission."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether a copy has failed, as far as its ticket says so."""
+        ...
+
     def submit(
         self,
         target: Tensor,

@@ -21,17 +21,17 @@ INLINE_BYTES = 1 << 16
 and two switches of the GIL, some 20 us, in which a core copies as much."""
 
 
-class ThreadTicket:
+class ThreadTicket(Latch):
     """A copy by a host thread.
 
     Attributes:
         error: what made the copy fail; None while it runs and after a success.
     """
 
-    __slots__ = ("_ended", "error")
+    __slots__ = ("error",)
 
     def __init__(self) -> None:
-        self._ended = Latch()
+        super().__init__()
         self.error: BaseException | None = None
 
     @classmethod
@@ -44,15 +44,16 @@ class ThreadTicket:
     def finish(self, error: BaseException | None = None) -> None:
         """End the copy; threads that wait for it go on."""
         self.error = error
-        self._ended.set()
+        self.set()
 
     def done(self) -> bool:
         """See :meth:`Ticket.done`."""
-        return self._ended.is_set and self.error is None
+        return self.is_set and self.error is None
 
     def wait(self) -> None:
         """See :meth:`Ticket.wait`."""
-        self._ended.wait()
+        if not self.is_set:
+            super().wait()
         if self.error is not None:
             raise CopyError(
                 "an asynchronous copy between device and host failed; load the last saved state, or start anew"
@@ -62,7 +63,7 @@ class ThreadTicket:
 
     def settle(self) -> None:
         """See :meth:`Ticket.settle`."""
-        self._ended.wait()
+        super().wait()
 
 
 class _Copy(NamedTuple):
@@ -77,9 +78,14 @@ class _Copy(NamedTuple):
 
 
 class ThreadLane:
-    """A lane of the CPU: one thread, which ends with ``close`` or with the process."""
+    """A lane of the CPU: one thread, which ends with ``close`` or with the process.
+
+    Attributes:
+        failed: a copy has failed.
+    """
 
     def __init__(self, name: str, recorder: Recorder) -> None:
+        self.failed = False
         self._name = name
         self._recorder = recorder
         self._done = ThreadTicket.ended()  # of every copy that was made at once
@@ -106,6 +112,7 @@ class ThreadLane:
                 else:
                     self._make(_Copy(target, source, step, param, kind, first))
             except Exception as error:  # not an interrupt, which the calling thread gets
+                self.failed = True
                 return ThreadTicket.ended(error)
             return self._done
         return self._hand_over(_Copy(target, source, step, param, kind, first))
@@ -157,6 +164,7 @@ class ThreadLane:
             try:
                 self._make(copy)
             except BaseException as error:
+                self.failed = True
                 ticket.finish(error)
             else:
                 ticket.finish()

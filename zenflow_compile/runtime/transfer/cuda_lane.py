@@ -97,6 +97,11 @@ class StreamLane:
             timeline.add_device(self._name, kind, start, end, step=step, param=param, bytes=source.nbytes)
         return StreamTicket(end, (target, source), self._raise_flag())
 
+    @property
+    def failed(self) -> bool:
+        """False: CUDA reports a failed copy itself, from the next call that waits."""
+        return False
+
     def can_wait_for(self, work: HostWork) -> bool:
         """Whether the work raises a flag when it is done."""
         return work.flag is not None
