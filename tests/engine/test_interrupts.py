@@ -187,7 +187,7 @@ def test_interrupt_at_backward_end_sums_no_batches() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("functions", [{"_apply_next", "_merge", "_reselect"}, {"exchange_slices"}])
+@pytest.mark.parametrize("functions", [{"apply_next", "_merge", "_reselect"}, {"exchange_slices"}])
 def test_interrupted_apply_is_repaired_or_raises(functions: set[str]) -> None:
     options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
     training = Training(EAGER_BACKEND, options).run(0, 3)
@@ -236,7 +236,7 @@ def test_interrupted_upload_loses_no_buffer() -> None:
 
     training.optimizer.synchronize()
     go_on()
-    functions = {"start_upload", "next_free", "view", "apply", "_apply_next", "due"}
+    functions = {"start_upload", "next_free", "view", "apply", "apply_next", "due"}
     assert every_point(training.optimizer.synchronize, functions, go_on) > 5
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, steps[0]).weights()
     assert_same(training.weights(), expected)

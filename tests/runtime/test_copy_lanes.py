@@ -176,7 +176,7 @@ def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.Monke
     target = torch.zeros(4)
     late = lane.submit(target, torch.ones(4), step=0, param="w")
     assert not late.done()
-    threading.Timer(0.02, gate.finish, [ValueError("on purpose")]).start()
+    threading.Timer(0.02, gate.set, [ValueError("on purpose")]).start()
     lane.settle()
     assert late.done()
     assert target.all()

@@ -46,7 +46,7 @@ def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
 
 def copied(error: BaseException | None = None) -> ThreadTicket:
     ticket = ThreadTicket()
-    ticket.finish(error)
+    ticket.set(error)
     return ticket
 
 
@@ -234,7 +234,7 @@ def test_job_waits_for_its_copies() -> None:
     worker.join(0.05)
     assert worker.is_alive()
     assert not host.state().exp_avg.any()
-    ticket.finish()
+    ticket.set()
     worker.join(20)
     assert host.state().exp_avg.all()
 
@@ -243,7 +243,7 @@ def test_wait_for_copies_of_the_open_window() -> None:
     host = host_of()
     ticket = ThreadTicket()
     put(host, 1.0, ticket)
-    threading.Timer(0.05, ticket.finish).start()
+    threading.Timer(0.05, ticket.set).start()
     host.wait_for_copies()
     assert ticket.done()
 
@@ -275,7 +275,7 @@ def test_clear_waits_for_running_jobs() -> None:
     late = ThreadTicket()
     put(host, 1.0, late)
     threading.Timer(0.02, lambda: run(flushed)).start()
-    threading.Timer(0.06, late.finish).start()
+    threading.Timer(0.06, late.set).start()
     host.clear_windows()
     assert flushed.job.done()
     assert late.done()

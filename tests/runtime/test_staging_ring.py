@@ -7,15 +7,16 @@ import torch
 
 from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
-from zenflow_compile.runtime.transfer.staging_ring import StagingBuffer, StagingRing
+from zenflow_compile.runtime.transfer.staging_ring import Block, StagingBuffer, StagingRing
 
 CPU = torch.device("cpu")
-SMALL = (1, 4), torch.float32
+SMALL: Block = (1, 4), torch.float32
+EMPTY: Block = (0, 4), torch.float32
 pytestmark = pytest.mark.timeout(60)
 
 
-def take(ring: StagingRing) -> StagingBuffer:
-    buffer = ring.next_free()
+def take(ring: StagingRing, block: Block = EMPTY) -> StagingBuffer:
+    buffer = ring.next_free(block)
     buffer.in_use = True
     return buffer
 
@@ -26,14 +27,13 @@ def give_back(buffer: StagingBuffer, reader: Ticket | None = None) -> None:
 
 def test_next_user_sees_the_last_reader() -> None:
     ring = StagingRing(1, 64, CPU)
-    buffer = take(ring)
-    first = buffer.view(((2, 4), torch.float32))
+    buffer = take(ring, ((2, 4), torch.float32))
+    first = buffer.tensor
     ticket = ThreadTicket()
     give_back(buffer, ticket)
-    again = take(ring)
+    again = take(ring, ((4, 8), torch.bfloat16))
     assert again.read_by is ticket
-    view = again.view(((4, 8), torch.bfloat16))
-    assert again.tensor is view
+    view = again.tensor
     assert view.shape == (4, 8)
     assert view.dtype == torch.bfloat16
     assert view.data_ptr() == first.data_ptr()
@@ -67,7 +67,7 @@ def test_failed_copy_keeps_its_buffer() -> None:
     ring = StagingRing(1, 16, CPU)
     give_back(take(ring), ThreadTicket.ended(ValueError("on purpose")))
     assert ring.free == 1
-    assert ring.next_free().read_by is not None
+    assert ring.next_free(EMPTY).read_by is not None
     ring.settle()
     assert take(ring).read_by is None
     assert ring.free == 0
@@ -75,11 +75,11 @@ def test_failed_copy_keeps_its_buffer() -> None:
 
 def test_buffer_is_free_until_it_is_marked() -> None:
     ring = StagingRing(2, 16, CPU)
-    first = ring.next_free()
+    first = ring.next_free(EMPTY)
     assert ring.free == 2
     first.in_use = True
     assert ring.free == 1
-    assert ring.next_free() is not first
+    assert ring.next_free(EMPTY) is not first
     give_back(first)
     assert ring.free == 2
 
@@ -104,14 +104,15 @@ def test_ring_grows_when_nothing_is_in_use() -> None:
     assert ring.nbytes == 128
     ring.fit(4, 32)
     assert (ring.nbytes, ring.free) == (256, 4)
-    assert take(ring).view(((4, 4), torch.float32)).shape == (4, 4)
+    assert take(ring, ((4, 4), torch.float32)).tensor.shape == (4, 4)
 
 
 def test_grown_ring_forgets_old_views() -> None:
     ring = StagingRing(1, 64, CPU)
-    buffer = take(ring)
-    first = buffer.view(SMALL)
-    assert buffer.view(SMALL) is first
+    buffer = take(ring, SMALL)
+    first = buffer.tensor
+    give_back(buffer)
+    assert take(ring, SMALL).tensor is first
     give_back(buffer)
     ring.fit(1, 128)
-    assert take(ring).view(SMALL).data_ptr() == ring.buffers[0].memory.data_ptr()
+    assert take(ring, SMALL).tensor.data_ptr() == ring.buffers[0].memory.data_ptr()

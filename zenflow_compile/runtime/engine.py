@@ -289,7 +289,7 @@ class Engine(OptimizerRuntime):
             if offloaded.weights.written_by_others:
                 offloaded.notice_external_write(self.step)
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
-                self.uploads.apply(offloaded, self.step)
+                self.uploads.apply(offloaded, offloaded.due(self.step))
             if not offloaded.copied:
                 offloaded.take_from_grad()
         self.registry.read_factors()
@@ -327,7 +327,7 @@ class Engine(OptimizerRuntime):
             chosen = [each for each in chosen if (record := each.record) is None or record.state is GradientState.PARTS]
         else:
             chosen = [each for each in chosen if self._is_final_in_backward(each)]
-        return [context.member(each) for each in chosen]
+        return context.members(chosen)
 
     def _is_final_in_backward(self, offloaded: OffloadedParam) -> bool:
         """Whether the parameter's gradient, in a backward that goes on, will get no further contribution.
@@ -454,7 +454,8 @@ class Engine(OptimizerRuntime):
             offloaded = self.offloaded[p]
             offloaded.uses += 1
             weights = offloaded.weights
-            if offloaded.host.flushed or weights.written_by_others or len(weights.counter.sharers) > 1:
+            # Without an update in flight the step notices writes in time, unless updates run in the backward.
+            if offloaded.host.flushed or weights.counter.shared or (self.in_backward and weights.written_by_others):
                 uploads.before_use(offloaded, step)
 
     def inference(self) -> AbstractContextManager[None]:

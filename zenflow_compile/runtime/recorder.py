@@ -115,10 +115,6 @@ class Recorder:
             now = time.perf_counter_ns()
             self.timeline.add(GRADIENTS, "dense", now, now, step=self.step, param=line)
 
-    def moment(self) -> Moment | None:
-        """Now, on the device's own clock; None without a profiler."""
-        return None if self.timeline is None else self.now()
-
     def slack(self, final: Moment | None, *, step: int, param: str) -> None:
         """Record the time from the final gradient of ``step`` (``final``) to the read of the weight, which is now."""
         if self.timeline is None or final is None:

@@ -11,7 +11,8 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -287,12 +288,11 @@ def inside_backward_node() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def profiler_active() -> bool:
-    """Whether ``torch.profiler`` or ``emit_nvtx`` records in some thread of this process. Seen in torch 2.11 and 2.13.
+profiler_active: Callable[[], bool] = partial(getattr, _profiler, "_is_profiler_enabled")
+"""Whether ``torch.profiler`` or ``emit_nvtx`` records in some thread of this process. Seen in torch 2.11 and 2.13.
 
-    ``torch.autograd._profiler_enabled`` tells less: it is False in threads that started before the profiler did.
-    """
-    return _profiler._is_profiler_enabled
+``torch.autograd._profiler_enabled`` tells less: it is False in threads that started before the profiler did. A partial,
+because it is called for every parameter, and costs a third of a function."""
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
@@ -439,20 +439,28 @@ class MemoryMark:
 
     An address is not enough: freed memory is soon reused for another tensor. A weak reference to the storage keeps its
     identity from being reused.
+
+    Attributes:
+        address: of the tensor's first element.
+        storage: its ``storage_identity``.
     """
 
-    __slots__ = ("_address", "_storage")
+    __slots__ = ("_storage", "address", "storage")
 
     def __init__(self, tensor: Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self._address = tensor.data_ptr()
+        self.address = tensor.data_ptr()
         self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.storage: int = self._storage.cdata
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` begins at the same place of the same storage."""
-        same_storage: bool = tensor.untyped_storage()._cdata == self._storage.cdata
-        return same_storage and tensor.data_ptr() == self._address
+        return storage_identity(tensor.untyped_storage()) == self.storage and tensor.data_ptr() == self.address
+
+
+storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""What tells a storage from all others that live at the same time. Seen in torch 2.11 and 2.13."""
 
 
 def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:

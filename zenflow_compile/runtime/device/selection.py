@@ -53,6 +53,10 @@ class Selection:
             position=position.to(device),
         )
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``selected``, ``deferred`` and ``position``."""
+        return self.selected, self.deferred, self.position
+
     @property
     def slices(self) -> int:
         """Number of slices of the matrix."""
@@ -71,7 +75,7 @@ class Selection:
     @property
     def nbytes(self) -> int:
         """Device memory."""
-        return self.selected.nbytes + self.deferred.nbytes + self.position.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 def row_major(matrix: Tensor, dim: int) -> tuple[Tensor, int]:

@@ -33,26 +33,24 @@ class VersionCounter:
     Attributes:
         own_bumps: number of times that the engine moved the version.
         sharers: indices in the plan of the parameters that have this counter.
+        shared: these are several.
         exposed: tensors that are not parameters of the engine may share this counter, such as a frozen chunk, or one
             that another optimizer updates.
     """
 
-    __slots__ = ("exposed", "own_bumps", "sharers")
+    __slots__ = ("exposed", "own_bumps", "shared", "sharers")
 
     def __init__(self) -> None:
         self.own_bumps = 0
         self.sharers: list[int] = []
+        self.shared = False
         self.exposed = False
 
     def add(self, index: int, param: Tensor) -> None:
         """Note that parameter ``index`` of the plan has this counter."""
         self.sharers.append(index)
+        self.shared = len(self.sharers) > 1
         self.exposed |= param.untyped_storage().nbytes() > param.nbytes
-
-    @property
-    def shared(self) -> bool:
-        """Whether several parameters of the engine have this counter."""
-        return len(self.sharers) > 1
 
     def external_bumps(self, param: Tensor) -> int:
         """The version of ``param``, which has this counter, minus the engine's own bumps.

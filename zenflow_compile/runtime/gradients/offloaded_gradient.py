@@ -46,7 +46,7 @@ class OffloadedGradient(Tensor):
         )
         torch_private.refuse_data_pointer(tensor)
         tensor._record = record
-        if (first := record.first_tensor) is not None:
+        if (handle := record.handle) is not None and (first := handle()) is not None:
             tensor._first = first  # keeps the first tensor alive, so that the record needs one weak reference
         else:
             record.handle = weakref.ref(tensor)

@@ -81,7 +81,7 @@ class ShownGradient:
         """
         grad, record = self.param.grad, self.record
         if record is not None and type(grad) is OffloadedGradient and grad._record is record and record.state.away:
-            return True  # the usual case, at every step
+            return True
         consumed_in_backward = not self._gradients.visible and record is not None
         if (grad := self._grad_of_user()) is None:
             return consumed_in_backward

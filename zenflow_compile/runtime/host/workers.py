@@ -29,7 +29,6 @@ class Job(Latch):
     """The host update of one flushed window: independent tasks that any worker may run. Set when it is done.
 
     Attributes:
-        error: what made the job fail; None while it runs and after a success.
         taken: a worker has taken one of its tasks; written under the pool's lock.
     """
 
@@ -50,13 +49,11 @@ class Job(Latch):
         self.step = step
         self.param = param
         self.taken = False
-        self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._left = len(tasks)
-        self._settled = Latch()
+        self._settled: Latch | None = None  # made by the first thread that must wait for the last task
         if not tasks:
-            self._settle()
-            self._finish()
+            self._end()
 
     # What kinds of jobs differ in.
 
@@ -68,7 +65,10 @@ class Job(Latch):
         """Block until the inputs are in host memory; raises if one of them failed."""
 
     def ended(self) -> None:
-        """Called one time when no task runs or will run, before ``settle`` and ``wait`` return. It must not raise."""
+        """Called when no task runs or will run, before ``settle`` and ``wait`` return. It must not raise.
+
+        After an interrupt it may be called again.
+        """
 
     # Waiting for it.
 
@@ -92,36 +92,41 @@ class Job(Latch):
 
     def settle(self) -> None:
         """Block until no task of this job runs or will run, whether it failed or not."""
-        self._settled.wait()
+        with self._lock:
+            if not self._left:
+                return
+            if (settled := self._settled) is None:
+                settled = self._settled = Latch()
+        settled.wait()
 
     # Its end.
 
     def abort(self, error: BaseException) -> None:
         """Mark a job that was never queued as failed, so that no thread waits for it forever."""
-        self.error = error
-        if not self._settled.is_set:  # a job without tasks has settled already
-            self._settle()
-        self._finish()
+        with self._lock:
+            if not self.is_set:  # a job without tasks is
+                self.error, self._left = error, 0
+                self._end()
 
     def finish_task(self, error: BaseException | None = None) -> None:
         """Count one task as ended. The first error makes the job done at once; its other tasks are skipped."""
         with self._lock:
             self._left -= 1
             self.error = self.error or error
-            if self._left == 0:
-                self._settle()
             if self._left == 0 or self.error is not None:
-                self._finish()
+                self._end()
 
-    def _settle(self) -> None:
-        self.tasks = ()  # they may refer to this job
-        self.ended()
-        self._settled.set()
-
-    def _finish(self) -> None:
-        if self.flag is not None:
-            self.flag.raise_it()
-        self.set()
+    def _end(self) -> None:
+        """The job is done. If no task is left, it is settled, too: ``ended`` comes before any thread goes on."""
+        if not self._left:
+            self.tasks = ()  # they may refer to this job
+            self.ended()
+            if self._settled is not None:
+                self._settled.set()
+        if not self.is_set:
+            if self.flag is not None:
+                self.flag.raise_it()
+            self.set(self.error)
 
 
 _POLL_SECONDS = 1e-3

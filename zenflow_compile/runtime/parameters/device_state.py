@@ -90,20 +90,6 @@ class DeviceState:
         """
         return torch.sum(self.norms.masked_fill(~self.selection.mask, 0.0), 0, out=out)
 
-    def next_step(self, matrix: Tensor) -> column_ops.SliceState:
-        """Count the gradient, and return what an AdamW step on the selected slices of the 2-D ``matrix`` needs."""
-        self.steps += 1
-        return column_ops.SliceState(
-            matrix,
-            self.plan.dim,
-            self.selection,
-            self.gradient,
-            self.master,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.steps,
-        )
-
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the fp32 master and moments."""
         return self.master, self.exp_avg, self.exp_avg_sq
@@ -160,10 +146,11 @@ def exchange_slices(
     """
     device = selection.selected.device
     # Clones: for a selection on the CPU, .cpu() returns the tensor itself, which a loaded state dict may share.
-    selected, deferred = selection.selected.cpu().clone(), selection.deferred.cpu().clone()
-    wanted = wanted.cpu()
-    device_rows = torch.nonzero(torch.isin(selected, wanted, invert=True)).flatten()
-    host_rows = torch.nonzero(torch.isin(deferred, wanted)).flatten()
+    selected, deferred, position = (each.cpu().clone() for each in selection.tensors())
+    chosen = torch.zeros(selection.slices, dtype=torch.bool)
+    chosen[wanted.cpu()] = True
+    device_rows = torch.nonzero(~chosen[selected]).flatten()
+    host_rows = torch.nonzero(chosen[deferred]).flatten()
     if not len(device_rows):
         return selection, 0
     rows = device_rows.to(device)
@@ -173,7 +160,8 @@ def exchange_slices(
         on_device[rows] = on_host[host_rows].to(device)
         on_host[host_rows] = leaving
         moved += leaving.nbytes
-    leaving_slices = selected[device_rows]
-    selected[device_rows] = deferred[host_rows]
-    deferred[host_rows] = leaving_slices
-    return Selection.of(selected, selection.slices, device, deferred=deferred), moved
+    leaving_slices, entering_slices = selected[device_rows], deferred[host_rows]
+    selected[device_rows], deferred[host_rows] = entering_slices, leaving_slices
+    position[entering_slices] = device_rows.int()
+    position[leaving_slices] = host_rows.int() + selected.numel()
+    return Selection(*(each.to(device) for each in (selected, deferred, position))), moved

@@ -156,7 +156,7 @@ class WindowJob(Job):
         host, plan = self._host, self._host.plan
         # An expanded piece should stay in the cache until the kernel has read it, and must begin with a slice.
         piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
-        blocks = [block.view(-1) for block in (*host.store.state(), self._upload)]
+        blocks = [block.view(-1) for block in (*(host.in_memory or host.store.state()), self._upload)]
         for first in range(part.start, part.stop, piece):
             elements = slice(first, min(first + piece, part.stop))
             if plan.compressed:
@@ -187,6 +187,7 @@ class HostState:
 
     Attributes:
         store: where the state is: in the arena, too, or in a file.
+        in_memory: the state, if it is always in memory.
         workers: how many threads share a job.
         taken: gradients in the moments so far.
         open: gradients of the update window, oldest first; a missing gradient has none.
@@ -213,6 +214,7 @@ class HostState:
     applied: Ticket | None = None
     applied_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
+    in_memory: State | None = None
     _windows: int = 0
     touched: dict[int, float] = field(default_factory=dict)
     readers: list[Job | None] = field(default_factory=list)
@@ -232,9 +234,11 @@ class HostState:
         assert (store is not None) == plan.in_file
         block = (plan.deferred, plan.length)
         unit = plan.length if plan.compressed else CUT_ELEMENTS  # compressed gradients are cut between slices
+        store = store or InMemoryState(plan, arena)
         return cls(
             plan=plan,
-            store=InMemoryState(plan, arena) if store is None else store,
+            store=store,
+            in_memory=None if plan.in_file else store.state(),
             gradients=[arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
@@ -293,7 +297,7 @@ class HostState:
             inputs.append(self.applied)
         if before is not None:
             deadline = max(deadline, before.deadline)
-        lock = self.store.lock(step=at, deadline=deadline)
+        lock = self.store.lock(step=at, deadline=deadline) if self.plan.in_file else None
         try:
             job = WindowJob(
                 self,
@@ -327,7 +331,7 @@ class HostState:
 
     def state(self) -> State:
         """fp32 master and moments; those of state in a file only under a lock."""
-        return self.store.state()
+        return self.in_memory or self.store.state()
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
         """See :meth:`StateStore.acquire`."""

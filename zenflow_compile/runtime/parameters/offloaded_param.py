@@ -126,9 +126,30 @@ class IncomingGradient(ShownGradient):
         """
         matrix = self._matrix(grad)
         split_now = split_now and self.arrival is not Arrival.IN_PIECES
-        if self.record is None or (record := self.look()) is None:
-            self._begin(matrix, split=split_now)
-        elif record.state.away:
+        if self.record is not None and (record := self.look()) is not None:
+            self._receive_more(record, matrix, split_now=split_now)
+            return
+        visible, shown = self._gradients.visible, None
+        if visible and (before := self.param.grad) is not None and self._zeroed(before):
+            assert isinstance(before, OffloadedGradient)
+            record = before._record  # a zeroed gradient stays the object that it is in ``.grad``
+        else:
+            record = GradientRecord(self._like, self._me)
+            shown = OffloadedGradient.of(record) if visible else None
+        if split_now:
+            self._split(matrix)
+        else:
+            self._accumulator_like(matrix).copy_(matrix)
+        # No call from here on: an interrupt finds that all of it is done or nothing, see [Note: one assignment].
+        state = _PARTS if split_now else _ON_DEVICE
+        self.record, record.state, record.contributions, record.norm = record, state, 1, None
+        record.clip = record.unscale = 1.0
+        if shown is not None:
+            self.param.grad = shown
+
+    def _receive_more(self, record: GradientRecord, matrix: Tensor, *, split_now: bool) -> None:
+        """Take a contribution to the gradient ``record``, which has some."""
+        if record.state.away:
             self._add(record, matrix)
             if split_now and self.arrival is not Arrival.IN_PIECES:
                 self._split(self._accumulator_like(matrix))
@@ -152,26 +173,6 @@ class IncomingGradient(ShownGradient):
             errors.refuse_other_shape(self.plan.name, grad.shape, self._like.shape)
         matrix = grad.detach() if grad.requires_grad else grad
         return matrix if matrix.dim() == 2 else matrix.reshape(matrix.shape[0], -1)
-
-    def _begin(self, matrix: Tensor, *, split: bool) -> None:
-        """Take the first contribution of a gradient. A zeroed gradient stays the object that it is in ``.grad``."""
-        visible, record, shown = self._gradients.visible, None, None
-        if visible and (grad := self.param.grad) is not None and self._zeroed(grad):
-            assert isinstance(grad, OffloadedGradient)
-            record = grad._record
-        else:
-            record = GradientRecord(self._like, self._me)
-            shown = OffloadedGradient.of(record) if visible else None
-        if split:
-            self._split(matrix)
-        else:
-            self._accumulator_like(matrix).copy_(matrix)
-        # No call from here on: an interrupt finds that all of it is done or nothing, see [Note: one assignment].
-        state = _PARTS if split else _ON_DEVICE
-        self.record, record.state, record.contributions, record.norm = record, state, 1, None
-        record.clip = record.unscale = 1.0
-        if shown is not None:
-            self.param.grad = shown
 
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:
         """Add a further contribution."""
@@ -230,10 +231,10 @@ class IncomingGradient(ShownGradient):
             with self.transport.recorder.stall(self.pending.busy, param=self.plan.name):
                 deferred_out = self.pending.new_gradient()
         elif self._block[0][0]:
-            buffer = self.transport.down_ring.next_free()
+            buffer = self.transport.down_ring.next_free(self._block)
             if (reader := buffer.read_by) is not None and not reader.done():
                 self._wait_on_device(reader)  # the copy out of the buffer must end before the split overwrites it
-            deferred_out = buffer.view(self._block)
+            deferred_out = buffer.tensor
             self._staged, buffer.in_use = buffer, True  # see [Note: one assignment] in ``staging_ring``
         else:
             deferred_out = device.gradient.new_empty(self._block[0])
@@ -267,8 +268,10 @@ class IncomingGradient(ShownGradient):
         host, transport = self.host, self.transport
         index = host.next_buffer
         if (reader := host.readers[index]) is not None:  # the job of an earlier window
-            with transport.recorder.stall(not reader.is_set, param=self.plan.name, on_host=True):
-                host.free_buffer()
+            if not reader.is_set or reader.error is not None:
+                with transport.recorder.stall(True, param=self.plan.name, on_host=True):
+                    reader.wait()
+            host.readers[index] = None
         step, name = transport.recorder.step, self.plan.name
         return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name)
 
@@ -359,7 +362,9 @@ class OffloadedParam(IncomingGradient):
 
     Attributes:
         weights: the parameter as a matrix, and whether it was written elsewhere.
+        selects: slices are selected, and the selection may change.
         deadline: position among the first uses of the next forward; jobs and uploads run in this order.
+        upload: on its way; None without one.
     """
 
     def __init__(
@@ -374,8 +379,9 @@ class OffloadedParam(IncomingGradient):
     ) -> None:
         super().__init__(plan, param, host, device, transport, gradients)
         self.weights = Weights(plan, param, counter)
+        self.selects = plan.selects
         self.deadline = plan.index
-        self._upload: Upload | None = None
+        self.upload: Upload | None = None
         self._partially_applied: BaseException | None = None
         self.weights.reseed(device, host)
 
@@ -413,14 +419,15 @@ class OffloadedParam(IncomingGradient):
             self._send_pending(self.pending, self.pending.end_window())
         if not self.host.open:
             return None
-        if not self.host.flushed:
+        if not self.host.flushed and (self.weights.counter.shared or self.weights.counter.exposed):
             self.weights.remember(self.device.selection)
         try:
             window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
         except BaseException as error:  # the gradients have left the window, and may have no job
             self._partially_applied, self.transport.interrupted = error, True
             raise
-        window.final = self.transport.recorder.moment()
+        if self.transport.recorder.timeline is not None:
+            window.final = self.transport.recorder.now()
         if selection is not None:
             window.selection = selection
             self.device.selected_at = at
@@ -449,61 +456,49 @@ class OffloadedParam(IncomingGradient):
 
     # 6. Upload.
 
-    def due(self, now: int) -> bool:
-        """Whether a forward after ``now`` steps must see a flushed window that is not applied yet."""
-        return any(window.visible_at <= now for window in self.host.flushed)
+    def due(self, now: int) -> int:
+        """How many of the flushed windows, oldest first, a forward after ``now`` steps must see."""
+        count = 0
+        for number, window in enumerate(self.host.flushed, start=1):
+            if window.visible_at <= now:
+                count = number
+        return count
 
-    @property
-    def uploading(self) -> bool:
-        """Whether an upload is on its way."""
-        return self._upload is not None
-
-    def start_upload(self, now: int) -> bool:
-        """Queue the upload of the next due window behind its job. Returns whether an upload is on its way.
+    def start_upload(self) -> bool:
+        """Queue the upload of the next window, which is due, behind its job. Returns whether an upload is on its way.
 
         Where the lane cannot wait for the job, nothing is queued before the job is done. After a failed job, nothing is
         queued.
         """
-        if self._upload is not None:
-            return True
-        if not self.due(now):
-            return False
         transport, window = self.transport, self.host.flushed[0]
         job = window.job
-        if job.error is not None or not (job.done() or transport.to_device.can_wait_for(job)):
+        if job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job)):
             return False
-        buffer = transport.up_ring.next_free()
-        target = buffer.view(self._block)
+        buffer = transport.up_ring.next_free(self._block)
         try:
             ticket = transport.to_device.submit(
-                target, window.upload, step=transport.recorder.step, param=self.plan.name, after=job
+                buffer.tensor, window.upload, step=transport.recorder.step, param=self.plan.name, after=job
             )
             upload = Upload(window, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
             raise
-        self._upload, buffer.in_use = upload, True
+        self.upload, buffer.in_use = upload, True
         return True
 
     # 7. Apply.
 
-    def apply(self, now: int) -> list[FlushedWindow]:
-        """Make every due window visible in the weight, waiting for it. Returns those windows."""
-        applied: list[FlushedWindow] = []
-        while self.host.flushed and self.due(now):
-            applied.append(self._apply_next(now))
-        return applied
-
-    def _apply_next(self, now: int) -> FlushedWindow:
+    def apply_next(self) -> FlushedWindow:
+        """Make the oldest flushed window, which is due, visible in the weight, waiting for it. Returns the window."""
         recorder = self.transport.recorder
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
-        if self._upload is None and not self.start_upload(now):
+        if self.upload is None and not self.start_upload():
             with recorder.compute("wait", param=self.plan.name, on_host=True):
                 window.job.wait()
-            self.start_upload(now)
-        upload = self._upload
+            self.start_upload()
+        upload = self.upload
         assert upload is not None
         try:
             if not upload.ticket.done():
@@ -522,16 +517,16 @@ class OffloadedParam(IncomingGradient):
     @annotated("apply", lambda offloaded, _: (offloaded.plan.name,))
     def _merge(self, upload: Upload) -> None:
         """Write the update into the weight; the update window and the selection follow it."""
-        recorder, host, window = self.transport.recorder, self.host, upload.window
+        recorder, host, window, weights = self.transport.recorder, self.host, upload.window, self.weights
         with recorder.compute("merge", param=self.plan.name):
             deferred = self.device.selection.deferred
-            column_ops.merge_columns(self.weights.matrix, self.plan.dim, deferred, upload.buffer.tensor)
-            self.weights.written()
-        self._upload, upload.buffer.in_use = None, False
+            column_ops.merge_columns(weights.matrix, self.plan.dim, deferred, upload.buffer.tensor)
+            weights.written()
+        self.upload, upload.buffer.in_use = None, False
         host.flushed.pop(0)
         host.applied, host.applied_job = upload.ticket, window.job
-        if host.flushed:
-            self.weights.remember(self.device.selection)
+        if host.flushed and (weights.counter.shared or weights.counter.exposed):
+            weights.remember(self.device.selection)
         if window.selection is not None:
             with recorder.compute("select", param=self.plan.name):
                 self._reselect(window.selection)
@@ -554,9 +549,9 @@ class OffloadedParam(IncomingGradient):
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     def _drop_upload(self) -> None:
-        if (upload := self._upload) is not None:
+        if (upload := self.upload) is not None:
             upload.ticket.settle()
-            self._upload, upload.buffer.in_use = None, False
+            self.upload, upload.buffer.in_use = None, False
 
     # External writes, and failures.
 
@@ -579,7 +574,7 @@ class OffloadedParam(IncomingGradient):
         if self.weights.are_as_expected(self.device):
             self.weights.accept()
             return False
-        lost = self.due(now)
+        lost = self.due(now) > 0
         dropped = bool(self.host.flushed)
         self._drop_upload()
         for window in self.host.flushed:
@@ -605,8 +600,8 @@ class OffloadedParam(IncomingGradient):
         self.host.raise_failures()
         if self._copy is not None and self._copy[1].error is not None:
             self._copy[1].wait()
-        if self._upload is not None and self._upload.ticket.error is not None:
-            self._upload.ticket.wait()
+        if self.upload is not None and self.upload.ticket.error is not None:
+            self.upload.ticket.wait()
 
     def raise_if_partially_applied(self) -> None:
         """Raise if an update, or an exchange of slices between the sides, was interrupted half-way.

@@ -194,7 +194,8 @@ class ParamRegistry:
         """
         present = self.device_updated.check_gradients(self.plan.params)
         for offloaded in self.offloaded.values():
-            present = offloaded.check_gradient() or present
+            if offloaded.copied or offloaded.check_gradient():
+                present = True
         return present
 
     def read_factors(self) -> None:

@@ -12,6 +12,7 @@ from zenflow_compile.runtime.device.selection import Selection
 from zenflow_compile.runtime.device.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.torch_internals.torch_private import storage_identity
 
 
 class Weights:
@@ -55,11 +56,10 @@ class Weights:
     def remember(self, selection: Selection) -> None:
         """Copy the deferred weights before an update is in flight, which leaves them behind their masters.
 
-        Done only if the version counter may be shared: when the version moves, the copy tells whether these weights or
-        only others with the same counter were written.
+        Needed only if the version counter is shared, or may be: when the version moves, the copy tells whether these
+        weights or only others with the same counter were written.
         """
-        if self.counter.shared or self.counter.exposed:
-            self._shown = self.of(selection.deferred).cpu()
+        self._shown = self.of(selection.deferred).cpu()
 
     @property
     def written_by_others(self) -> bool:
@@ -71,7 +71,8 @@ class Weights:
         param, mark = self._param, self._mark
         if self.unverified or mark is None or param._version - self.counter.own_bumps != mark.bumps:
             return True
-        return not mark.memory.matches(param)
+        memory = mark.memory  # compared here: every forward and every step asks for every parameter
+        return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
 
     def expect(self, shown: Tensor | None) -> None:
         """Compare weights and masters at the first use: weights and state may be loaded in any order.

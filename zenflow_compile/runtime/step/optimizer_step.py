@@ -39,14 +39,17 @@ class StepContext:
         self._registry = registry
         self._known: dict[tuple[int, float], tuple[StepCoefficients, float]] = {}
 
-    def member(self, offloaded: OffloadedParam) -> Member:
-        """The parameter with its coefficients; equal ones are one object."""
-        record, index = offloaded.record, offloaded.plan.index
-        grad_scale = 1.0 if record is None else record.grad_scale
-        key = self._registry.group_numbers[index], grad_scale
-        if (found := self._known.get(key)) is None:
-            found = self._known[key] = self._registry.coefficients(index, grad_scale)
-        return Member(offloaded, *found)
+    def members(self, params: Sequence[OffloadedParam]) -> list[Member]:
+        """``params`` with their coefficients; equal ones are one object."""
+        members: list[Member] = []
+        groups, known = self._registry.group_numbers, self._known
+        for offloaded in params:
+            record, index = offloaded.record, offloaded.plan.index
+            grad_scale = 1.0 if record is None else record.grad_scale
+            if (found := known.get((groups[index], grad_scale))) is None:
+                found = known[groups[index], grad_scale] = self._registry.coefficients(index, grad_scale)
+            members.append(Member(offloaded, *found))
+        return members
 
 
 def update_slices(members: Sequence[Member]) -> None:
@@ -56,8 +59,20 @@ def update_slices(members: Sequence[Member]) -> None:
     together: dict[tuple[StepCoefficients, float], list[column_ops.SliceState]] = {}
     params = [member.offloaded for member in members]
     for offloaded, coefficients, eps in members:
-        slices = offloaded.device.next_step(offloaded.weights.matrix)
-        together.setdefault((coefficients, eps), []).append(slices)
+        device = offloaded.device
+        device.steps += 1
+        together.setdefault((coefficients, eps), []).append(
+            column_ops.SliceState(
+                offloaded.weights.matrix,
+                offloaded.plan.dim,
+                device.selection,
+                device.gradient,
+                device.master,
+                device.exp_avg,
+                device.exp_avg_sq,
+                device.steps,
+            )
+        )
     for (coefficients, eps), states in together.items():
         column_ops.adam_columns_(states, coefficients, eps=eps)
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
@@ -80,5 +95,5 @@ def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | Non
     offloaded.commit(coefficients if present else None)
     if not due:
         return None
-    selection = schedule.selection(plan, offloaded.device, step)
+    selection = schedule.selection(plan, offloaded.device, step) if offloaded.selects else None
     return offloaded.flush(at=step, eps=eps, selection=selection, promptly=context.warming_up)

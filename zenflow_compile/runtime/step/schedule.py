@@ -100,6 +100,7 @@ class Schedule:
         self._windows: dict[int, AdaptiveWindow] = {}
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
         self._drifts: dict[int, _Drift] = {}
+        self._least_steps: dict[int, int] = {}  # between re-selections, by the plan's interval
         self._unscale: dict[int, tuple[ParamPlan, float]] = {}
         self._readback = Readback(3, device, recorder)
 
@@ -148,13 +149,15 @@ class Schedule:
         The first flush selects. Later ones select after every interval that the user gave; under ``"auto"`` only if
         enough steps have passed and, at the previous flush, too small a share of the selected slices would have stayed.
         Then no more slices change sides than the steps since the last re-selection have paid for.
+
+        Args:
+            plan: of a parameter that ``selects``.
         """
-        if not plan.selects:
-            return None
         if device.selected_at is None:
             return device.best_slices()
         steps = step - device.selected_at
-        least = self._options.resolved_select_interval(plan.interval)
+        if (least := self._least_steps.get(plan.interval)) is None:
+            least = self._least_steps[plan.interval] = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
             return device.best_slices() if steps >= least else None
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
@@ -172,7 +175,8 @@ class Schedule:
     def end_step(self) -> None:
         """Start the async D2H copy of this step's values."""
         self._take_values()
-        self._count_drifts()
+        if self._drifts:
+            self._count_drifts()
         self._readback.start()
 
     def _count_drifts(self) -> None:
@@ -236,6 +240,8 @@ class Schedule:
 
     def _take_values(self) -> None:
         """Take the values of the previous step, which were copied to the host."""
+        if not self._readback.pending:
+            return
         values = self._readback.take()
         for (index, column), value in values.items():
             if column == _LEAVING:

@@ -55,25 +55,24 @@ class UploadScheduler:
         self._in_flight = flushed[::-1]
         for offloaded in flushed:
             if self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking:
-                self.apply(offloaded, now)
+                self.apply(offloaded, offloaded.due(now))
         self._prefetch(now)
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
-        self._make_visible(offloaded, now)
+        if offloaded.weights.written_by_others:
+            offloaded.notice_external_write(now)
+        if windows := offloaded.due(now):
+            self._prefetch(now)
+            self.apply(offloaded, windows)
         if offloaded.weights.counter.shared:
             # A later update of a sharer would move the version of these weights after a graph has saved them, and the
             # backward of that graph would raise.
             for index in offloaded.weights.counter.sharers:
-                if index != offloaded.plan.index and index in self._registry.offloaded:
-                    self._make_visible(self._registry.offloaded[index], now)
-
-    def _make_visible(self, offloaded: OffloadedParam, now: int) -> None:
-        if offloaded.weights.written_by_others:
-            offloaded.notice_external_write(now)
-        if offloaded.host.flushed and offloaded.due(now):
-            self._prefetch(now)
-            self.apply(offloaded, now)
+                if index != offloaded.plan.index and (sharer := self._registry.offloaded.get(index)) is not None:
+                    if sharer.weights.written_by_others:
+                        sharer.notice_external_write(now)
+                    self.apply(sharer, sharer.due(now))
 
     def is_current(self, now: int) -> bool:
         """Whether no update is due after ``now`` steps; False also where that is unknown."""
@@ -95,23 +94,28 @@ class UploadScheduler:
             offloaded.raise_failures()
             if not offloaded.weights.unverified:  # the weights of a loaded state may come after it
                 offloaded.notice_external_write(now)
-            self.apply(offloaded, now)
+            self.apply(offloaded, offloaded.due(now))
         if only is None:
             self._current_at = now  # an update becomes due only when a step ends
 
-    def apply(self, offloaded: OffloadedParam, now: int) -> None:
-        """Make the parameter's due updates visible, waiting for them."""
-        for window in offloaded.apply(now):
-            if window.selection is not None:
+    def apply(self, offloaded: OffloadedParam, windows: int) -> None:
+        """Make the updates of the oldest flushed windows visible, waiting for them.
+
+        Args:
+            windows: how many: those that are ``due``.
+        """
+        for _ in range(windows):
+            if offloaded.apply_next().selection is not None:
                 self.selections += 1
                 self._recorder.mark("select", param=offloaded.plan.name)
 
     def before_load(self, now: int) -> None:
         """Apply due updates before weights are loaded, except over weights that were written elsewhere already."""
         for offloaded in self.by_deadline():
-            if offloaded.due(now) and not offloaded.weights.written_by_others:
+            windows = offloaded.due(now)
+            if windows and not offloaded.weights.written_by_others:
                 with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
-                    self.apply(offloaded, now)
+                    self.apply(offloaded, windows)
 
     def finish(self, now: int, *, flush: bool) -> None:
         """Apply every update, due or not.
@@ -153,7 +157,7 @@ class UploadScheduler:
                     window = offloaded.flush(at=now, eps=eps, selection=None, promptly=True)
                     if window is not None:
                         self._registry.transport.workers.submit(window.job)
-                self.apply(offloaded, now + 1 + offloaded.plan.staleness)
+                self.apply(offloaded, offloaded.due(now + 1 + offloaded.plan.staleness))
             except Exception as error:
                 errors.append(error)
         for offloaded in self._registry.offloaded.values():  # no thread may have waited for a job that a stream awaited
@@ -195,13 +199,13 @@ class UploadScheduler:
         in_flight = self._in_flight
         while in_flight and not in_flight[-1].host.flushed:
             in_flight.pop()
-        ring = self._registry.transport.up_ring
+        free = self._registry.transport.up_ring.free
         for offloaded in reversed(in_flight):
-            if offloaded.uploading:
+            if offloaded.upload is not None or not offloaded.due(now):
                 continue
-            if ring.free < 2:  # the last buffer is for the parameter that is needed now
+            if free < 2:  # the last buffer is for the parameter that is needed now
                 return
-            offloaded.start_upload(now)
+            free -= offloaded.start_upload()
 
 
 def _lost_by_change(name: str) -> LostUpdateError:

@@ -22,29 +22,16 @@ and two switches of the GIL, some 20 us, in which a core copies as much."""
 
 
 class ThreadTicket(Latch):
-    """A copy by a host thread.
+    """A copy by a host thread."""
 
-    Attributes:
-        error: what made the copy fail; None while it runs and after a success.
-    """
-
-    __slots__ = ("error",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error: BaseException | None = None
+    __slots__ = ()
 
     @classmethod
     def ended(cls, error: BaseException | None = None) -> ThreadTicket:
         """The ticket of a copy that has succeeded, or failed with ``error``."""
         ticket = cls()
-        ticket.finish(error)
+        ticket.set(error)
         return ticket
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """End the copy; threads that wait for it go on."""
-        self.error = error
-        self.set()
 
     def done(self) -> bool:
         """See :meth:`Ticket.done`."""
@@ -165,9 +152,9 @@ class ThreadLane:
                 self._make(copy)
             except BaseException as error:
                 self.failed = True
-                ticket.finish(error)
+                ticket.set(error)
             else:
-                ticket.finish()
+                ticket.set()
 
     def _make(self, copy: _Copy) -> None:
         if copy.first is not None:

@@ -46,6 +46,11 @@ class Readback:
             self._event.record(torch.cuda.current_stream(self._table.device))
         self._copied, self._filled = self._filled, []
 
+    @property
+    def pending(self) -> bool:
+        """Whether there are values to take."""
+        return bool(self._copied)
+
     def take(self) -> dict[tuple[int, int], float]:
         """The cells of the last copy by (row, column), a single time; waits for a late copy."""
         if not self._copied:

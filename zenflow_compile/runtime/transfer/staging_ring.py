@@ -7,6 +7,9 @@ from torch import Tensor
 
 from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 
+Block = tuple[tuple[int, int], torch.dtype]
+"""Shape and dtype of what passes through a buffer."""
+
 
 class StagingBuffer:
     """One buffer of a ring.
@@ -16,9 +19,10 @@ class StagingBuffer:
         in_use: whether a parameter has taken it.
         read_by: the last copy that reads it; the next user must wait for it on the device.
         tensor: the memory as its user sees it.
+        views: the memory as blocks that it was seen as.
     """
 
-    __slots__ = ("_views", "in_use", "memory", "read_by", "tensor")
+    __slots__ = ("in_use", "memory", "read_by", "tensor", "views")
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -26,16 +30,13 @@ class StagingBuffer:
         self.read_by: Ticket | None = None
         self.tensor = memory
         # Three operators make a view, and the same few shapes come again and again.
-        self._views: dict[tuple[tuple[int, int], torch.dtype], Tensor] = {}
+        self.views: dict[Block, Tensor] = {}
 
-    def view(self, block: tuple[tuple[int, int], torch.dtype]) -> Tensor:
-        """Set ``tensor`` to the first bytes of the memory as ``block``, a shape and a dtype, and return it."""
-        view = self._views.get(block)
-        if view is None:
-            (slices, length), dtype = block
-            size = slices * length * dtype.itemsize
-            view = self._views[block] = self.memory[:size].view(dtype).view(slices, length)
-        self.tensor = view
+    def view(self, block: Block) -> Tensor:
+        """The first bytes of the memory as ``block``."""
+        (slices, length), dtype = block
+        size = slices * length * dtype.itemsize
+        view = self.views[block] = self.memory[:size].view(dtype).view(slices, length)
         return view
 
 
@@ -71,13 +72,19 @@ class StagingRing:
         """Device memory of the ring."""
         return sum(buffer.memory.numel() for buffer in self.buffers)
 
-    def next_free(self) -> StagingBuffer:
-        """The buffer that was free longest. It stays free until its user takes it: see [Note: one assignment]."""
+    def next_free(self, block: Block) -> StagingBuffer:
+        """The buffer that was free longest, seen as ``block``.
+
+        It stays free until its user takes it: see [Note: one assignment].
+        """
         count = len(self.buffers)
         for place in range(self._first, self._first + count):
             buffer = self.buffers[place % count]
             if not buffer.in_use:
                 self._first = place % count + 1
+                if (view := buffer.views.get(block)) is None:
+                    view = buffer.view(block)
+                buffer.tensor = view
                 return buffer
         raise AssertionError("all staging buffers are in use")
 
