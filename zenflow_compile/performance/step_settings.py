@@ -60,9 +60,9 @@ class StepSettings:
             traffic=traffic_of(plan) or Traffic(),
             numel=sum(param.numel for param in plan.params),
             deferred=sum(param.deferred_numel for param in plan.params if param.offloaded),
-            model_bytes=sum(param.numel * param.dtype.itemsize for param in plan.params),
+            model_bytes=plan.model_bytes,
             stride_weight_bytes=stride_weight_bytes(plan.params),
-            prefetched=_prefetched(plan.params),
+            prefetched=_prefetched(plan),
             copied_first=_copied_first(plan.params),
             update_interval=options.longest_window,
             staleness=options.staleness,
@@ -83,12 +83,9 @@ class StepSettings:
         return self.overlapped and self.final_at_step and self.staleness == 0
 
 
-def _prefetched(params: Sequence[ParamPlan]) -> float:
-    sizes: dict[int | None, int] = {}
-    for param in params:
-        if param.streamed:
-            sizes[param.subgroup] = sizes.get(param.subgroup, 0) + param.numel
-    return _share(sum(list(sizes.values())[:STREAM_BUFFERS]), sum(sizes.values()))
+def _prefetched(plan: Plan) -> float:
+    sizes = [sum(param.numel for param in group) for group in plan.streamed_subgroups.values()]
+    return _share(sum(sizes[:STREAM_BUFFERS]), sum(sizes))
 
 
 def _copied_first(params: Sequence[ParamPlan]) -> float:

@@ -154,13 +154,13 @@ def workload_of(
     for name, indices in named:
         params = [plan.params[index] for index in indices]
         forward = flops.forward_seconds(indices)
-        split = 2 * sum(param.numel * param.dtype.itemsize for param in params if param.offloaded)
+        split = 2 * sum(param.weight_bytes for param in params if param.offloaded)
         blocks.append(
             Block(
                 name=name,
                 forward=forward,
                 backward=flops.backward_factor * forward + split / hardware.device_bandwidth,
-                gradient=_sent(sum(param.numel * param.dtype.itemsize for param in params), devices),
+                gradient=_sent(sum(param.weight_bytes for param in params), devices),
                 gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
                 parts=_parts(params, devices, steps, overlap),
             )
@@ -294,10 +294,6 @@ def _flushed(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWin
 
 
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
-    members: dict[int | None, list[ParamPlan]] = {}
-    for param in plan.params:
-        if param.streamed:
-            members.setdefault(param.subgroup, []).append(param)
     share = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
     return tuple(
         Subgroup(
@@ -305,5 +301,5 @@ def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
             state=sum(param.whole_state_bytes for param in params) // hardware.devices,
             update=sum(param.numel for param in params) * share,
         )
-        for number, params in members.items()
+        for number, params in plan.streamed_subgroups.items()
     )

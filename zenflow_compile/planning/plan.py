@@ -5,6 +5,7 @@ A plan is made before training and never changes a placement; passes and runtime
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -128,10 +129,12 @@ class ParamPlan:
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameter itself."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def gradient_buffers(self) -> int:
@@ -200,17 +203,21 @@ class ParamPlan:
         return self.deferred_numel * STATE_BYTES if self.in_file else 0
 
     @property
+    def host_state_bytes(self) -> int:
+        """fp32 state in host memory, without the cache of files."""
+        if self.streamed:
+            return self.whole_state_bytes
+        return self.deferred_numel * STATE_BYTES if self.offloaded and not self.in_file else 0
+
+    @property
     def host_bytes(self) -> int:
         """Host memory: fp32 state, gradient buffers and upload buffers of the ``deferred`` slices.
 
         State in a file is not counted: all parameters share its cache.
         """
-        if self.streamed:
-            return self.whole_state_bytes
         if not self.offloaded:
-            return 0
-        per_element = (0 if self.in_file else STATE_BYTES) + self.uploads * self.dtype.itemsize
-        return self.deferred_numel * per_element + self.gradient_buffers * self.buffer_bytes
+            return self.host_state_bytes
+        return self.host_state_bytes + self.uploads * self.upload_bytes + self.gradient_buffers * self.buffer_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -240,6 +247,20 @@ class Plan:
     params: tuple[ParamPlan, ...]
     host_window_bytes: int | None = None
     adaptive: bool = False
+
+    @property
+    def streamed_subgroups(self) -> dict[int | None, list[ParamPlan]]:
+        """Parameters whose state is streamed through the device together, by the number of their subgroup."""
+        subgroups: dict[int | None, list[ParamPlan]] = {}
+        for param in self.params:
+            if param.streamed:
+                subgroups.setdefault(param.subgroup, []).append(param)
+        return subgroups
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(param.weight_bytes for param in self.params)
 
     @property
     def host_bytes(self) -> int:

@@ -79,7 +79,7 @@ def simulate(
     elements = sum(param.numel for param in offloaded)
     return Recording(
         events=_events(rows_of(device, steady), threads),
-        model_bytes=sum(param.numel * param.dtype.itemsize for param in plan.params) // hardware.devices,
+        model_bytes=plan.model_bytes // hardware.devices,
         policy=plan.policy,
         update_interval=max((param.interval for param in offloaded), default=None),
         blocking=bool(offloaded) and all(param.blocking or not overlap for param in offloaded),
