@@ -134,7 +134,6 @@ def workload_of(
     *,
     tokens: int,
     recompute: bool,
-    overlap: bool,
     coarse: bool = False,
 ) -> Workload:
     """See ``simulate`` for the other arguments.
@@ -162,7 +161,7 @@ def workload_of(
                 backward=flops.backward_factor * forward + split / hardware.device_bandwidth,
                 gradient=_sent(sum(param.weight_bytes for param in params), devices),
                 gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
-                parts=_parts(params, devices, steps, overlap),
+                parts=_parts(params, devices, steps),
             )
         )
     own = sum(_own_elements(param) for param in plan.params if not param.streamed)
@@ -253,11 +252,11 @@ def _sent(size: int, devices: int) -> int:
     return size * (devices - 1) // devices
 
 
-def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int], overlap: bool) -> tuple[Part, ...]:
+def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int]) -> tuple[Part, ...]:
     alike: dict[tuple[bool, int], list[ParamPlan]] = {}
     for param in params:
         if param.offloaded and param.deferred:
-            alike.setdefault((param.blocking or not overlap, param.staleness), []).append(param)
+            alike.setdefault((param.blocking, param.staleness), []).append(param)
     return tuple(
         Part(
             blocking=blocking,

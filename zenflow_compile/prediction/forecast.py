@@ -109,7 +109,6 @@ def forecast(options: Options, scenario: Scenario, *, label: str | None = None) 
         scenario.model,
         tokens=scenario.tokens,
         final_at_step=scenario.final_at_step(options),
-        overlap=options.overlap_step,
         recompute=scenario.recompute,
         workers=options.workers,
     )

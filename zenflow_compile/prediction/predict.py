@@ -194,7 +194,6 @@ def timeline(scenario: Scenario, options: Options, *, steps: int | None = None) 
         tokens=scenario.tokens,
         steps=steps,
         final_at_step=scenario.final_at_step(options),
-        overlap=options.overlap_step,
         recompute=scenario.recompute,
         workers=options.workers,
     )

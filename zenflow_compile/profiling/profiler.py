@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.traffic import Bandwidths, traffic_of
+from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import print_report
@@ -198,16 +198,6 @@ def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
 
 
 def _recording(attachment: _Attachment) -> Recording:
-    offloaded = [param for param in attachment.plan.params if param.offloaded]
-    elements = sum(param.numel for param in offloaded)
-    return Recording(
-        events=tuple(attachment.timeline.events()),
-        model_bytes=attachment.model_bytes,
-        policy=attachment.plan.policy,
-        update_interval=max((param.interval for param in offloaded), default=None),
-        adaptive_windows=attachment.adaptive_windows,
-        blocking=bool(offloaded) and all(param.blocking for param in offloaded),
-        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
-        norms=attachment.timeline.norm_sums(),
-        traffic=traffic_of(attachment.plan),
-    )
+    recording = Recording.of(attachment.plan, attachment.timeline.events(), attachment.model_bytes)
+    norms = attachment.timeline.norm_sums()
+    return dataclasses.replace(recording, adaptive_windows=attachment.adaptive_windows, norms=norms)
