@@ -208,6 +208,7 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     if not _chosen_by_model(options):
         return options
     from zenflow_compile.prediction import auto_policy  # its equations import sympy, which takes a third of a second
+    from zenflow_compile.prediction.scenario import Scenario
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
@@ -215,7 +216,10 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     if options.policy != "auto":
         return auto_policy.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
     assert options.tokens_per_step is not None
-    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, in_backward=in_backward)
+    model, tokens = auto_policy.shape_of(specs), options.tokens_per_step
+    return auto_policy.choose(
+        Scenario(model=model, hardware=machine, tokens=tokens, options=options, in_backward=in_backward)
+    )
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

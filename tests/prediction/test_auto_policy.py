@@ -27,7 +27,7 @@ POLICIES = {"resident", "twinflow", "zero_offload", "deep_optimizer_states", "ze
 
 
 def chosen(hardware: Hardware, **options: Any) -> Options:
-    return auto_policy.choose(MODEL.params, Options(**options), hardware, tokens=64, model=MODEL)
+    return auto_policy.choose(scenario(Options(**options), hardware, MODEL, tokens=64))
 
 
 def bytes_of(hardware: Hardware, **options: Any) -> int:
@@ -50,26 +50,17 @@ def test_fastest_policy_that_fits_is_chosen() -> None:
 
 def test_given_memory_limits_the_choice() -> None:
     resident = bytes_of(SLOW_HOST, policy="resident")
-    options = Options()
-    arguments: dict[str, Any] = {"tokens": 64, "model": MODEL}
-    assert auto_policy.choose(MODEL.params, options, SLOW_HOST, **arguments).policy == "resident"
-    best = auto_policy.choose(MODEL.params, options, SLOW_HOST, device_bytes=resident - 1, **arguments)
-    assert best.policy != "resident"
-    in_files = replace(options, nvme_path="scratch")
+    assert chosen(SLOW_HOST).policy == "resident"
+    assert chosen(replace(SLOW_HOST, device_bytes=resident - 1)).policy != "resident"
+    in_files = Options(nvme_path="scratch")
     needed = {}
     for policy in ("zero_offload", "zero_infinity"):
         plan = make_plan(MODEL.params, replace(in_files, policy=policy))
         needed[policy] = sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).host.values())
     assert needed["zero_infinity"] < needed["zero_offload"]
-    best = auto_policy.choose(
-        MODEL.params,
-        in_files,
-        SLOW_HOST,
-        device_bytes=bytes_of(SLOW_HOST, policy="zero_offload"),
-        host_bytes=needed["zero_offload"] - 1,
-        **arguments,
-    )
-    assert best.in_files
+    device_bytes = bytes_of(SLOW_HOST, policy="zero_offload")
+    tight = replace(SLOW_HOST, device_bytes=device_bytes, host_bytes=needed["zero_offload"] - 1)
+    assert auto_policy.choose(scenario(in_files, tight, MODEL, tokens=64)).in_files
 
 
 def test_error_if_nothing_fits() -> None:
@@ -151,12 +142,12 @@ def test_stride_weight_is_the_largest_offloadable() -> None:
 def test_shape_from_parameters_only() -> None:
     shape = auto_policy.shape_of(MODEL.params)
     assert (shape.layers, shape.hidden, shape.context) == (4, 512, 0)
-    assert auto_policy.choose(MODEL.params, Options(), SLOW_HOST, tokens=64).policy == "resident"
+    assert auto_policy.choose(scenario(Options(), SLOW_HOST, shape, tokens=64)).policy == "resident"
 
 
 def test_model_that_begins_with_a_scalar() -> None:
-    specs = [ParamSpec("scale", (), BFLOAT16), *MODEL.params]
-    assert auto_policy.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
+    shape = auto_policy.shape_of([ParamSpec("scale", (), BFLOAT16), *MODEL.params])
+    assert auto_policy.choose(scenario(Options(), SLOW_HOST, shape, tokens=64)).policy == "resident"
 
 
 def test_optimizer_object_updates_after_backward() -> None:
