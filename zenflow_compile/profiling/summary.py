@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from statistics import median
 from typing import TypedDict
 
@@ -149,11 +149,11 @@ def summarize(recording: Recording) -> Summary:
     waits = compute["wait"]
     kinds_seen = {event.kind for event in events if event.lane == COMPUTE}
 
-    def ms_per_step(time_ns: float) -> float | None:
-        return time_ns / _NS_PER_MS / len(measured) if measured else None
-
     def per_step(amount: float) -> float | None:
         return amount / len(measured) if measured else None
+
+    def ms_per_step(time_ns: float) -> float | None:
+        return per_step(time_ns / _NS_PER_MS)
 
     def model_sizes_per_step(bytes_moved: int) -> float | None:
         return per_step(bytes_moved / recording.model_bytes) if recording.model_bytes else None
@@ -229,10 +229,7 @@ def _warm_up_steps(durations_ns: list[int]) -> int:
     if len(durations_ns) < 3:
         return 0
     limit = _WARM_UP_FACTOR * median(durations_ns)
-    count = 0
-    while count < len(durations_ns) // 2 and durations_ns[count] > limit:
-        count += 1
-    return count
+    return len(list(takewhile(lambda duration_ns: duration_ns > limit, durations_ns[: len(durations_ns) // 2])))
 
 
 def _compute_kinds(events: Iterable[Event], time: Intervals) -> dict[str, Intervals]:
@@ -260,16 +257,14 @@ def _early_share(events: Iterable[Event], steps: list[Event], time: Intervals, f
     step_starts = [step.start_ns for step in steps]
     early = total = 0
     for event in events:
-        if event.lane != COMPUTE or event.kind != "wait":
-            continue
         index = bisect_right(step_starts, event.start_ns) - 1
-        if index < 0:
+        if event.lane != COMPUTE or event.kind != "wait" or index < 0:
             continue
         step = steps[index]
         of_step = work_until(step.end_ns) - work_until(step.start_ns)
-        inside = length_ns(intersect([(event.start_ns, event.end_ns)], time))
         if not of_step:
             continue
+        inside = length_ns(intersect([(event.start_ns, event.end_ns)], time))
         total += inside
         if work_until(event.start_ns) - work_until(step.start_ns) < _EARLY * of_step:
             early += inside
