@@ -7,7 +7,7 @@ that ``simulate`` runs: blocks of finite size, full rings, merges and cores that
 Updates and copies share the host's memory, so its lane carries both. The model of Deep Optimizer States leaves that
 out, and promises 1.25 to 1.5 times the throughput that its authors measured.
 
-The roofline evaluates the same lanes with measured rates. Times are seconds, sizes bytes of all devices together, rates
+The roofline has the same lanes with measured rates. Times are seconds, sizes bytes of all devices together, rates
 per second; a *parameter* is one element. Bandwidths of memory count reads and writes together, those of a link one
 direction.
 """

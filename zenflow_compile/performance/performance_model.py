@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sympy import Symbol
 
 from zenflow_compile.performance import equations
-from zenflow_compile.performance.formula import Formula
+from zenflow_compile.performance.formula import Formula, evaluated
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.roofline import shortest_window
 from zenflow_compile.performance.step_settings import StepSettings
@@ -235,7 +235,10 @@ def smallest_interval(settings: StepSettings, hardware: Hardware, *, flops: floa
     copied = settings.copied_first * max(values[equations.GRADIENTS.symbol], values[equations.GRADIENT_MEMORY.symbol])
     if waits and copied > max(values[equations.backward], values[equations.collectives]):
         return None
-    return shortest_window(equations.window_lanes(host_waits_for_backward=waits), values)
+    return shortest_window(
+        (evaluated(lane.per_window, values), evaluated(lane.per_step, values), values[lane.time])
+        for lane in equations.window_lanes(host_waits_for_backward=waits)
+    )
 
 
 def formulas(settings: StepSettings) -> tuple[Formula, ...]:
