@@ -72,12 +72,7 @@ class Findings:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Measure and print.
-
-    Args:
-        options: the parsed arguments.
-        parser: reports errors, with exit code 2.
-    """
+    """Measure and print; ``parser`` reports errors, with exit code 2."""
     cores = len(physical_cores())
     threads = options.threads or _thread_counts(cores)
     for count in threads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sympy import Symbol
@@ -111,14 +110,10 @@ class StepTime:
     Attributes:
         seconds: from step to step.
         device: the device's own work, without waiting for its host.
-        update: updates after the backward; where host updates overlap, the device's only.
-        lanes: busy time of each lane, by name.
     """
 
     seconds: float
     device: float
-    update: float
-    lanes: Mapping[str, float]
 
     @property
     def stall(self) -> float:
@@ -136,15 +131,7 @@ def step_time(settings: StepSettings, hardware: Hardware, *, flops: float) -> St
         ValueError: the hardware lacks a number that the plan needs.
     """
     values = bindings(settings, hardware, flops=flops)
-    update = (
-        values[equations.DEVICE_UPDATE.symbol] if settings.overlapped else equations.BLOCKING_UPDATE.evaluate(values)
-    )
-    return StepTime(
-        seconds=step_formula(settings).evaluate(values),
-        device=values[equations.DEVICE_TIME.symbol],
-        update=update,
-        lanes={str(lane.symbol): values[lane.symbol] for lane in equations.LANES},
-    )
+    return StepTime(step_formula(settings).evaluate(values), values[equations.DEVICE_TIME.symbol])
 
 
 def step_formula(settings: StepSettings) -> Formula:

@@ -54,7 +54,7 @@ def limit_of(traffic: Traffic, bandwidths: Bandwidths, *, device_ms: float) -> L
     stall_ms = max(0.0, max(host_ms, to_host_ms, to_device_ms, files_ms) - device_ms)
     if traffic.blocking:
         stall_ms = max(stall_ms, host_ms, _MS * traffic.to_device / bandwidths.to_device)
-    lanes = (
+    lanes = (  # host updates, uploads, streamed state back to the host, files
         (traffic.host_per_window / bandwidths.host, traffic.host_per_gradient / bandwidths.host, device),
         (traffic.upload_per_window / bandwidths.to_device, traffic.state / bandwidths.to_device, device),
         (0.0, traffic.state / bandwidths.to_host, device),

@@ -45,15 +45,7 @@ class StepSettings:
     workers: int | None
 
     @classmethod
-    def of(
-        cls,
-        options: Options,
-        plan: Plan,
-        *,
-        final_at_step: bool = False,
-        recompute: bool = False,
-        workers: int | None = None,
-    ) -> StepSettings:
+    def of(cls, options: Options, plan: Plan, *, final_at_step: bool = False, recompute: bool = False) -> StepSettings:
         """The settings of a plan of at least one parameter that was made with ``options``."""
         return cls(
             policy=options.policy,
@@ -69,7 +61,7 @@ class StepSettings:
             overlap=options.overlap_step,
             final_at_step=final_at_step,
             recompute=recompute,
-            workers=workers,
+            workers=options.workers,
         )
 
     @property

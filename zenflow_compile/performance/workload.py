@@ -284,12 +284,12 @@ def _flushed(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWin
     flushing = _flushing(params, step)
     if not flushing:
         return None
-    host = upload = file = 0
-    for param in flushing:
-        host += param.update_bytes(param.interval) // devices
-        upload += param.upload_bytes // devices
-        file += param.file_bytes // devices
-    return FlushedWindow(host=host, upload=upload, file=file, params=tuple(param.name for param in flushing))
+    return FlushedWindow(
+        host=sum(param.update_bytes(param.interval) // devices for param in flushing),
+        upload=sum(param.upload_bytes // devices for param in flushing),
+        file=sum(param.file_bytes // devices for param in flushing),
+        params=tuple(param.name for param in flushing),
+    )
 
 
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:

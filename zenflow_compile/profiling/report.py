@@ -69,12 +69,12 @@ def picture(gantt: Gantt, *, blocks: bool) -> Text:
     text = Text(no_wrap=True, overflow="crop", end="")
     text.append(f"{duration_label(gantt)}\n", style="bold")
     text.append(" " * gantt.label_width + gantt.ruler.rstrip() + "\n", style="dim")
-    for row in gantt.rows:
-        text.append(row.label.ljust(gantt.label_width))
-        for mark in row.cells:
+    for lane, cells in gantt.rows.items():
+        text.append(lane.ljust(gantt.label_width))
+        for mark in cells:
             text.append(_character(mark, blocks), style=mark.style)
         text.append("\n")
-    text.append_text(_legend(gantt.marks, blocks=blocks, width=gantt.label_width + len(gantt.rows[0].cells)))
+    text.append_text(_legend(gantt.marks, blocks=blocks, width=gantt.label_width + len(gantt.ruler)))
     return text
 
 
