@@ -125,11 +125,7 @@ def _plan_twinflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plan
 
 
 def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Options) -> _Plans:
-    """Group the offloaded parameters into subgroups, and stream every ``stride``-th of them.
-
-    Args:
-        subgroup: number of the first subgroup.
-    """
+    """Group the offloaded parameters into subgroups, numbered from ``subgroup`` on; stream every ``stride``-th."""
     if options.stride is None:
         return plans
     size = options.sub_group_size

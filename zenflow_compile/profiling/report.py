@@ -26,7 +26,6 @@ def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps:
     """Make the report as a rich renderable.
 
     Args:
-        recording: what to report on.
         width: columns of the picture.
         blocks: whether the output can show block characters; plain ASCII otherwise.
         steps: how many of the last steps the picture shows.

@@ -47,7 +47,6 @@ def simulate(
 
     Args:
         plan: of the parameters of ``model``, in the same order.
-        hardware: what it runs on.
         model: gives the work of forward and backward.
         tokens: per device and step.
         steps: to record; None records three cycles of update windows, at least four steps, and whole periods of the
