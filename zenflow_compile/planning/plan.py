@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.dtypes import FLOAT32
-from zenflow_compile.planning.slice_groups import group_count
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +32,12 @@ copied."""
 STREAM_BUFFERS = 3
 """Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""
 
+MOST_GROUPS = 16
+"""Groups of a parameter with many slices, and so the most ranks that can share it evenly."""
+
+SELECTED_PER_GROUP = 4
+"""Fewest slices that a group selects, and fewest that it defers; smaller parameters have fewer groups."""
+
 FILE_WINDOW_BYTES = 64 << 20
 """Smallest default of the host memory that caches state in files. The state of two small matrices is too little: the
 step would wait for every read."""
@@ -47,6 +52,24 @@ def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
     """
     largest = max(sizes, default=0)
     return min(max(2 * largest, FILE_WINDOW_BYTES) if given is None else max(given, largest), sum(sizes))
+
+
+def group_count(slices: int, k: int) -> int:
+    """Number of groups that a parameter's slices are selected in, a power of two: slice ``i`` is in ``i % groups``.
+
+    A group's selection depends on its own scores alone. So several ranks can share the groups of a parameter, select
+    without communication, and select the same slices as one rank. Any power-of-two number of ranks up to the number of
+    groups divides them evenly.
+
+    Args:
+        slices: slices of the parameter.
+        k: selected slices. Group ``g`` selects ``k // groups`` of them, one more if ``g < k % groups``. The first
+            ``k`` slices, which are selected before there are scores, are divided in the same way.
+    """
+    groups = MOST_GROUPS
+    while groups > 1 and min(k, slices - k) < SELECTED_PER_GROUP * groups:
+        groups //= 2
+    return groups
 
 
 class Placement(StrEnum):
