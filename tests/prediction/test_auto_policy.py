@@ -31,7 +31,7 @@ def chosen(hardware: Hardware, **options: Any) -> Options:
 
 
 def bytes_of(hardware: Hardware, **options: Any) -> int:
-    plan = make_plan(MODEL.params, auto_policy.resolve_stride(Options(**options), hardware, weight_bytes=2))
+    plan = make_plan(MODEL.params, auto_policy.resolve_stride(Options(**options), hardware, MODEL.params))
     return sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).device.values())
 
 
@@ -93,22 +93,22 @@ def test_stride_comes_from_the_equation() -> None:
     """Of three cores one works, as in the simulation."""
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1.5e9)
     ratio = performance_model.update_stride(cpu_update=1.5e9, gpu_update=1e9, link=1e9, cpu_downscale=inf)
-    resolved = auto_policy.resolve_stride(Options(policy="deep_optimizer_states"), hardware, weight_bytes=2)
+    resolved = auto_policy.resolve_stride(Options(policy="deep_optimizer_states"), hardware, MODEL.params)
     assert resolved.update_stride == performance_model.stride_of(ratio)
     mixture = Options(policy="zenflow", update_stride="auto", update_interval=1)
-    mixed = auto_policy.resolve_stride(mixture, hardware, weight_bytes=2)
+    mixed = auto_policy.resolve_stride(mixture, hardware, MODEL.params)
     assert mixed.update_stride == resolved.update_stride
     given = Options(policy="deep_optimizer_states", update_stride=5)
-    assert auto_policy.resolve_stride(given, hardware, weight_bytes=2) is given
+    assert auto_policy.resolve_stride(given, hardware, MODEL.params) is given
 
 
 def test_window_pass_counts_for_each_step() -> None:
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
-    resolved = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, weight_bytes=2)
+    resolved = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, MODEL.params)
     cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
     ratio = performance_model.update_stride(cpu_update=cpu_update, gpu_update=1e9, link=1e9, cpu_downscale=inf)
     assert resolved.update_stride == performance_model.stride_of(ratio)
-    every_step = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=1), hardware, weight_bytes=2)
+    every_step = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=1), hardware, MODEL.params)
     assert resolved.stride > every_step.stride
 
 
@@ -121,9 +121,7 @@ def test_explained_stride_is_the_chosen_one(dtypes: tuple[Any, ...], weight_byte
     node = machine(device_bandwidth=28e9, link_to_host=8e9, link_to_device=8e9, host_bandwidth=5.2e9, adam_per_core=1e9)
     cpu_update = 5.2e9 / (24 + 2 * weight_bytes)
     expected = (3 / 2e9 + 1 / 1e9) / (1 / cpu_update - 1 / 4e9)
-    options = auto_policy.resolve_stride(
-        Options(policy="deep_optimizer_states"), node, weight_bytes=stride_weight_bytes(model.params)
-    )
+    options = auto_policy.resolve_stride(Options(policy="deep_optimizer_states"), node, model.params)
     compared = auto_policy.compare(scenario(Options(ratio=0.5), node, model, tokens=64))
     (tried,) = (each for each in compared if "deep" in each.label)
     assert options.update_stride == tried.options["update_stride"] == performance_model.stride_of(expected)

@@ -27,20 +27,18 @@ WORTH_IT = 0.01
 _FILLED = 0.9  # share of the free device memory: estimates may be too low
 
 
-def resolve_stride(options: Options, hardware: Hardware, *, weight_bytes: int) -> Options:
+def resolve_stride(options: Options, hardware: Hardware, specs: Sequence[ParamSpec]) -> Options:
     """``options`` with a number for an ``update_stride`` that comes from the performance model.
 
     Deep Optimizer States' Equation 1, with the workers that the host has by default. The host's single pass over an
     update window of S steps counts as S updates: the device would update, and stream the state, in each of those steps.
     So mixtures with ``zenflow`` stream less than a blocking policy would.
-
-    Args:
-        weight_bytes: of a weight and a gradient: the model's ``stride_weight_bytes``.
     """
     if not options.measures_stride:
         return options
     from zenflow_compile.performance import performance_model  # imports sympy, which takes a third of a second
 
+    weight_bytes = stride_weight_bytes(specs)
     rates = performance_model.stride_rates(hardware, weight_bytes=weight_bytes, window=options.longest_window)
     ratio = performance_model.update_stride(**rates)
     return replace(options, update_stride=performance_model.stride_of(ratio))
@@ -93,11 +91,10 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast | None:
 def _candidates(scenario: Scenario) -> Iterator[tuple[str, list[Options]]]:
     """Policies and mixtures with the settings to try. The user's stride is for those that stream."""
     options, hardware = scenario.options, scenario.hardware
-    weight_bytes = stride_weight_bytes(scenario.model.params)
     plain = _plain(options)
 
     def of(policy: str, **changes: Any) -> Options:
-        return resolve_stride(replace(plain, policy=policy, **changes), hardware, weight_bytes=weight_bytes)
+        return resolve_stride(replace(plain, policy=policy, **changes), hardware, scenario.model.params)
 
     ratios = RATIOS if options.ratio == 1.0 else (options.ratio,)
     yield "resident", [of("resident")]

@@ -60,21 +60,17 @@ class Profile:
         self._max_events = max_events
         self._attachments: dict[int, _Attachment] = {}
         self._exit: ExitStack | None = None
-        self._used = False
 
     def __enter__(self) -> Self:
-        if self._used:
+        if self._exit is not None:
             raise RuntimeError("this profile was already entered; make a new one with zf.profile()")
-        self._used = True
-        with ExitStack() as stack:
-            if self._optimizers:
-                for optimizer in self._optimizers:
-                    self.attach(getattr(optimizer, "engine", None))
-            else:
-                for engine in ops.live_engines():
-                    self.attach(engine)
-                stack.enter_context(attaching_new_engines(self.attach))
-            self._exit = stack.pop_all()
+        self._exit = ExitStack()
+        for optimizer in self._optimizers:
+            self.attach(getattr(optimizer, "engine", None))
+        if not self._optimizers:
+            for engine in ops.live_engines():
+                self.attach(engine)
+            self._exit.enter_context(attaching_new_engines(self.attach))
         return self
 
     def __exit__(
