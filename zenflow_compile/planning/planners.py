@@ -147,8 +147,8 @@ def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Opt
 
 
 def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    first = not resident or resident[0].index == 0
-    kept = _kept_resident(on_host, options) if first else frozenset[int]()
+    extends = bool(on_host) and on_host[0].index > 0
+    kept = set[int]() if extends else _kept_resident(on_host, options)
     plans = []
     for offset, plan in enumerate(on_host):
         if offset in kept or not plan.offloaded:

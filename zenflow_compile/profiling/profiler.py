@@ -16,7 +16,7 @@ from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
-from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
@@ -194,6 +194,6 @@ def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
 
 
 def _recording(attachment: _Attachment) -> Recording:
-    recording = Recording.of(attachment.plan, attachment.timeline.events(), attachment.model_bytes)
+    recording = recording_of(attachment.plan, attachment.timeline.events(), attachment.model_bytes)
     norms = attachment.timeline.norm_sums()
     return dataclasses.replace(recording, adaptive_windows=attachment.adaptive_windows, norms=norms)

@@ -46,21 +46,6 @@ class Recording:
     bandwidths: Bandwidths | None = None
     title: str = ""
 
-    @classmethod
-    def of(cls, plan: Plan, events: Iterable[Event], model_bytes: int) -> Recording:
-        """The recording of a run with ``plan``: what the plan alone says of it."""
-        offloaded = [param for param in plan.params if param.offloaded]
-        elements = sum(param.numel for param in offloaded)
-        return cls(
-            events=tuple(events),
-            model_bytes=model_bytes,
-            policy=plan.policy,
-            update_interval=max((param.interval for param in offloaded), default=None),
-            blocking=bool(offloaded) and all(param.blocking for param in offloaded),
-            selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
-            traffic=traffic_of(plan),
-        )
-
     @property
     def evaluation(self) -> Intervals:
         """Time of evaluation. It has forwards without gradients, and gaps between them in which no training ran."""
@@ -84,3 +69,18 @@ class Recording:
         """Lanes of the workers that have events, in numeric order."""
         lanes = {event.lane for event in self.events if event.is_worker}
         return sorted(lanes, key=lambda lane: (len(lane), lane))
+
+
+def recording_of(plan: Plan, events: Iterable[Event], model_bytes: int) -> Recording:
+    """The recording of a run with ``plan``, with all that follows from the plan."""
+    offloaded = [param for param in plan.params if param.offloaded]
+    elements = sum(param.numel for param in offloaded)
+    return Recording(
+        events=tuple(events),
+        model_bytes=model_bytes,
+        policy=plan.policy,
+        update_interval=max((param.interval for param in offloaded), default=None),
+        blocking=bool(offloaded) and all(param.blocking for param in offloaded),
+        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
+        traffic=traffic_of(plan),
+    )

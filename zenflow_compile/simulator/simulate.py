@@ -20,7 +20,7 @@ from zenflow_compile.performance.model_shapes import ModelShape
 from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.performance.workload import workload_of
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.simulator.device import Device
 from zenflow_compile.simulator.machine import POOL, Row
 from zenflow_compile.simulator.steady_state import first_step, rows_of, run_until_steady, seconds_of
@@ -72,7 +72,7 @@ def simulate(
     threads = _threads(hardware, workers)
     device = Device(work, hardware, threads, final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=recorded, whole=steps is None)
-    recording = Recording.of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
+    recording = recording_of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
     return replace(
         recording,
         traffic=recording.traffic if hardware.devices == 1 else None,
