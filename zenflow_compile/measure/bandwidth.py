@@ -294,7 +294,7 @@ def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, 
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds until the device, which is idle before, has done ``work``."""
+    """Seconds that ``work`` takes, from an idle device to an idle device."""
     _finish(device)
     begin = time.perf_counter()
     work()
