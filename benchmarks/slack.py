@@ -65,8 +65,8 @@ def every_step_on_the_host(active: bool) -> Iterator[None]:
     """While entered, what the zenflow planner would keep on the device gets host windows of one step."""
     planner = planners._PLANNERS["zenflow"]
 
-    def plan(specs: Sequence[planners.ParamSpec], first: int, options: Options) -> list[ParamPlan]:
-        plans = planner(specs, first, options)
+    def plan(resident: Sequence[ParamPlan], on_host: Sequence[ParamPlan], options: Options) -> list[ParamPlan]:
+        plans = planner(resident, on_host, options)
         offloaded = next(plan for plan in plans if plan.offloaded)
         return [
             each

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.planners import empty_plan, stride_weight_bytes
+from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.nvme.state_file import existing_directory
@@ -208,14 +208,18 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     if not _chosen_by_model(options):
         return options
     from zenflow_compile.prediction import auto_policy  # its equations import sympy, which takes a third of a second
+    from zenflow_compile.prediction.scenario import Scenario
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
     specs = specs_of(pairs)
     if options.policy != "auto":
-        return auto_policy.resolve_stride(options, machine, weight_bytes=stride_weight_bytes(specs))
+        return auto_policy.resolve_stride(options, machine, specs)
     assert options.tokens_per_step is not None
-    return auto_policy.choose(specs, options, machine, tokens=options.tokens_per_step, in_backward=in_backward)
+    model, tokens = auto_policy.shape_of(specs), options.tokens_per_step
+    return auto_policy.choose(
+        Scenario(model=model, hardware=machine, tokens=tokens, options=options, in_backward=in_backward)
+    )
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

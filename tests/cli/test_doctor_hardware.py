@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.cli.test_plan import FINDINGS
-from tests.support.machines import llama
+from tests.support.machines import llama, scenario
 from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.options.options import Options
 from zenflow_compile.prediction import auto_policy
@@ -25,6 +25,6 @@ def test_every_number_comes_from_its_measurement() -> None:
 def test_resident_rate_of_the_device_decides() -> None:
     hardware = hardware_of(FINDINGS)
     model = llama(width=1024)
-    assert auto_policy.choose(model.params, Options(), hardware, tokens=8, model=model).policy == "resident"
+    assert auto_policy.choose(scenario(Options(), hardware, model, tokens=8)).policy == "resident"
     as_slow_as_columns = replace(hardware, device_bandwidth=FINDINGS["device"]["bytes"] / 10)
-    assert auto_policy.choose(model.params, Options(), as_slow_as_columns, tokens=8, model=model).policy != "resident"
+    assert auto_policy.choose(scenario(Options(), as_slow_as_columns, model, tokens=8)).policy != "resident"

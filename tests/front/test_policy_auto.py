@@ -21,6 +21,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.planning import plan
 from zenflow_compile.prediction import auto_policy
+from zenflow_compile.prediction.scenario import Scenario
 from zenflow_compile.runtime.checkpoint.format import chosen
 from zenflow_compile.runtime.parameters.capacity import specs_of
 
@@ -80,7 +81,9 @@ def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> N
     measured[0] = tight
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
     specs = specs_of(list(mlp().named_parameters()))
-    assert chosen[0] == chosen[1] == auto_policy.choose(specs, Options(**OFFLOAD_ALL, **AUTO), tight, tokens=8)
+    options = Options(**OFFLOAD_ALL, **AUTO)
+    expected = auto_policy.choose(scenario(options, tight, auto_policy.shape_of(specs), tokens=8))
+    assert chosen[0] == chosen[1] == expected
 
 
 def test_convergence_options_are_kept(measured: list[Hardware], tight: Hardware) -> None:
@@ -183,9 +186,9 @@ def test_choice_knows_optimizer_in_backward(
     seen: list[bool] = []
     choose = auto_policy.choose
 
-    def noted(*args: Any, **keywords: Any) -> Options:
-        seen.append(keywords["in_backward"])
-        return choose(*args, **keywords)
+    def noted(asked: Scenario) -> Options:
+        seen.append(asked.in_backward)
+        return choose(asked)
 
     monkeypatch.setattr(auto_policy, "choose", noted)
     model = mlp()

@@ -15,6 +15,7 @@ from zenflow_compile.performance import performance_model
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.runtime.checkpoint.format import chosen
+from zenflow_compile.runtime.parameters.capacity import specs_of
 
 STATES = {"policy": "deep_optimizer_states", "sub_group_size": 1}
 MEASURED: list[dict[str, Any]] = [STATES, {**STATES, "update_stride": "auto"}, {"update_stride": "auto"}]
@@ -48,7 +49,8 @@ def test_stride_is_that_of_the_equation(options: dict[str, Any], machines: list[
 def test_planner_and_optimizer_agree_on_the_stride(machines: list[Hardware]) -> None:
     training = Training(None, STATES)
     options = training.optimizer.options
-    assert options == auto_policy.resolve_stride(replace(options, update_stride=None), V100, weight_bytes=4)
+    specs = specs_of(list(training.model.named_parameters()))
+    assert options == auto_policy.resolve_stride(replace(options, update_stride=None), V100, specs)
     training.optimizer.close()
 
 

@@ -13,6 +13,7 @@ from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure import this_machine as measuring
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
+from zenflow_compile.performance.traffic import Bandwidths
 
 GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 
@@ -21,7 +22,7 @@ GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 12)
     monkeypatch.setattr(bandwidth, "_MATMUL_SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "rates", lambda *args: bandwidth.Rates(host=7e9, to_host=8e9, to_device=4e9))
+    monkeypatch.setattr(measuring, "rates", lambda *args: Bandwidths(host=7e9, to_host=8e9, to_device=4e9))
     monkeypatch.setattr(measuring, "available_host_memory", lambda: (3_000_000, ""))
     monkeypatch.setattr(measuring, "free_device_bytes", lambda device: 1_000_000)
 

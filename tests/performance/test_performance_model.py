@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,13 +70,22 @@ def large(policy: str, *, final_at_step: bool = False, recompute: bool = False, 
         small["update_stride"] = NEVER
     options = Options(policy=policy, **{**small, **given})
     plan = make_plan(specs, options)
-    found = StepSettings.of(options, plan, final_at_step=final_at_step, recompute=recompute, workers=options.workers)
+    found = StepSettings.of(options, plan, final_at_step=final_at_step, recompute=recompute)
     traffic = replace(found.traffic, read_share=1.0)
     return replace(found, copied_first=1.0, prefetched=0.0, traffic=traffic)
 
 
 def step(settings: StepSettings, hardware: Hardware = MACHINE, *, flops: float = 12.0) -> Any:
-    return step_time(settings, hardware, flops=flops)
+    time = step_time(settings, hardware, flops=flops)
+    values = bindings(settings, hardware, flops=flops)
+    update = equations.DEVICE_UPDATE if settings.overlapped else equations.BLOCKING_UPDATE
+    return SimpleNamespace(
+        seconds=time.seconds,
+        device=time.device,
+        stall=time.stall,
+        update=update.evaluate(values),
+        lanes={str(lane.symbol): values[lane.symbol] for lane in equations.LANES},
+    )
 
 
 # Deep Optimizer States, Equation 1.

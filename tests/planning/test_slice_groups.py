@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.planning.plan import ParamPlan, Placement, group_count
 from zenflow_compile.planning.planners import ParamSpec, make_plan
-from zenflow_compile.planning.slice_groups import group_count
 
 SIZES = [1, 2, 3, 7, 10, 16, 31, 33, 64, 65, 127, 320, 768, 1000, 4096, 11008]
 RATIOS = [0.01, 0.1, 0.25, 0.5, 0.9, 0.99]

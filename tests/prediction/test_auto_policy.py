@@ -27,11 +27,11 @@ POLICIES = {"resident", "twinflow", "zero_offload", "deep_optimizer_states", "ze
 
 
 def chosen(hardware: Hardware, **options: Any) -> Options:
-    return auto_policy.choose(MODEL.params, Options(**options), hardware, tokens=64, model=MODEL)
+    return auto_policy.choose(scenario(Options(**options), hardware, MODEL, tokens=64))
 
 
 def bytes_of(hardware: Hardware, **options: Any) -> int:
-    plan = make_plan(MODEL.params, auto_policy.resolve_stride(Options(**options), hardware, weight_bytes=2))
+    plan = make_plan(MODEL.params, auto_policy.resolve_stride(Options(**options), hardware, MODEL.params))
     return sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).device.values())
 
 
@@ -50,26 +50,17 @@ def test_fastest_policy_that_fits_is_chosen() -> None:
 
 def test_given_memory_limits_the_choice() -> None:
     resident = bytes_of(SLOW_HOST, policy="resident")
-    options = Options()
-    arguments: dict[str, Any] = {"tokens": 64, "model": MODEL}
-    assert auto_policy.choose(MODEL.params, options, SLOW_HOST, **arguments).policy == "resident"
-    best = auto_policy.choose(MODEL.params, options, SLOW_HOST, device_bytes=resident - 1, **arguments)
-    assert best.policy != "resident"
-    in_files = replace(options, nvme_path="scratch")
+    assert chosen(SLOW_HOST).policy == "resident"
+    assert chosen(replace(SLOW_HOST, device_bytes=resident - 1)).policy != "resident"
+    in_files = Options(nvme_path="scratch")
     needed = {}
     for policy in ("zero_offload", "zero_infinity"):
         plan = make_plan(MODEL.params, replace(in_files, policy=policy))
         needed[policy] = sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).host.values())
     assert needed["zero_infinity"] < needed["zero_offload"]
-    best = auto_policy.choose(
-        MODEL.params,
-        in_files,
-        SLOW_HOST,
-        device_bytes=bytes_of(SLOW_HOST, policy="zero_offload"),
-        host_bytes=needed["zero_offload"] - 1,
-        **arguments,
-    )
-    assert best.in_files
+    device_bytes = bytes_of(SLOW_HOST, policy="zero_offload")
+    tight = replace(SLOW_HOST, device_bytes=device_bytes, host_bytes=needed["zero_offload"] - 1)
+    assert auto_policy.choose(scenario(in_files, tight, MODEL, tokens=64)).in_files
 
 
 def test_error_if_nothing_fits() -> None:
@@ -102,22 +93,22 @@ def test_stride_comes_from_the_equation() -> None:
     """Of three cores one works, as in the simulation."""
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1.5e9)
     ratio = performance_model.update_stride(cpu_update=1.5e9, gpu_update=1e9, link=1e9, cpu_downscale=inf)
-    resolved = auto_policy.resolve_stride(Options(policy="deep_optimizer_states"), hardware, weight_bytes=2)
+    resolved = auto_policy.resolve_stride(Options(policy="deep_optimizer_states"), hardware, MODEL.params)
     assert resolved.update_stride == performance_model.stride_of(ratio)
     mixture = Options(policy="zenflow", update_stride="auto", update_interval=1)
-    mixed = auto_policy.resolve_stride(mixture, hardware, weight_bytes=2)
+    mixed = auto_policy.resolve_stride(mixture, hardware, MODEL.params)
     assert mixed.update_stride == resolved.update_stride
     given = Options(policy="deep_optimizer_states", update_stride=5)
-    assert auto_policy.resolve_stride(given, hardware, weight_bytes=2) is given
+    assert auto_policy.resolve_stride(given, hardware, MODEL.params) is given
 
 
 def test_window_pass_counts_for_each_step() -> None:
     hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
-    resolved = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, weight_bytes=2)
+    resolved = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=8), hardware, MODEL.params)
     cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
     ratio = performance_model.update_stride(cpu_update=cpu_update, gpu_update=1e9, link=1e9, cpu_downscale=inf)
     assert resolved.update_stride == performance_model.stride_of(ratio)
-    every_step = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=1), hardware, weight_bytes=2)
+    every_step = auto_policy.resolve_stride(Options(update_stride="auto", update_interval=1), hardware, MODEL.params)
     assert resolved.stride > every_step.stride
 
 
@@ -130,9 +121,7 @@ def test_explained_stride_is_the_chosen_one(dtypes: tuple[Any, ...], weight_byte
     node = machine(device_bandwidth=28e9, link_to_host=8e9, link_to_device=8e9, host_bandwidth=5.2e9, adam_per_core=1e9)
     cpu_update = 5.2e9 / (24 + 2 * weight_bytes)
     expected = (3 / 2e9 + 1 / 1e9) / (1 / cpu_update - 1 / 4e9)
-    options = auto_policy.resolve_stride(
-        Options(policy="deep_optimizer_states"), node, weight_bytes=stride_weight_bytes(model.params)
-    )
+    options = auto_policy.resolve_stride(Options(policy="deep_optimizer_states"), node, model.params)
     compared = auto_policy.compare(scenario(Options(ratio=0.5), node, model, tokens=64))
     (tried,) = (each for each in compared if "deep" in each.label)
     assert options.update_stride == tried.options["update_stride"] == performance_model.stride_of(expected)
@@ -151,12 +140,12 @@ def test_stride_weight_is_the_largest_offloadable() -> None:
 def test_shape_from_parameters_only() -> None:
     shape = auto_policy.shape_of(MODEL.params)
     assert (shape.layers, shape.hidden, shape.context) == (4, 512, 0)
-    assert auto_policy.choose(MODEL.params, Options(), SLOW_HOST, tokens=64).policy == "resident"
+    assert auto_policy.choose(scenario(Options(), SLOW_HOST, shape, tokens=64)).policy == "resident"
 
 
 def test_model_that_begins_with_a_scalar() -> None:
-    specs = [ParamSpec("scale", (), BFLOAT16), *MODEL.params]
-    assert auto_policy.choose(specs, Options(), SLOW_HOST, tokens=64).policy == "resident"
+    shape = auto_policy.shape_of([ParamSpec("scale", (), BFLOAT16), *MODEL.params])
+    assert auto_policy.choose(scenario(Options(), SLOW_HOST, shape, tokens=64)).policy == "resident"
 
 
 def test_optimizer_object_updates_after_backward() -> None:

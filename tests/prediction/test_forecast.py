@@ -84,7 +84,7 @@ def test_nearest_policy_lacks_the_fewest_bytes(monkeypatch: pytest.MonkeyPatch) 
     assert Prediction(asked, (two, one, fits), fits).shown is fits
     monkeypatch.setattr(auto_policy, "compare", lambda *_, **__: [two, one])
     with pytest.raises(ValueError, match=r"one comes nearest and lacks 7 GB of device memory; use"):
-        auto_policy.choose(layers(2).params, Options(), machine(), tokens=1)
+        auto_policy.choose(asked)
     monkeypatch.setattr(auto_policy, "compare", lambda *_, **__: [two])
     with pytest.raises(ValueError, match=r"two comes nearest and lacks 5 GB of device memory and 5 GB of host memory"):
-        auto_policy.choose(layers(2).params, Options(), machine(), tokens=1)
+        auto_policy.choose(asked)

@@ -105,7 +105,7 @@ def test_picture_and_trace_agree_with_the_summary() -> None:
     summary = parts_ms(summarize(run))
     gantt = draw(run, width=220 + len("compute  "))  # a cell is a millisecond
     assert gantt is not None
-    cells = next(row.cells for row in gantt.rows if row.label == "compute")
+    cells = gantt.rows["compute"]
     marks = {"forward": FORWARD, "backward": BACKWARD, "update": UPDATE, "stall": WAIT, "other": IDLE}
     assert {name: cells.count(mark) / 3 for name, mark in marks.items()} == pytest.approx(summary)
     assert cells.count(EVALUATION) == gantt.evaluation_ms == 100

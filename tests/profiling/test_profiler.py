@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from zenflow_compile.measure import bandwidth
+from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
 from zenflow_compile.runtime import ops
@@ -74,7 +75,7 @@ def measurements(monkeypatch):
 
     def rates(device, cores):
         asked.append((device, cores))
-        return bandwidth.Rates(host=1e9, to_host=2e6, to_device=4e6)
+        return Bandwidths(host=1e9, to_host=2e6, to_device=4e6)
 
     monkeypatch.setattr(bandwidth, "rates", rates)
     return asked

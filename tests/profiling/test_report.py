@@ -31,10 +31,6 @@ def printed(recordings, *, width=80, encoding="utf-8", **console_options):
     return raw.getvalue().decode(encoding)
 
 
-def row(gantt, label):
-    return next(row.cells for row in gantt.rows if row.label == label)
-
-
 def many_workers():
     events = list(known_run().events)
     events += [event(f"worker {i}", "host_update", 5 * i, 5 * i + 4, step=7) for i in range(2, 12)]
@@ -206,12 +202,12 @@ def test_gantt_cells():
     ]
     gantt = draw(recording(events), width=20 + len("worker 0  "))
     assert gantt is not None
-    assert row(gantt, "compute") == (
+    assert gantt.rows["compute"] == (
         *(FORWARD,) * 2, *(WAIT,) * 2, UPDATE, *(FORWARD,) * 3, *(BACKWARD,) * 8, *(UPDATE,) * 2, *(IDLE,) * 2
     )  # fmt: skip
-    assert row(gantt, "D2H") == (*(IDLE,) * 9, *(COPY,) * 3, *(IDLE,) * 8)
-    assert row(gantt, "H2D") == (IDLE, STATE, COPY, *(IDLE,) * 17)  # a short copy still shows
-    assert row(gantt, "worker 0") == (*(HOST,) * 4, *(IDLE,) * 16)
+    assert gantt.rows["D2H"] == (*(IDLE,) * 9, *(COPY,) * 3, *(IDLE,) * 8)
+    assert gantt.rows["H2D"] == (IDLE, STATE, COPY, *(IDLE,) * 17)  # a short copy still shows
+    assert gantt.rows["worker 0"] == (*(HOST,) * 4, *(IDLE,) * 16)
     assert gantt.ruler == "|step 3" + " " * 13
 
 
@@ -224,7 +220,7 @@ def test_cell_shows_the_longest_kind():
     ]
     gantt = draw(recording(events), width=16 + len("compute  "))
     assert gantt is not None
-    assert row(gantt, "compute")[:3] == (FORWARD, WAIT, FORWARD)
+    assert gantt.rows["compute"][:3] == (FORWARD, WAIT, FORWARD)
 
 
 def test_gantt_shows_the_last_steps_only():
@@ -247,8 +243,7 @@ def test_step_numbers_never_run_into_each_other():
 def test_workers_in_numeric_order():
     gantt = draw(many_workers(), width=80)
     assert gantt is not None
-    labels = [row.label for row in gantt.rows]
-    assert labels == ["compute", "D2H", "H2D", *(f"worker {i}" for i in range(12))]
+    assert list(gantt.rows) == ["compute", "D2H", "H2D", *(f"worker {i}" for i in range(12))]
 
 
 def test_gantt_without_events():

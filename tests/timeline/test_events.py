@@ -179,16 +179,6 @@ def test_norms_stay_bounded():
     assert timeline.norm_sums() == NormSums(selected=7.0, total=20.0)
 
 
-def test_clear_forgets_everything(device_clock):
-    timeline = Timeline()
-    timeline.add("step", "step", 0, 1, step=0)
-    timeline.add_device("D2H", "copy", FakeDeviceEvent(0.0), FakeDeviceEvent(1.0), step=0)
-    timeline.add_norms(0, torch.tensor(1.0), torch.tensor(2.0))
-    timeline.clear()
-    assert timeline.events() == []
-    assert timeline.norm_sums() is None
-
-
 def test_recording_is_cheap():
     """A step has some hundred events; at 20 microseconds each they would be 2% of a 100 ms step."""
     timeline = Timeline()

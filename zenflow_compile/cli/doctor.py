@@ -72,12 +72,7 @@ class Findings:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Measure and print.
-
-    Args:
-        options: the parsed arguments.
-        parser: reports errors, with exit code 2.
-    """
+    """Measure and print; ``parser`` reports errors, with exit code 2."""
     cores = len(physical_cores())
     threads = options.threads or _thread_counts(cores)
     for count in threads:
@@ -185,9 +180,11 @@ def tables(findings: Findings) -> list[Table]:
         ("versions", ", ".join(f"{name} {number}" for name, number in has.versions.items())),
     ):
         about.add_row(name, value)
-    memory = _table(f"Host memory, GB/s; kernel {findings.kernel}", "bytes read and written; no write-allocate")
-    for column in ("threads", "copy_", "add_ in place", "Adam, 4 x bf16", "of copy_", "M parameters/s"):
-        memory.add_column(column, justify="right")
+    memory = _table(
+        f"Host memory, GB/s; kernel {findings.kernel}",
+        "bytes read and written; no write-allocate",
+        ("threads", "copy_", "add_ in place", "Adam, 4 x bf16", "of copy_", "M parameters/s"),
+    )
     for rate in findings.host:
         memory.add_row(
             str(rate.threads),
@@ -197,15 +194,11 @@ def tables(findings: Findings) -> list[Table]:
         )
     on_cpu = any(rates.memory == "memmove" for rates in findings.link)
     note = "the device is the CPU, so its copy lanes are threads" if on_cpu else ""
-    link = _table("Between device and host, GB/s", note)
-    for column in ("host memory", "D2H", "H2D"):
-        link.add_column(column, justify="left" if column == "host memory" else "right")
+    link = _table("Between device and host, GB/s", note, ("D2H", "H2D"), name="host memory")
     for rates in findings.link:
         link.add_row(rates.memory, _gb(rates.to_host), _gb(rates.to_device))
     product = f"a product of bf16 matrices reaches {findings.matmul_flops / 1e12:.3g} TFLOP/s"
-    device = _table("AdamW on the device, bf16", product)
-    for column in ("of", "M parameters/s", "GB/s"):
-        device.add_column(column, justify="left" if column == "of" else "right")
+    device = _table("AdamW on the device, bf16", product, ("M parameters/s", "GB/s"), name="of")
     for name, reached in (
         ("resident parameters", findings.resident),
         ("a tenth of a matrix's columns", findings.device),
@@ -213,17 +206,21 @@ def tables(findings: Findings) -> list[Table]:
         device.add_row(name, f"{reached.parameters / 1e6:.0f}", _gb(reached.bytes))
     found = [about, memory, link, device]
     if findings.disk is not None:
-        disk = _table("Disk, GB/s", "two threads, in one direction at a time, with checksums")
-        for column in ("read", "written", "GB free"):
-            disk.add_column(column, justify="right")
+        note = "two threads, in one direction at a time, with checksums"
+        disk = _table("Disk, GB/s", note, ("read", "written", "GB free"))
         disk.add_row(*(_gb(value) for value in (findings.disk.read, findings.disk.write, findings.disk.free_bytes)))
         found.append(disk)
     return found
 
 
-def _table(title: str, note: str) -> Table:
-    """An empty table with ``note`` under its title."""
-    return Table(title=f"{title}\n{note}" if note else title, title_justify="left", min_width=56)
+def _table(title: str, note: str, numbers: Sequence[str], *, name: str | None = None) -> Table:
+    """A table without rows: ``note`` under its title, and columns of numbers, after one of names if it has one."""
+    table = Table(title=f"{title}\n{note}" if note else title, title_justify="left", min_width=56)
+    if name is not None:
+        table.add_column(name)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
 
 
 def _device(name: str | None) -> torch.device:

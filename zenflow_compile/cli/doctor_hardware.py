@@ -8,8 +8,6 @@ from typing import Any
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.workload import HOST_PASS_BYTES
 
-_SOURCE = "zenflow-compile doctor"
-
 
 def hardware_of(
     findings: Mapping[str, Any], *, flops: float | None = None, device_bytes: float | None = None
@@ -53,7 +51,7 @@ def hardware_of(
             disk_read=disk["read"],
             disk_write=disk["write"],
             disk_bytes=disk["free_bytes"],
-            sources={"all": _SOURCE},
+            sources={"all": "zenflow-compile doctor"},
         )
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{error!r} in the output of zenflow-compile doctor --json; run it again") from None

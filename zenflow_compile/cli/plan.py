@@ -37,12 +37,7 @@ _SCENARIO = (
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Predict and print.
-
-    Args:
-        options: the parsed arguments.
-        parser: reports errors, with exit code 2, before anything is computed.
-    """
+    """Predict and print; ``parser`` reports errors, with exit code 2, before anything is computed."""
     try:
         prediction = _predict(options)
     except (TypeError, ValueError, OSError) as error:
@@ -135,7 +130,6 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
         node_plan(chosen, scenario),
         final_at_step=scenario.final_at_step(chosen),
         recompute=scenario.recompute,
-        workers=chosen.workers,
     )
     flops = flops_per_token(scenario.model) * scenario.tokens
     explanation = performance_model.explain(settings, scenario.hardware, flops=flops)

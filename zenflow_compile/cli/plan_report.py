@@ -54,7 +54,12 @@ def heading(asked: Scenario) -> str:
 
 def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
     """Time and traffic, a row per policy."""
-    table = Table(title="Predicted time", title_justify="left", min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table = _table(
+        "Predicted time",
+        "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
+        "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
+        "included.",
+    )
     table.add_column("policy")
     for column in ("step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
         table.add_column(column, justify="right", no_wrap=True)
@@ -64,18 +69,12 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
         if each.hours is not None:
             cells.append(f"{each.hours:.3g}")
         table.add_row(each.title, *cells, style=_style(each))
-    table.caption = (
-        "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
-        "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
-        "included."
-    )
-    table.caption_justify = "left"
     return table
 
 
 def memory(forecasts: Sequence[Forecast]) -> Table:
     """Memory, a row per policy, and whether it fits."""
-    table = Table(title="Memory, GB", title_justify="left", min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table = _table("Memory, GB", "Device: of one device. Host and disk: of the node. Activations are an estimate.")
     table.add_column("policy", no_wrap=True)
     for column in ("device", "host", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -84,8 +83,12 @@ def memory(forecasts: Sequence[Forecast]) -> Table:
         needs = (each.needs.device, each.needs.host, each.needs.disk)
         fits = "yes" if each.fits else f"no: {_missing(each)} missing"
         table.add_row(each.title, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
-    table.caption = "Device: of one device. Host and disk: of the node. Activations are an estimate."
-    table.caption_justify = "left"
+    return table
+
+
+def _table(title: str, caption: str) -> Table:
+    table = Table(title=title, caption=caption, min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
     return table
 
 

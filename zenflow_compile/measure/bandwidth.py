@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device import column_ops
 from zenflow_compile.runtime.device.resident_adam import ResidentState, update_on_device
@@ -49,21 +49,11 @@ _BUDGET_SECONDS = 2.0  # per measurement: no further round begins after it
 _SMALLEST_MATRIX, _LARGEST_MATRIX = 256, 4096  # width: the largest takes 100 MB in 16 bits
 _MATMUL_SECONDS = 0.01  # a product that takes this long is large enough; the next would take eight times as long
 _COLUMNS_PER_SELECTED = 10
-_CPU_ELEMENTS, _CUDA_ELEMENTS = (
-    1 << 22,
-    1 << 26,
-)  # of a resident parameter: beyond the caches, and long next to a kernel's start
+# Of a resident parameter: beyond the caches, and long next to a kernel's start.
+_CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 22, 1 << 26
 _RESIDENT_ROUNDS = 15  # short ones; the first few wait for pages
 _RESIDENT_BYTES = 16  # memory per element: weight, gradient and moments, and an fp32 master or wider weights
 _COEFFICIENTS = StepCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
-
-
-class Rates(NamedTuple):
-    """Bytes per second of host memory, read and written in place, and of the link, each way."""
-
-    host: float
-    to_host: float
-    to_device: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +102,7 @@ class DeviceRate:
 
 
 @cache  # measure once per process: reports are printed often, and the machine stays the same
-def rates(device: torch.device, cores: tuple[int, ...]) -> Rates:
+def rates(device: torch.device, cores: tuple[int, ...]) -> Bandwidths:
     """Measure the rates that bound host updates and copies, in about a second; once per process.
 
     Args:
@@ -125,7 +115,7 @@ def rates(device: torch.device, cores: tuple[int, ...]) -> Rates:
     elements = host.elements
     del host
     link = link_rates(device, _fitting(_QUICK_LINK_BYTES), _QUICK_ROUNDS)[0]
-    return Rates(host=12 * elements / seconds, to_host=link.to_host, to_device=link.to_device)
+    return Bandwidths(host=12 * elements / seconds, to_host=link.to_host, to_device=link.to_device)
 
 
 def host_rates(threads: int, total_bytes: int, rounds: int) -> HostRates:
@@ -186,16 +176,11 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))
     state = column_ops.SliceState(matrix, 1, selection, gradient, master, exp_avg, exp_avg_sq, step=1)
 
-    def update() -> float:
-        begin = time.perf_counter()
+    def update() -> None:
         for _ in range(calls):
             column_ops.adam_columns_([state], _COEFFICIENTS, eps=1e-8)
-        _finish(device)
-        return time.perf_counter() - begin
 
-    seconds = median(_in_turns({"update": update}, rounds)["update"])
-    per_second = calls * k * length / seconds
-    return DeviceRate(parameters=per_second, bytes=DEVICE_ADAM_BYTES * per_second)
+    return _rate_of(device, update, calls * k * length, rounds)
 
 
 def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> DeviceRate:
@@ -210,13 +195,14 @@ def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> 
     param = Parameter(torch.ones(elements, dtype=dtype, device=device))
     resident = (param, torch.ones_like(param), ResidentState.zeros_like(param))
 
-    def update() -> float:
-        begin = time.perf_counter()
-        update_on_device([resident], _COEFFICIENTS, eps=1e-8)
-        _finish(device)
-        return time.perf_counter() - begin
+    update = partial(update_on_device, [resident], _COEFFICIENTS, eps=1e-8)
+    return _rate_of(device, update, elements, _RESIDENT_ROUNDS)
 
-    per_second = elements / median(_in_turns({"update": update}, _RESIDENT_ROUNDS)["update"])
+
+def _rate_of(device: torch.device, update: Callable[[], None], elements: int, rounds: int) -> DeviceRate:
+    """The rate of ``update``, one call of which updates ``elements`` parameters."""
+    seconds = _in_turns({"update": partial(_seconds, device, update)}, rounds)["update"]
+    per_second = elements / median(seconds)
     return DeviceRate(parameters=per_second, bytes=DEVICE_ADAM_BYTES * per_second)
 
 
@@ -226,14 +212,9 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     width = _SMALLEST_MATRIX
     while True:
         matrix = torch.ones(width, width, dtype=dtype, device=device)
-        seconds = []
-        for _ in range(1 + _QUICK_ROUNDS):  # the first round starts threads and loads kernels
-            _finish(device)
-            begin = time.perf_counter()
-            torch.mm(matrix, matrix)
-            _finish(device)
-            seconds.append(time.perf_counter() - begin)
-        fastest = min(seconds)  # another process may have interrupted the others
+        product = partial(torch.mm, matrix, matrix)
+        # The first round starts threads and loads kernels; another process may have interrupted the slower ones.
+        fastest = min(_seconds(device, product) for _ in range(1 + _QUICK_ROUNDS))
         if fastest >= _MATMUL_SECONDS or width == _LARGEST_MATRIX:
             return 2.0 * width**3 / fastest
         width *= 2
@@ -300,25 +281,25 @@ class _Host:
 
 def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, rounds: int) -> LinkRates:
     on_host = arena.take((size_bytes,), torch.uint8).fill_(1)
-    on_device = (
-        torch.ones(size_bytes, dtype=torch.uint8, device=device)
-        if device.type == "cuda"
-        else arena.take((size_bytes,), torch.uint8).fill_(1)
-    )
-
-    def copy(target: Tensor, source: Tensor) -> float:
-        _finish(device)
-        begin = time.perf_counter()
-        if device.type == "cuda":
-            target.copy_(source, non_blocking=True)
-        else:
-            copy_without_gil(target, source)
-        _finish(device)
-        return time.perf_counter() - begin
-
+    copy: Callable[[Tensor, Tensor], object]
+    if device.type == "cuda":
+        on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+        copy = partial(Tensor.copy_, non_blocking=True)
+    else:
+        on_device = arena.take((size_bytes,), torch.uint8).fill_(1)
+        copy = copy_without_gil
     works = {"down": partial(copy, on_host, on_device), "up": partial(copy, on_device, on_host)}
-    seconds = _in_turns(works, rounds)
+    seconds = _in_turns({name: partial(_seconds, device, work) for name, work in works.items()}, rounds)
     return LinkRates(memory, size_bytes / median(seconds["down"]), size_bytes / median(seconds["up"]))
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes, from an idle device to an idle device."""
+    _finish(device)
+    begin = time.perf_counter()
+    work()
+    _finish(device)
+    return time.perf_counter() - begin
 
 
 def _finish(device: torch.device) -> None:

@@ -7,7 +7,7 @@ that ``simulate`` runs: blocks of finite size, full rings, merges and cores that
 Updates and copies share the host's memory, so its lane carries both. The model of Deep Optimizer States leaves that
 out, and promises 1.25 to 1.5 times the throughput that its authors measured.
 
-The roofline evaluates the same lanes with measured rates. Times are seconds, sizes bytes of all devices together, rates
+The roofline has the same lanes with measured rates. Times are seconds, sizes bytes of all devices together, rates
 per second; a *parameter* is one element. Bandwidths of memory count reads and writes together, those of a link one
 direction.
 """
@@ -135,57 +135,48 @@ _BUSY = (
     collectives + gathers,
 )
 
-DEVICE_TIME = Formula(
+
+def _fluid(symbol: Symbol, seconds: Expr, meaning: str) -> Formula:
+    return Formula(symbol, "s", seconds, meaning, _FLUID)
+
+
+DEVICE_TIME = _fluid(
     Symbol("device", positive=True),
-    "s",
     _FORWARD + _BACKWARD + DEVICE_UPDATE.symbol,
     "the step if the device never waited for its host",
-    _FLUID,
 )
-FORWARD_TIME = Formula(
+FORWARD_TIME = _fluid(
     Symbol("hidden", positive=True),
-    "s",
     DEVICE_TIME.symbol - _BACKWARD,
     "the device's time between two backwards",
-    _FLUID,
 )
-BLOCKING_UPDATE = Formula(
+BLOCKING_UPDATE = _fluid(
     Symbol("update", positive=True),
-    "s",
     Max(_DEVICE_UPDATE, *_LATE),
     "an update that the step waits for, on host and device at once; files are read ahead and written behind",
-    _FLUID,
 )
-BLOCKING_STEP = Formula(
+BLOCKING_STEP = _fluid(
     _STEP,
-    "s",
     Max(_FORWARD + _COPIED_BACKWARD + BLOCKING_UPDATE.expression, *_BUSY),
     "gradients are copied during the backward and updated after it; the next forward begins when every weight is there",
-    _FLUID,
 )
-BLOCKING_IN_BACKWARD_STEP = Formula(
+BLOCKING_IN_BACKWARD_STEP = _fluid(
     _STEP,
-    "s",
     Max(
         forward + Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE, LATE_UPLOADS.symbol), CORES.symbol, LATE_MEMORY.symbol),
         *_BUSY,
     ),
     "the host updates from the first gradient of the backward on; the next forward begins when every weight is there",
-    _FLUID,
 )
-OVERLAPPED_STEP = Formula(
+OVERLAPPED_STEP = _fluid(
     _STEP,
-    "s",
     Max(_FORWARD + _BACKWARD + _DEVICE_UPDATE, *_BUSY),
     "windows are flushed all the time; the host has a whole step for each step's share of them",
-    _FLUID,
 )
-FINAL_AT_STEP_TIME = Formula(
+FINAL_AT_STEP_TIME = _fluid(
     _STEP,
-    "s",
     Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE + _FORWARD, *_LATE), *_BUSY),
     "gradients are final only after the backward: the host has the device's update and the next forward",
-    _FLUID,
 )
 
 # The stall-free condition of overlapped windows: each lane's work of a step fits into the time that hides it.

@@ -54,10 +54,7 @@ class Hardware:
         return max(1, self.cores // self.devices - LEFT_FREE)
 
     def check_rates(self, *, in_files: bool) -> None:
-        """Refuse to predict with missing rates.
-
-        Args:
-            in_files: whether state is in files.
+        """Refuse to predict with missing rates; ``in_files``: whether the disk is needed.
 
         Raises:
             ValueError: a rate of collectives or of the disk is None although the prediction needs it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape
-from zenflow_compile.planning.plan import GRADIENT_RING, STATE_BYTES, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
+from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, Plan
 
 SLICE_BYTES = 16  # per slice of an offloaded parameter: fp32 squared norm and score, int32 number and position
 
@@ -53,20 +53,19 @@ def needs_of(
         recompute: activations are computed again in the backward, and only each layer's input is kept.
         staging_bytes: the option, of each device.
     """
-    weights = sum(param.numel * param.dtype.itemsize for param in plan.params)
-    offloaded = [param for param in plan.params if param.offloaded and param.deferred]
+    host_state = sum(param.host_state_bytes for param in plan.params)
     return Needs(
         device={
-            "weights": weights,
+            "weights": plan.model_bytes,
             "gradients": _gradients(plan, devices),
             "activations": activation_bytes(model, tokens=tokens, recompute=recompute),
             "optimizer state": plan.device_bytes // devices,
-            "rings and buffers": _device_buffers(plan, offloaded, devices, staging_bytes) // devices,
+            "rings and buffers": _device_buffers(plan, devices, staging_bytes) // devices,
             "selection": SLICE_BYTES * sum(param.slices for param in plan.params if param.offloaded) // devices,
         },
         host={
-            "optimizer state": sum(_host_state(param) for param in plan.params),
-            "gradients and uploads": plan.host_bytes - sum(_host_state(param) for param in plan.params),
+            "optimizer state": host_state,
+            "gradients and uploads": plan.host_bytes - host_state,
             "window of files": plan.file_window_bytes,
         },
         disk={"optimizer state": plan.file_bytes},
@@ -85,7 +84,7 @@ def _gradients(plan: Plan, devices: int) -> int:
 
     Of an offloaded parameter the selected slices stay, and the deferred ones only if they are pending.
     """
-    largest = max((param.numel * param.dtype.itemsize for param in plan.params), default=0)
+    largest = max((param.weight_bytes for param in plan.params), default=0)
     kept = 0
     for param in plan.params:
         split = param.k + (param.deferred if param.keeps_gradient else 0)
@@ -94,29 +93,17 @@ def _gradients(plan: Plan, devices: int) -> int:
     return kept // devices + largest
 
 
-def _device_buffers(plan: Plan, offloaded: list[ParamPlan], devices: int, staging_bytes: int | None) -> int:
+def _device_buffers(plan: Plan, devices: int, staging_bytes: int | None) -> int:
     """Rings of gradients and uploads, and buffers for streamed state, of all devices together.
 
     Pending gradients use no ring.
     """
+    offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
     largest = max((param.upload_bytes for param in offloaded), default=0)
     buffers = UPLOAD_RING
     if staging_bytes is not None and largest:
         uploads = sum(param.uploads for param in offloaded)  # each takes one buffer at most
         buffers = min(max(1, staging_bytes * devices // largest), uploads)
-    streamed: dict[int | None, int] = {}
-    for param in plan.params:
-        if param.streamed:
-            streamed[param.subgroup] = streamed.get(param.subgroup, 0) + param.whole_state_bytes
-    passing = min(STREAM_BUFFERS, len(streamed)) * max(streamed.values(), default=0)
-    return gradients + buffers * largest + passing
-
-
-def _host_state(param: ParamPlan) -> int:
-    """Bytes of fp32 state in host memory, without the cache of files."""
-    if param.streamed:
-        return param.whole_state_bytes
-    if not param.offloaded or param.in_file:
-        return 0
-    return param.deferred_numel * STATE_BYTES
+    streamed = [sum(param.whole_state_bytes for param in group) for group in plan.streamed_subgroups.values()]
+    return gradients + buffers * largest + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)

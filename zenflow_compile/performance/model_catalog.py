@@ -49,8 +49,8 @@ MODELS: Mapping[str, LlamaSizes] = {
 its authors ran them. Their names are nominal: the logs count 5.95, 9.14, 9.92, 11.32 and 15.33 billion parameters."""
 
 
-def model(name: str, dtype: torch.dtype | None = None) -> ModelShape:
-    """The named model, with weights of ``dtype``; None takes bfloat16.
+def model(name: str, dtype: torch.dtype = BFLOAT16) -> ModelShape:
+    """The named model, with weights of ``dtype``.
 
     Raises:
         ValueError: no model has this name.
@@ -60,13 +60,11 @@ def model(name: str, dtype: torch.dtype | None = None) -> ModelShape:
             f"model={name!r} is not known{nearest(name, MODELS) or '.'} There are {', '.join(MODELS)}; "
             "or pass the path of a config.json, or a number of parameters (--params on the command line)"
         )
-    return MODELS[name].shape(name, dtype or BFLOAT16)
+    return MODELS[name].shape(name, dtype)
 
 
-def of_size(numel: int, dtype: torch.dtype | None = None) -> ModelShape:
+def of_size(numel: int, dtype: torch.dtype = BFLOAT16) -> ModelShape:
     """A Llama-like model of about ``numel`` parameters: within 1%, the one with the depth nearest to Llama's.
-
-    Weights are of ``dtype``; None takes bfloat16.
 
     Raises:
         ValueError: fewer than a million parameters.
@@ -79,7 +77,7 @@ def of_size(numel: int, dtype: torch.dtype | None = None) -> ModelShape:
     near = [each for each, count in counts.items() if abs(count - numel) <= max(closest, numel // 100)]
     # Llama has 128 of width per layer from 7 to 34 billion parameters.
     best = min(near, key=lambda each: abs(math.log(each.hidden / each.layers / 128)))
-    return best.shape(f"{numel / 1e9:.3g}b", dtype or BFLOAT16)
+    return best.shape(f"{numel / 1e9:.3g}b", dtype)
 
 
 def _sized(hidden: int, numel: int) -> LlamaSizes:

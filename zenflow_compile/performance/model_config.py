@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.validate import check_flag, check_integer
-from zenflow_compile.performance.model_shapes import LlamaSizes, ModelShape, gpt2_shape
+from zenflow_compile.performance.model_shapes import LlamaSizes, ModelShape, NamedShape, specs_of
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 if TYPE_CHECKING:
@@ -47,18 +47,43 @@ def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShap
 
 
 def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
+    """GPT-2: weights ``[in, out]``, biases everywhere, learned positions."""
     hidden = config.size("n_embd")
     config.divisor("n_head", 1, of="n_embd")
-    return gpt2_shape(
-        name,
-        config.file,
-        dtype,
+    inner, layers = config.size("n_inner", 4 * hidden), config.size("n_layer")
+    vocabulary, context = config.size("vocab_size"), config.size("n_positions")
+    tied = config.flag("tie_word_embeddings", default=True)
+    block: list[NamedShape] = [
+        ("ln_1.weight", (hidden,)),
+        ("ln_1.bias", (hidden,)),
+        ("attn.c_attn.weight", (hidden, 3 * hidden)),
+        ("attn.c_attn.bias", (3 * hidden,)),
+        ("attn.c_proj.weight", (hidden, hidden)),
+        ("attn.c_proj.bias", (hidden,)),
+        ("ln_2.weight", (hidden,)),
+        ("ln_2.bias", (hidden,)),
+        ("mlp.c_fc.weight", (hidden, inner)),
+        ("mlp.c_fc.bias", (inner,)),
+        ("mlp.c_proj.weight", (inner, hidden)),
+        ("mlp.c_proj.bias", (hidden,)),
+    ]
+    params = [
+        ("wte.weight", (vocabulary, hidden)),
+        ("wpe.weight", (context, hidden)),
+        *((f"h.{i}.{part}", shape) for i in range(layers) for part, shape in block),
+        ("ln_f.weight", (hidden,)),
+        ("ln_f.bias", (hidden,)),
+        *([] if tied else [("lm_head.weight", (vocabulary, hidden))]),
+    ]
+    return ModelShape(
+        name=name,
+        params=specs_of(params, dtype),
+        layers=layers,
         hidden=hidden,
-        inner=config.size("n_inner", 4 * hidden),
-        layers=config.size("n_layer"),
-        vocabulary=config.size("vocab_size"),
-        context=config.size("n_positions"),
-        tied=config.flag("tie_word_embeddings", default=True),
+        context=context,
+        embeddings=("wte.weight", "wpe.weight"),
+        tied="wte.weight" if tied else None,
+        source=config.file,
     )
 
 

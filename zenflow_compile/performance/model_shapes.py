@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from zenflow_compile.planning.planners import ParamSpec
 
 if TYPE_CHECKING:
     import torch
+
+NamedShape = tuple[str, tuple[int, ...]]
 
 _EMBEDDING = "embed_tokens.weight"
 
@@ -78,7 +81,7 @@ class LlamaSizes:
         head = [] if self.tied else [("lm_head.weight", (self.vocabulary, self.hidden))]
         return ModelShape(
             name=name,
-            params=_specs([embedding, *blocks, ("norm.weight", (self.hidden,)), *head], dtype),
+            params=specs_of([embedding, *blocks, ("norm.weight", (self.hidden,)), *head], dtype),
             layers=self.layers,
             hidden=self.heads * self.head_dim,
             context=self.context,
@@ -87,8 +90,8 @@ class LlamaSizes:
             source=self.source,
         )
 
-    def _block(self) -> list[tuple[str, tuple[int, ...]]]:
-        block: list[tuple[str, tuple[int, ...]]] = []
+    def _block(self) -> list[NamedShape]:
+        block: list[NamedShape] = []
         for part, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             block.append((f"self_attn.{part}_proj.weight", (heads * self.head_dim, self.hidden)))
             if self.qkv_bias:
@@ -104,55 +107,8 @@ class LlamaSizes:
         ]
 
 
-def gpt2_shape(
-    name: str,
-    source: str,
-    dtype: torch.dtype,
-    *,
-    hidden: int,
-    inner: int,
-    layers: int,
-    vocabulary: int,
-    context: int,
-    tied: bool,
-) -> ModelShape:
-    """GPT-2: weights ``[in, out]``, biases everywhere, learned positions."""
-    block: list[tuple[str, tuple[int, ...]]] = [
-        ("ln_1.weight", (hidden,)),
-        ("ln_1.bias", (hidden,)),
-        ("attn.c_attn.weight", (hidden, 3 * hidden)),
-        ("attn.c_attn.bias", (3 * hidden,)),
-        ("attn.c_proj.weight", (hidden, hidden)),
-        ("attn.c_proj.bias", (hidden,)),
-        ("ln_2.weight", (hidden,)),
-        ("ln_2.bias", (hidden,)),
-        ("mlp.c_fc.weight", (hidden, inner)),
-        ("mlp.c_fc.bias", (inner,)),
-        ("mlp.c_proj.weight", (inner, hidden)),
-        ("mlp.c_proj.bias", (hidden,)),
-    ]
-    blocks = [(f"h.{i}.{part}", shape) for i in range(layers) for part, shape in block]
-    params = [
-        ("wte.weight", (vocabulary, hidden)),
-        ("wpe.weight", (context, hidden)),
-        *blocks,
-        ("ln_f.weight", (hidden,)),
-        ("ln_f.bias", (hidden,)),
-        *([] if tied else [("lm_head.weight", (vocabulary, hidden))]),
-    ]
-    return ModelShape(
-        name=name,
-        params=_specs(params, dtype),
-        layers=layers,
-        hidden=hidden,
-        context=context,
-        embeddings=("wte.weight", "wpe.weight"),
-        tied="wte.weight" if tied else None,
-        source=source,
-    )
-
-
-def _specs(params: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> tuple[ParamSpec, ...]:
+def specs_of(params: Iterable[NamedShape], dtype: torch.dtype) -> tuple[ParamSpec, ...]:
+    """Parameters with weights of ``dtype``."""
     return tuple(ParamSpec(name, shape, dtype) for name, shape in params)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sympy import Symbol
 
 from zenflow_compile.performance import equations
-from zenflow_compile.performance.formula import Formula
+from zenflow_compile.performance.formula import Formula, evaluated
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.roofline import shortest_window
 from zenflow_compile.performance.step_settings import StepSettings
@@ -111,14 +110,10 @@ class StepTime:
     Attributes:
         seconds: from step to step.
         device: the device's own work, without waiting for its host.
-        update: updates after the backward; where host updates overlap, the device's only.
-        lanes: busy time of each lane, by name.
     """
 
     seconds: float
     device: float
-    update: float
-    lanes: Mapping[str, float]
 
     @property
     def stall(self) -> float:
@@ -136,15 +131,7 @@ def step_time(settings: StepSettings, hardware: Hardware, *, flops: float) -> St
         ValueError: the hardware lacks a number that the plan needs.
     """
     values = bindings(settings, hardware, flops=flops)
-    update = (
-        values[equations.DEVICE_UPDATE.symbol] if settings.overlapped else equations.BLOCKING_UPDATE.evaluate(values)
-    )
-    return StepTime(
-        seconds=step_formula(settings).evaluate(values),
-        device=values[equations.DEVICE_TIME.symbol],
-        update=update,
-        lanes={str(lane.symbol): values[lane.symbol] for lane in equations.LANES},
-    )
+    return StepTime(step_formula(settings).evaluate(values), values[equations.DEVICE_TIME.symbol])
 
 
 def step_formula(settings: StepSettings) -> Formula:
@@ -235,7 +222,10 @@ def smallest_interval(settings: StepSettings, hardware: Hardware, *, flops: floa
     copied = settings.copied_first * max(values[equations.GRADIENTS.symbol], values[equations.GRADIENT_MEMORY.symbol])
     if waits and copied > max(values[equations.backward], values[equations.collectives]):
         return None
-    return shortest_window(equations.window_lanes(host_waits_for_backward=waits), values)
+    return shortest_window(
+        (evaluated(lane.per_window, values), evaluated(lane.per_step, values), values[lane.time])
+        for lane in equations.window_lanes(host_waits_for_backward=waits)
+    )
 
 
 def formulas(settings: StepSettings) -> tuple[Formula, ...]:

@@ -7,16 +7,10 @@ schedule adds: updates of the first layers are due early, and flushes begin late
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sympy import Symbol
-
-from zenflow_compile.performance import equations
-from zenflow_compile.performance.equations import CORES, DISK, FLUSHES, GRADIENTS, UPLOADS, WindowLane
-from zenflow_compile.performance.formula import evaluated
 from zenflow_compile.performance.traffic import Bandwidths, Traffic
-from zenflow_compile.performance.workload import HOST_PASS_BYTES
 
 _MS = 1e3
 
@@ -46,47 +40,26 @@ class Limit:
 
 
 def limit_of(traffic: Traffic, bandwidths: Bandwidths, *, device_ms: float) -> Limit:
-    """The limit of a measured run: the lanes of the performance model with measured rates.
+    """The limit of a measured run: the lanes of the performance model (``equations``) with measured rates.
 
     Args:
         device_ms: the device's own work per step, which hides host work: a measured step less its stall.
     """
-    disk_byte = 0.0 if bandwidths.disk is None else 1 / bandwidths.disk
-    values: dict[Symbol, float] = {
-        equations.devices: 1,
-        equations.link_to_host: bandwidths.to_host,
-        equations.link_to_device: bandwidths.to_device,
-        equations.core_rate: bandwidths.host / HOST_PASS_BYTES,
-        equations.disk_read_byte: disk_byte,
-        equations.disk_write_byte: disk_byte,
-        equations.read_share: traffic.read_share,
-        equations.gradients_per_step: traffic.host_per_gradient,
-        equations.state: traffic.state,
-        equations.DEVICE_TIME.symbol: device_ms / _MS,
-    }
-    # Averages as windows of one step: the windows of a plan's parameters may have different lengths.
-    per_step = values | {
-        equations.update_interval: 1,
-        equations.updates_per_window: traffic.host - traffic.host_per_gradient,
-        equations.gradients_per_window: traffic.to_host - traffic.host_per_gradient,
-        equations.uploads_per_window: traffic.to_device,
-        equations.files_per_window: traffic.files,
-    }
-    host_ms, gradients_ms, flushes_ms, to_device_ms, files_ms = (
-        _MS * lane.evaluate(per_step) for lane in (CORES, GRADIENTS, FLUSHES, UPLOADS, DISK)
-    )
-    to_host_ms = gradients_ms + flushes_ms
+    device = device_ms / _MS
+    disk = 0.0 if bandwidths.disk is None else (1 + traffic.read_share) / bandwidths.disk  # seconds per byte of state
+    host_ms = _MS * traffic.host / bandwidths.host
+    to_host_ms = _MS * (traffic.to_host + traffic.state) / bandwidths.to_host
+    to_device_ms = _MS * (traffic.to_device + traffic.state) / bandwidths.to_device
+    files_ms = _MS * traffic.files * disk
     stall_ms = max(0.0, max(host_ms, to_host_ms, to_device_ms, files_ms) - device_ms)
     if traffic.blocking:
         stall_ms = max(stall_ms, host_ms, _MS * traffic.to_device / bandwidths.to_device)
-    smallest = None
-    if not traffic.blocking:
-        windows = values | {
-            equations.updates_per_window: traffic.host_per_window,
-            equations.uploads_per_window: traffic.upload_per_window,
-            equations.files_per_window: traffic.files_per_window,
-        }
-        smallest = shortest_window(map(WindowLane.of, (CORES, UPLOADS, FLUSHES, DISK)), windows)
+    lanes = (  # host updates, uploads, streamed state back to the host, files
+        (traffic.host_per_window / bandwidths.host, traffic.host_per_gradient / bandwidths.host, device),
+        (traffic.upload_per_window / bandwidths.to_device, traffic.state / bandwidths.to_device, device),
+        (0.0, traffic.state / bandwidths.to_host, device),
+        (traffic.files_per_window * disk, 0.0, device),
+    )
     return Limit(
         host_ms=host_ms,
         to_host_ms=to_host_ms,
@@ -94,20 +67,22 @@ def limit_of(traffic: Traffic, bandwidths: Bandwidths, *, device_ms: float) -> L
         disk_ms=None if traffic.files and bandwidths.disk is None else files_ms,
         stall_ms=stall_ms,
         step_ms=device_ms + stall_ms,
-        smallest_interval=smallest,
+        smallest_interval=None if traffic.blocking else shortest_window(lanes),
     )
 
 
-def shortest_window(lanes: Iterable[WindowLane], values: Mapping[Symbol, float]) -> int | None:
-    """The smallest ``update_interval`` at which the lanes' work fits into the time that hides it; None if none does."""
+def shortest_window(lanes: Iterable[tuple[float, float, float]]) -> int | None:
+    """The smallest ``update_interval`` at which the lanes' work fits into the time that hides it; None if none does.
+
+    Args:
+        lanes: seconds of each: work per window, work per step, and the time of a step that hides both.
+    """
     needed = 1.0
-    for lane in lanes:
-        per_window = evaluated(lane.per_window, values)
-        time = values[lane.time]
-        left = time - evaluated(lane.per_step, values)
+    for per_window, per_step, time in lanes:
+        left = time - per_step
         rounding = 1e-12 * time
         if left < -rounding or (per_window and left <= rounding):
             return None
         if per_window:
-            needed = max(needed, lane.interval.evaluate(values))
+            needed = max(needed, per_window / left)
     return math.ceil(needed - 1e-9)  # rounding must not turn 4.0 into 5

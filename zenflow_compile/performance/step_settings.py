@@ -45,31 +45,23 @@ class StepSettings:
     workers: int | None
 
     @classmethod
-    def of(
-        cls,
-        options: Options,
-        plan: Plan,
-        *,
-        final_at_step: bool = False,
-        recompute: bool = False,
-        workers: int | None = None,
-    ) -> StepSettings:
+    def of(cls, options: Options, plan: Plan, *, final_at_step: bool = False, recompute: bool = False) -> StepSettings:
         """The settings of a plan of at least one parameter that was made with ``options``."""
         return cls(
             policy=options.policy,
             traffic=traffic_of(plan) or Traffic(),
             numel=sum(param.numel for param in plan.params),
             deferred=sum(param.deferred_numel for param in plan.params if param.offloaded),
-            model_bytes=sum(param.numel * param.dtype.itemsize for param in plan.params),
+            model_bytes=plan.model_bytes,
             stride_weight_bytes=stride_weight_bytes(plan.params),
-            prefetched=_prefetched(plan.params),
+            prefetched=_prefetched(plan),
             copied_first=_copied_first(plan.params),
             update_interval=options.longest_window,
             staleness=options.staleness,
             overlap=options.overlap_step,
             final_at_step=final_at_step,
             recompute=recompute,
-            workers=workers,
+            workers=options.workers,
         )
 
     @property
@@ -83,12 +75,9 @@ class StepSettings:
         return self.overlapped and self.final_at_step and self.staleness == 0
 
 
-def _prefetched(params: Sequence[ParamPlan]) -> float:
-    sizes: dict[int | None, int] = {}
-    for param in params:
-        if param.streamed:
-            sizes[param.subgroup] = sizes.get(param.subgroup, 0) + param.numel
-    return _share(sum(list(sizes.values())[:STREAM_BUFFERS]), sum(sizes.values()))
+def _prefetched(plan: Plan) -> float:
+    sizes = [sum(param.numel for param in group) for group in plan.streamed_subgroups.values()]
+    return _share(sum(sizes[:STREAM_BUFFERS]), sum(sizes))
 
 
 def _copied_first(params: Sequence[ParamPlan]) -> float:

@@ -134,7 +134,6 @@ def workload_of(
     *,
     tokens: int,
     recompute: bool,
-    overlap: bool,
     coarse: bool = False,
 ) -> Workload:
     """See ``simulate`` for the other arguments.
@@ -145,24 +144,24 @@ def workload_of(
             ``COARSE_CYCLE`` allows is replaced by evenly spaced steps of it, since each flushes about as many bytes;
             the cache of files is smaller by the state of the other steps.
     """
-    flops = _Flops(hardware, model, tokens, recompute)
     cycle = math.lcm(*(param.interval for param in plan.params if param.offloaded))
     named = _named_blocks(model, COARSE_LAYERS if coarse else len(model.params))
     steps = _spaced(cycle, COARSE_CYCLE // len(named) if coarse else cycle)
     devices = hardware.devices
+    backward_factor = 3.0 if recompute else 2.0
+    forwards, head = _forward_seconds(hardware, model, tokens, [indices for _, indices in named])
     blocks = []
-    for name, indices in named:
-        params = [plan.params[index] for index in indices]
-        forward = flops.forward_seconds(indices)
-        split = 2 * sum(param.numel * param.dtype.itemsize for param in params if param.offloaded)
+    for (name, indices), forward in zip(named, forwards, strict=True):
+        params = plan.params[indices.start : indices.stop]
+        split = 2 * sum(param.weight_bytes for param in params if param.offloaded)
         blocks.append(
             Block(
                 name=name,
                 forward=forward,
-                backward=flops.backward_factor * forward + split / hardware.device_bandwidth,
-                gradient=_sent(sum(param.numel * param.dtype.itemsize for param in params), devices),
+                backward=backward_factor * forward + split / hardware.device_bandwidth,
+                gradient=_sent(sum(param.weight_bytes for param in params), devices),
                 gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
-                parts=_parts(params, devices, steps, overlap),
+                parts=_parts(params, devices, steps),
             )
         )
     own = sum(_own_elements(param) for param in plan.params if not param.streamed)
@@ -172,8 +171,8 @@ def workload_of(
         cycle=len(steps),
         update=own * DEVICE_UPDATE_BYTES / devices / hardware.device_bandwidth,
         file_window=_file_window(blocks, plan, devices),
-        head=flops.head_seconds,
-        backward_head=flops.backward_factor * flops.head_seconds,
+        head=head,
+        backward_head=backward_factor * head,
     )
 
 
@@ -193,36 +192,28 @@ def _file_window(blocks: Sequence[Block], plan: Plan, devices: int) -> int:
     return min(window, max(window * sum(flushed) // whole, _FILES_AHEAD * max(flushed, default=0)))
 
 
-class _Flops:
-    """Distributes the work of a token over the parameters.
+def _forward_seconds(
+    hardware: Hardware, model: ModelShape, tokens: int, blocks: Sequence[range]
+) -> tuple[list[float], float]:
+    """Seconds of the forward: of each block with these indices of parameters, and of its end.
 
-    A block's matrices do 2 FLOPs per element and token in the forward, its attention the share of ``flops_per_token``
-    that grows with the context. An embedding does none; one that is also the head does its work at the forward's end.
+    A block's matrices do 2 FLOPs per element and token, its attention the share of ``flops_per_token`` that grows with
+    the context. An embedding does none; one that is also the head does its work at the forward's end.
     """
 
-    def __init__(self, hardware: Hardware, model: ModelShape, tokens: int, recompute: bool) -> None:
-        shapes = [spec.shape for spec in model.params]
-        found = repeated_blocks(shapes)
-        self._repeated = range(found[0], found[2]) if found else range(len(shapes))
-        self._multiplied = [
-            spec.numel if len(spec.shape) > 1 and spec.name not in model.embeddings else 0 for spec in model.params
-        ]
-        self._speed = hardware.device_flops * hardware.utilization
-        self._tokens = tokens
-        # The forward is a third of a step's work (Kaplan et al. 2020, section 2.1: 2N of 6N FLOPs per token).
-        attention = (flops_per_token(model, model.context) - flops_per_token(model, 0)) / 3
-        self._attention = attention / len(self._repeated)
-        self.backward_factor = 3.0 if recompute else 2.0
-        self.head_seconds = self._seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
+    def seconds(flops_per_token: float) -> float:
+        return flops_per_token * tokens / (hardware.device_flops * hardware.utilization)
 
-    def forward_seconds(self, indices: Sequence[int]) -> float:
-        """Seconds of a block with these parameters."""
-        elements = sum(self._multiplied[index] for index in indices)
-        attention = self._attention * len(indices) if indices[0] in self._repeated else 0.0
-        return self._seconds(2.0 * elements + attention)
-
-    def _seconds(self, flops_per_token: float) -> float:
-        return flops_per_token * self._tokens / self._speed
+    found = repeated_blocks([spec.shape for spec in model.params])
+    repeated = range(found[0], found[2]) if found else range(len(model.params))
+    # The forward is a third of a step's work (Kaplan et al. 2020, section 2.1: 2N of 6N FLOPs per token).
+    attention = (flops_per_token(model, model.context) - flops_per_token(model, 0)) / 3 / len(repeated)
+    times = []
+    for indices in blocks:
+        specs = model.params[indices.start : indices.stop]
+        elements = sum(spec.numel for spec in specs if len(spec.shape) > 1 and spec.name not in model.embeddings)
+        times.append(seconds(2.0 * elements + (attention * len(indices) if indices[0] in repeated else 0.0)))
+    return times, seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
 
 
 def _named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
@@ -253,11 +244,11 @@ def _sent(size: int, devices: int) -> int:
     return size * (devices - 1) // devices
 
 
-def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int], overlap: bool) -> tuple[Part, ...]:
+def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int]) -> tuple[Part, ...]:
     alike: dict[tuple[bool, int], list[ParamPlan]] = {}
     for param in params:
         if param.offloaded and param.deferred:
-            alike.setdefault((param.blocking or not overlap, param.staleness), []).append(param)
+            alike.setdefault((param.blocking, param.staleness), []).append(param)
     return tuple(
         Part(
             blocking=blocking,
@@ -285,19 +276,15 @@ def _flushed(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWin
     flushing = _flushing(params, step)
     if not flushing:
         return None
-    host = upload = file = 0
-    for param in flushing:
-        host += param.update_bytes(param.interval) // devices
-        upload += param.upload_bytes // devices
-        file += param.file_bytes // devices
-    return FlushedWindow(host=host, upload=upload, file=file, params=tuple(param.name for param in flushing))
+    return FlushedWindow(
+        host=sum(param.update_bytes(param.interval) // devices for param in flushing),
+        upload=sum(param.upload_bytes // devices for param in flushing),
+        file=sum(param.file_bytes // devices for param in flushing),
+        params=tuple(param.name for param in flushing),
+    )
 
 
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
-    members: dict[int | None, list[ParamPlan]] = {}
-    for param in plan.params:
-        if param.streamed:
-            members.setdefault(param.subgroup, []).append(param)
     share = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
     return tuple(
         Subgroup(
@@ -305,5 +292,5 @@ def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
             state=sum(param.whole_state_bytes for param in params) // hardware.devices,
             update=sum(param.numel for param in params) * share,
         )
-        for number, params in members.items()
+        for number, params in plan.streamed_subgroups.items()
     )

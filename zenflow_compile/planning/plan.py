@@ -5,13 +5,13 @@ A plan is made before training and never changes a placement; passes and runtime
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.dtypes import FLOAT32
-from zenflow_compile.planning.slice_groups import group_count
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,12 @@ copied."""
 STREAM_BUFFERS = 3
 """Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""
 
+MOST_GROUPS = 16
+"""Groups of a parameter with many slices, and so the most ranks that can share it evenly."""
+
+SELECTED_PER_GROUP = 4
+"""Fewest slices that a group selects, and fewest that it defers; smaller parameters have fewer groups."""
+
 FILE_WINDOW_BYTES = 64 << 20
 """Smallest default of the host memory that caches state in files. The state of two small matrices is too little: the
 step would wait for every read."""
@@ -46,6 +52,24 @@ def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
     """
     largest = max(sizes, default=0)
     return min(max(2 * largest, FILE_WINDOW_BYTES) if given is None else max(given, largest), sum(sizes))
+
+
+def group_count(slices: int, k: int) -> int:
+    """Number of groups that a parameter's slices are selected in, a power of two: slice ``i`` is in ``i % groups``.
+
+    A group's selection depends on its own scores alone. So several ranks can share the groups of a parameter, select
+    without communication, and select the same slices as one rank. Any power-of-two number of ranks up to the number of
+    groups divides them evenly.
+
+    Args:
+        slices: slices of the parameter.
+        k: selected slices. Group ``g`` selects ``k // groups`` of them, one more if ``g < k % groups``. The first
+            ``k`` slices, which are selected before there are scores, are divided in the same way.
+    """
+    groups = MOST_GROUPS
+    while groups > 1 and min(k, slices - k) < SELECTED_PER_GROUP * groups:
+        groups //= 2
+    return groups
 
 
 class Placement(StrEnum):
@@ -128,10 +152,12 @@ class ParamPlan:
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameter itself."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def gradient_buffers(self) -> int:
@@ -200,17 +226,21 @@ class ParamPlan:
         return self.deferred_numel * STATE_BYTES if self.in_file else 0
 
     @property
+    def host_state_bytes(self) -> int:
+        """fp32 state in host memory, without the cache of files."""
+        if self.streamed:
+            return self.whole_state_bytes
+        return self.deferred_numel * STATE_BYTES if self.offloaded and not self.in_file else 0
+
+    @property
     def host_bytes(self) -> int:
         """Host memory: fp32 state, gradient buffers and upload buffers of the ``deferred`` slices.
 
         State in a file is not counted: all parameters share its cache.
         """
-        if self.streamed:
-            return self.whole_state_bytes
         if not self.offloaded:
-            return 0
-        per_element = (0 if self.in_file else STATE_BYTES) + self.uploads * self.dtype.itemsize
-        return self.deferred_numel * per_element + self.gradient_buffers * self.buffer_bytes
+            return self.host_state_bytes
+        return self.host_state_bytes + self.uploads * self.upload_bytes + self.gradient_buffers * self.buffer_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -240,6 +270,20 @@ class Plan:
     params: tuple[ParamPlan, ...]
     host_window_bytes: int | None = None
     adaptive: bool = False
+
+    @property
+    def streamed_subgroups(self) -> dict[int | None, list[ParamPlan]]:
+        """Parameters whose state is streamed through the device together, by the number of their subgroup."""
+        subgroups: dict[int | None, list[ParamPlan]] = {}
+        for param in self.params:
+            if param.streamed:
+                subgroups.setdefault(param.subgroup, []).append(param)
+        return subgroups
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(param.weight_bytes for param in self.params)
 
     @property
     def host_bytes(self) -> int:

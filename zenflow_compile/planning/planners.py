@@ -6,6 +6,7 @@ plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ LARGEST_SUB_GROUP = 100_000_000
 STRIDES = 4
 """A smaller model is divided into this many times ``update_stride`` subgroups, as far as its parameters allow."""
 
+_Plans = Sequence[ParamPlan]
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
@@ -45,10 +48,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def stride_weight_bytes(params: Sequence[ParamSpec | ParamPlan]) -> int:
@@ -77,31 +77,39 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
-    new = _PLANNERS[options.policy](specs, len(plan.params), options)
+    resident = [
+        ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
+        for index, spec in enumerate(specs, start=len(plan.params))
+    ]
+    pairs = zip(specs, resident, strict=True)
+    on_host = [_on_host(param) if _offloadable(spec, options) else param for spec, param in pairs]
+    new = _PLANNERS[options.policy](resident, on_host, options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    new = _with_streaming(new, subgroups, options)
+    new = _with_streaming(new, resident, subgroups, options)
     return replace(plan, params=(*plan.params, *_with_phases(plan.params, new)))
 
 
-def _plan_resident(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
-    return [_on_device(spec, first + offset) for offset, spec in enumerate(specs)]
+# Planners take every new parameter two times: resident, and with all of its state on the host if it is offloadable.
 
 
-def _plan_zero_offload(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
-    return [_on_host(spec, first + offset, options) for offset, spec in enumerate(specs)]
+def _plan_resident(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
+    return resident
 
 
-def _plan_zero_infinity(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
-    plans = _plan_zero_offload(specs, first, options)
-    return [replace(p, placement=Placement.FILE, in_file=True) if p.offloaded else p for p in plans]
+def _plan_zero_offload(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
+    return on_host
 
 
-def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
+def _plan_zero_infinity(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
+    return [replace(plan, placement=Placement.FILE, in_file=True) if plan.offloaded else plan for plan in on_host]
+
+
+def _plan_twinflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
     """The last ``1 - ratio`` of all elements are resident; the parameter at the cut is split by slices.
 
     The device's share is updated last, while the host updates its own (Deep Optimizer States, section 4.1).
     """
-    plans = _plan_zero_offload(specs, first, options)
+    plans = list(on_host)
     total = sum(plan.numel for plan in plans)
     left = round((1.0 - options.ratio) * total) - sum(plan.numel for plan in plans if not plan.offloaded)
     for offset in reversed(range(len(plans))):
@@ -109,19 +117,15 @@ def _plan_twinflow(specs: Sequence[ParamSpec], first: int, options: Options) -> 
         if not plan.offloaded or left <= 0:
             continue
         if plan.numel <= left:
-            plans[offset] = _on_device(specs[offset], first + offset)
+            plans[offset] = resident[offset]
         elif k := left // plan.length:
             plans[offset] = replace(plan, placement=Placement.SPLIT_COLUMNS, k=k, fixed=True)
         left -= plan.numel
     return plans
 
 
-def _with_streaming(plans: list[ParamPlan], subgroup: int, options: Options) -> list[ParamPlan]:
-    """Group the offloaded parameters into subgroups, and stream every ``stride``-th of them.
-
-    Args:
-        subgroup: number of the first subgroup.
-    """
+def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Options) -> _Plans:
+    """Group the offloaded parameters into subgroups, numbered from ``subgroup`` on; stream every ``stride``-th."""
     if options.stride is None:
         return plans
     size = options.sub_group_size
@@ -129,52 +133,42 @@ def _with_streaming(plans: list[ParamPlan], subgroup: int, options: Options) -> 
         counted = sum(plan.numel for plan in plans if plan.offloaded and not plan.fixed)
         size = min(LARGEST_SUB_GROUP, counted // (STRIDES * options.stride))
     elements = 0
-    grouped = []
-    for plan in plans:
+    grouped = list(plans)
+    for offset, plan in enumerate(plans):
         if not plan.offloaded or plan.fixed:
-            grouped.append(plan)
             continue
         if elements and elements + plan.numel > size:
             subgroup, elements = subgroup + 1, 0
         elements += plan.numel
-        on_device = subgroup % options.stride == options.stride - 1
-        grouped.append(replace(_streamed(plan) if on_device else plan, subgroup=subgroup))
+        if subgroup % options.stride == options.stride - 1:
+            plan = replace(resident[offset], placement=Placement.HOST_STREAMED)
+        grouped[offset] = replace(plan, subgroup=subgroup)
     return grouped
 
 
-def _streamed(plan: ParamPlan) -> ParamPlan:
-    return ParamPlan(
-        index=plan.index,
-        name=plan.name,
-        shape=plan.shape,
-        dtype=plan.dtype,
-        placement=Placement.HOST_STREAMED,
-    )
-
-
-def _plan_zenflow(specs: Sequence[ParamSpec], first: int, options: Options) -> list[ParamPlan]:
-    kept = _kept_resident(specs, options) if first == 0 else frozenset[int]()
+def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
+    extends = bool(on_host) and on_host[0].index > 0
+    kept = set[int]() if extends else _kept_resident(on_host, options)
     plans = []
-    for offset, spec in enumerate(specs):
-        if offset in kept or not _offloadable(spec, options):
-            plans.append(_on_device(spec, first + offset))
+    for offset, plan in enumerate(on_host):
+        if offset in kept or not plan.offloaded:
+            plans.append(resident[offset])
             continue
+        k = _selection_size(plan.slices, options.topk_ratio)
         plans.append(
-            _split(
-                spec,
-                first + offset,
-                Placement.SPLIT_COLUMNS,
-                k=_selection_size(max(_two_dimensional(spec)), options.topk_ratio),
+            replace(
+                plan,
+                placement=Placement.SPLIT_COLUMNS,
+                k=k,
                 interval=options.longest_window,
                 staleness=options.staleness,
                 blocking=not options.overlap_step,
+                in_file=options.offload_device == "nvme" and k < plan.slices,
                 # A window of one step has nothing to sum.
                 summed=options.accumulate_on_device and options.longest_window > 1,
                 compressed=options.gradient_compression is not None,
             )
         )
-    if options.offload_device == "nvme":
-        return [replace(plan, in_file=plan.offloaded and plan.deferred > 0) for plan in plans]
     return plans
 
 
@@ -188,53 +182,15 @@ _PLANNERS = {
 }
 
 
-def _on_host(spec: ParamSpec, index: int, options: Options) -> ParamPlan:
-    if not _offloadable(spec, options):
-        return _on_device(spec, index)
-    return _split(spec, index, Placement.HOST, k=0, interval=1, staleness=0, blocking=True)
-
-
-def _on_device(spec: ParamSpec, index: int) -> ParamPlan:
-    return ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
-
-
-def _split(
-    spec: ParamSpec,
-    index: int,
-    placement: Placement,
-    *,
-    k: int,
-    interval: int,
-    staleness: int,
-    blocking: bool,
-    summed: bool = False,
-    compressed: bool = False,
-) -> ParamPlan:
-    rows, columns = _two_dimensional(spec)
+def _on_host(plan: ParamPlan) -> ParamPlan:
+    """A resident parameter with all of its state on the host."""
+    rows, columns = plan.shape[0], plan.numel // plan.shape[0]
     # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, those of down-projections a little in
     # columns (the project's convergence study): always the longer side, which also gives the finer choice. Square
     # matrices use rows: gradients of queries, keys and values concentrate there, and rows are contiguous.
     dim = 0 if rows >= columns else 1
-    return ParamPlan(
-        index=index,
-        name=spec.name,
-        shape=spec.shape,
-        dtype=spec.dtype,
-        placement=placement,
-        dim=dim,
-        slices=max(rows, columns),
-        length=min(rows, columns),
-        k=k,
-        interval=interval,
-        staleness=staleness,
-        blocking=blocking,
-        summed=summed,
-        compressed=compressed,
-    )
-
-
-def _two_dimensional(spec: ParamSpec) -> tuple[int, int]:
-    return spec.shape[0], spec.numel // spec.shape[0]
+    slices, length = max(rows, columns), min(rows, columns)
+    return replace(plan, placement=Placement.HOST, dim=dim, slices=slices, length=length, blocking=True)
 
 
 def _selection_size(slices: int, topk_ratio: float) -> int:
@@ -253,47 +209,47 @@ def _offloadable(spec: ParamSpec, options: Options) -> bool:
     )
 
 
-def _kept_resident(specs: Sequence[ParamSpec], options: Options) -> set[int]:
+def _kept_resident(plans: _Plans, options: Options) -> set[int]:
     """Indices of resident parameters: those without slack, then others in forward order, as memory allows."""
-    kept = _without_slack(specs, options.device_share)
+    kept = _without_slack(plans, options.device_share)
     spare = options.spare_device_bytes
-    for index, spec in enumerate(specs):
-        if index not in kept and _offloadable(spec, options):
-            spare -= _on_device(spec, index).device_bytes
+    for index, plan in enumerate(plans):
+        if index not in kept and plan.offloaded:
+            spare -= plan.whole_state_bytes
             if spare < 0:
                 break
             kept.add(index)
     return kept
 
 
-def _without_slack(specs: Sequence[ParamSpec], device_share: float) -> set[int]:
+def _without_slack(plans: _Plans, device_share: float) -> set[int]:
     """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements.
 
     In order: first block, the parameters before it (embeddings), the parameters after the last block (head). This is
     the order of the measured damage from late updates (the project's convergence study).
     """
-    blocks = repeated_blocks([spec.shape for spec in specs])
+    blocks = repeated_blocks([plan.shape for plan in plans])
     if blocks is None:
         return set()
     start, period, stop = blocks
-    budget = device_share * sum(spec.numel for spec in specs)
+    budget = device_share * sum(plan.numel for plan in plans)
     kept: set[int] = set()
-    for part in (range(start, start + period), range(start), range(stop, len(specs))):
-        size = sum(specs[index].numel for index in part)
+    for part in (range(start, start + period), range(start), range(stop, len(plans))):
+        size = sum(plans[index].numel for index in part)
         if size <= budget:
             kept.update(part)
             budget -= size
     return kept
 
 
-def _with_phases(existing: Sequence[ParamPlan], new: Sequence[ParamPlan]) -> list[ParamPlan]:
+def _with_phases(existing: _Plans, new: _Plans) -> _Plans:
     """Give every new update window the phase with the fewest bytes so far, largest parameters first.
 
     The bytes flushed per step then differ by at most the largest parameter (list scheduling).
     """
     interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
     if interval == 1:
-        return list(new)
+        return new
     load = [0] * interval
     for plan in existing:
         if plan.offloaded:

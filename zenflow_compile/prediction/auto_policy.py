@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,66 +27,40 @@ WORTH_IT = 0.01
 _FILLED = 0.9  # share of the free device memory: estimates may be too low
 
 
-def resolve_stride(options: Options, hardware: Hardware, *, weight_bytes: int) -> Options:
+def resolve_stride(options: Options, hardware: Hardware, specs: Sequence[ParamSpec]) -> Options:
     """``options`` with a number for an ``update_stride`` that comes from the performance model.
 
     Deep Optimizer States' Equation 1, with the workers that the host has by default. The host's single pass over an
     update window of S steps counts as S updates: the device would update, and stream the state, in each of those steps.
     So mixtures with ``zenflow`` stream less than a blocking policy would.
-
-    Args:
-        weight_bytes: of a weight and a gradient: the model's ``stride_weight_bytes``.
     """
     if not options.measures_stride:
         return options
     from zenflow_compile.performance import performance_model  # imports sympy, which takes a third of a second
 
+    weight_bytes = stride_weight_bytes(specs)
     rates = performance_model.stride_rates(hardware, weight_bytes=weight_bytes, window=options.longest_window)
     ratio = performance_model.update_stride(**rates)
     return replace(options, update_stride=performance_model.stride_of(ratio))
 
 
-def choose(
-    specs: Sequence[ParamSpec],
-    options: Options,
-    hardware: Hardware,
-    *,
-    tokens: int,
-    model: ModelShape | None = None,
-    device_bytes: float | None = None,
-    host_bytes: float | None = None,
-    in_backward: bool = False,
-) -> Options:
+def choose(scenario: Scenario) -> Options:
     """The options of the fastest plan that fits, by simulation. Options that its policy does not read stay.
 
     Candidates are all policies, and the mixtures of ``zenflow`` with streamed state, with resident parameters and,
-    given ``nvme_path``, with files. Options that steer convergence stay as they are.
-
-    Args:
-        specs: of the parameters, in forward order.
-        options: of the user; ``policy``, ``offload_device`` and ``spare_device_bytes`` are not read.
-        hardware: the node.
-        tokens: per device and step.
-        model: gives the work of forward and backward; None takes it from ``specs``, without attention.
-        device_bytes: memory of a device for all of training, host_bytes: of the node; None takes the hardware's.
-        in_backward: as in ``Scenario``.
+    given ``nvme_path``, with files. Options that steer convergence stay as they are; ``policy``, ``offload_device``
+    and ``spare_device_bytes`` are not read.
 
     Raises:
         ValueError: no policy fits.
     """
-    hardware = replace(
-        hardware,
-        device_bytes=hardware.device_bytes if device_bytes is None else device_bytes,
-        host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
-    )
-    model = model or shape_of(specs)
-    found = compare(Scenario(model=model, hardware=hardware, tokens=tokens, options=options, in_backward=in_backward))
+    found = compare(scenario)
     if (best := recommended(found)) is not None:
-        return _with_unread(Options.from_keywords(**best.options), options)
+        return _with_unread(Options.from_keywords(**best.options), scenario.options)
     near = min(found, key=lambda each: each.missing_bytes)
     lacks = " and ".join(f"{size / 1e9:.3g} GB of {memory} memory" for memory, size in near.shortages.items())
     raise ValueError(
-        f"no policy fits {hardware.name!r}: {near.title} comes nearest and lacks {lacks}; use fewer tokens "
+        f"no policy fits {scenario.hardware.name!r}: {near.title} comes nearest and lacks {lacks}; use fewer tokens "
         "per step, recompute activations, give nvme_path for state in files, or take a smaller model"
     )
 
@@ -116,23 +91,17 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast | None:
 def _candidates(scenario: Scenario) -> Iterator[tuple[str, list[Options]]]:
     """Policies and mixtures with the settings to try. The user's stride is for those that stream."""
     options, hardware = scenario.options, scenario.hardware
-    weight_bytes = stride_weight_bytes(scenario.model.params)
     plain = _plain(options)
 
     def of(policy: str, **changes: Any) -> Options:
-        return resolve_stride(replace(plain, policy=policy, **changes), hardware, weight_bytes=weight_bytes)
+        return resolve_stride(replace(plain, policy=policy, **changes), hardware, scenario.model.params)
 
     ratios = RATIOS if options.ratio == 1.0 else (options.ratio,)
     yield "resident", [of("resident")]
     yield "twinflow", [of("twinflow", ratio=ratio) for ratio in ratios]
     yield "zero_offload", [of("zero_offload")]
-    yield (
-        "deep_optimizer_states",
-        [
-            of("deep_optimizer_states", ratio=ratio, update_stride=options.update_stride)
-            for ratio in sorted({*ratios, 1.0})
-        ],
-    )
+    streaming = partial(of, "deep_optimizer_states", update_stride=options.update_stride)
+    yield "deep_optimizer_states", [streaming(ratio=ratio) for ratio in sorted({*ratios, 1.0})]
     zenflow = of("zenflow")
     yield "zenflow", [zenflow]
     if spare := _spare_bytes(zenflow, scenario):

@@ -109,12 +109,11 @@ def forecast(options: Options, scenario: Scenario, *, label: str | None = None) 
         scenario.model,
         tokens=scenario.tokens,
         final_at_step=scenario.final_at_step(options),
-        overlap=options.overlap_step,
         recompute=scenario.recompute,
         workers=options.workers,
     )
     needed = needs(options, scenario)
-    size = sum(param.numel * param.dtype.itemsize for param in plan.params) / hardware.devices or 1.0
+    size = plan.model_bytes / hardware.devices or 1.0
     tokens = scenario.tokens * hardware.devices
     rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time
     return Forecast(

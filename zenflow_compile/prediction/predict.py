@@ -10,7 +10,6 @@ from typing import Any
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape
-from zenflow_compile.planning.planners import stride_weight_bytes
 from zenflow_compile.prediction.auto_policy import compare, recommended, resolve_stride
 from zenflow_compile.prediction.forecast import Forecast, forecast, node_plan
 from zenflow_compile.prediction.scenario import SOME_DISK, Scenario, scenario_of
@@ -181,8 +180,7 @@ def predict(scenario: Scenario) -> Prediction:
 
 
 def _resolved(scenario: Scenario) -> Options:
-    weight_bytes = stride_weight_bytes(scenario.model.params)
-    return resolve_stride(scenario.options, scenario.hardware, weight_bytes=weight_bytes)
+    return resolve_stride(scenario.options, scenario.hardware, scenario.model.params)
 
 
 def timeline(scenario: Scenario, options: Options, *, steps: int | None = None) -> Recording:
@@ -194,7 +192,6 @@ def timeline(scenario: Scenario, options: Options, *, steps: int | None = None) 
         tokens=scenario.tokens,
         steps=steps,
         final_at_step=scenario.final_at_step(options),
-        overlap=options.overlap_step,
         recompute=scenario.recompute,
         workers=options.workers,
     )

@@ -109,7 +109,9 @@ def scenario_of(
 def _model(model: object, dtype: torch.dtype | None) -> ModelShape:
     """A named model, even if a file has its name; else a model in a file if the argument looks like a path."""
     if isinstance(model, ModelShape):
-        return model if dtype is None else _cast(model, dtype)
+        if dtype is None:
+            return model
+        return replace(model, params=tuple(replace(spec, dtype=dtype) for spec in model.params))
     if isinstance(model, Path):
         return model_config.from_config(model, dtype=dtype)
     if isinstance(model, str):
@@ -123,10 +125,6 @@ def _model(model: object, dtype: torch.dtype | None) -> ModelShape:
         f"model={model!r} must be a name, the path of a config.json, a number of parameters, or a ModelShape; it is of "
         f"type {type(model).__name__}"
     )
-
-
-def _cast(model: ModelShape, dtype: torch.dtype) -> ModelShape:
-    return replace(model, params=tuple(replace(spec, dtype=dtype) for spec in model.params))
 
 
 def _sequence(sequence: int | None, tokens: int, model: ModelShape) -> int:

@@ -99,7 +99,7 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
         "cat": event.lane,
         "pid": pid,
         "tid": tid,
-        "ts": _us(event.start_ns, origin),
+        "ts": (event.start_ns - origin) / _NS_PER_US,
     }
     if event.lane in (WINDOWS, GRADIENTS):
         return common | {"ph": "i", "s": "t", "args": args}
@@ -120,10 +120,6 @@ def _bytes_in_flight(lane: str, events: list[Event], pid: int, origin: int) -> I
             "name": f"{lane} bytes in flight",
             "pid": pid,
             "tid": 0,
-            "ts": _us(moment, origin),
+            "ts": (moment - origin) / _NS_PER_US,
             "args": {"bytes": now},
         }
-
-
-def _us(moment_ns: int, origin_ns: int) -> float:
-    return (moment_ns - origin_ns) / _NS_PER_US

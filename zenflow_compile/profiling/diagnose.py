@@ -7,7 +7,7 @@ latency: the first layers have no slack, or flushes start late.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zenflow_compile.profiling.summary import Summary
 
@@ -34,12 +34,12 @@ def diagnose(summary: Summary) -> str:
             f"The step waits for its host update by design (policy {summary['policy']}), {waits}; "
             f"{remedy} would let it run during the next forward."
         )
-    lane, ratio = max(_demands(summary), key=lambda demand: demand[1], default=("", 0.0))
+    sentence, ratio = max(_demands(summary), key=lambda demand: demand[1])
     early = (summary["stall_early_share"] or 0.0) >= _MOSTLY
     # The earliest use is served first. So an overloaded lane makes the whole forward wait; waits only in the first
     # layers are a matter of latency, unless the lane is far overloaded.
     if ratio >= (_FAR_TOO_MUCH if early else 1.0):
-        return _LANE_SENTENCES[lane](summary, waits)
+        return sentence(summary, waits)
     where = _names(tuple(summary["stall_by_param"])[:2])
     if early:
         return (
@@ -89,22 +89,22 @@ def _no_stall(summary: Summary, step_ms: float) -> str:
     return f"{sentence}; no offloading option would make it faster."
 
 
-def _demands(summary: Summary) -> list[tuple[str, float]]:
-    """The time that each lane needs per step over the time it has; 1 and above does not fit.
+def _demands(summary: Summary) -> list[tuple[Callable[[Summary, str], str], float]]:
+    """Each lane's sentence, and the time that it needs per step over the time it has; 1 and above does not fit.
 
     Host updates and uploads have the next forward, gradient copies the backward. Where those are not recorded, a lane
     that is nearly always busy counts as full.
     """
-    demands = []
-    for lane, needed_ms, available_ms, busy_share in (
-        ("worker", _per_worker_ms(summary), summary["forward_ms_per_step"], summary["worker_busy_share"]),
-        ("D2H", summary["d2h_ms_per_step"], summary["backward_ms_per_step"], summary["d2h_busy_share"]),
-        ("H2D", summary["h2d_ms_per_step"], summary["forward_ms_per_step"], summary["h2d_busy_share"]),
+    demands: list[tuple[Callable[[Summary, str], str], float]] = []
+    for sentence, needed_ms, available_ms, busy_share in (
+        (_worker_sentence, _per_worker_ms(summary), summary["forward_ms_per_step"], summary["worker_busy_share"]),
+        (_d2h_sentence, summary["d2h_ms_per_step"], summary["backward_ms_per_step"], summary["d2h_busy_share"]),
+        (_h2d_sentence, summary["h2d_ms_per_step"], summary["forward_ms_per_step"], summary["h2d_busy_share"]),
     ):
         ratio = needed_ms / available_ms if needed_ms and available_ms else 0.0
         if (busy_share or 0.0) >= _SATURATED:
             ratio = max(ratio, _FAR_TOO_MUCH)
-        demands.append((lane, ratio))
+        demands.append((sentence, ratio))
     return demands
 
 
@@ -139,9 +139,6 @@ def _h2d_sentence(summary: Summary, waits: str) -> str:
         f"Copies from host to device limit this run ({copies}), {waits}; raise update_interval from "
         f"{interval} to {2 * interval}, so that uploads come less often."
     )
-
-
-_LANE_SENTENCES = {"worker": _worker_sentence, "D2H": _d2h_sentence, "H2D": _h2d_sentence}
 
 
 def _copies(busy_ms: float | None, gb_per_s: float | None) -> str:

@@ -52,22 +52,15 @@ _COMPUTE_MARKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the picture: a label and its cells."""
-
-    label: str
-    cells: tuple[Mark, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Gantt:
-    """The picture: a ruler of step numbers, a row per lane, and the time from the first step's start to the last's end.
+    """The picture: a ruler of step numbers, the cells of each lane, and the time from the first step's start to the
+    last's end.
 
     ``evaluation_ms`` of ``span_ms`` is evaluation, which ``summary`` does not count as part of the steps.
     """
 
     ruler: str
-    rows: tuple[Row, ...]
+    rows: dict[str, tuple[Mark, ...]]
     label_width: int
     span_ms: float
     evaluation_ms: float
@@ -76,7 +69,7 @@ class Gantt:
     @property
     def marks(self) -> tuple[Mark, ...]:
         """The marks in use, for the legend."""
-        used = {cell for row in self.rows for cell in row.cells}
+        used = {cell for cells in self.rows.values() for cell in cells}
         return tuple(mark for mark in MARKS if mark in used)
 
 
@@ -96,10 +89,9 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     lanes = [COMPUTE, D2H, H2D, *recording.worker_lanes, *disk]
     label_width = max(len(lane) for lane in lanes) + 2
     cells = max(_MIN_CELLS, width - label_width)
-    rows = [Row(lane, _cells(_of_lane(recording, lane, start, end), start, end, cells)) for lane in lanes]
     return Gantt(
         ruler=_ruler(shown, start, end, cells),
-        rows=tuple(rows),
+        rows={lane: _cells(_of_lane(recording, lane, start, end), start, end, cells) for lane in lanes},
         label_width=label_width,
         span_ms=(end - start) / 1e6,
         evaluation_ms=length_ns(intersect(recording.evaluation, [(start, end)])) / 1e6,

@@ -6,54 +6,34 @@ import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Self, cast
 
-import torch
 from rich.console import Console
 
 from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.traffic import Bandwidths, traffic_of
-from zenflow_compile.planning.plan import Plan
+from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
-from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
-from zenflow_compile.timeline.events import STEP, AdaptiveWindows, Timeline, attaching_new_engines
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.timeline.events import STEP, Timeline, attaching_new_engines
 
 
-class ProfiledEngine(Protocol):
-    """The part of an engine that a profile uses."""
-
-    id: int
-    plan: Plan
-    model_bytes: int
-    timeline: Timeline | None
-    device: torch.device
-    worker_cores: tuple[int, ...]
-
-    @property
-    def adaptive_windows(self) -> AdaptiveWindows | None: ...
-
-    def synchronize(self) -> None: ...
-
-
-@dataclass(slots=True)
 class _Attachment:
     """One engine under this profile, referenced weakly: a profile must not keep a deleted model's memory."""
 
-    engine: weakref.ref[ProfiledEngine]
-    timeline: Timeline
-    replaced: Timeline | None
-    plan: Plan
-    model_bytes: int
-    adaptive_windows: AdaptiveWindows | None
-    device: torch.device
-    worker_cores: tuple[int, ...]
+    def __init__(self, engine: Engine, timeline: Timeline) -> None:
+        self.engine = weakref.ref(engine)
+        self.timeline = timeline
+        self.replaced = engine.timeline
+        self.device = engine.device
+        self.worker_cores = engine.worker_cores
+        self.refresh()
 
     def refresh(self) -> None:
         """Read the plan again: parameters may be added while the profile is on."""
@@ -80,21 +60,17 @@ class Profile:
         self._max_events = max_events
         self._attachments: dict[int, _Attachment] = {}
         self._exit: ExitStack | None = None
-        self._used = False
 
     def __enter__(self) -> Self:
-        if self._used:
+        if self._exit is not None:
             raise RuntimeError("this profile was already entered; make a new one with zf.profile()")
-        self._used = True
-        with ExitStack() as stack:
-            if self._optimizers:
-                for optimizer in self._optimizers:
-                    self.attach(getattr(optimizer, "engine", None))
-            else:
-                for engine in ops.live_engines():
-                    self.attach(engine)
-                stack.enter_context(attaching_new_engines(self.attach))
-            self._exit = stack.pop_all()
+        self._exit = ExitStack()
+        for optimizer in self._optimizers:
+            self.attach(getattr(optimizer, "engine", None))
+        if not self._optimizers:
+            for engine in ops.live_engines():
+                self.attach(engine)
+            self._exit.enter_context(attaching_new_engines(self.attach))
         return self
 
     def __exit__(
@@ -122,21 +98,11 @@ class Profile:
         """Give an engine a timeline of this profile. Of nested profiles the innermost records."""
         if not _is_engine(candidate):
             return  # a recording engine of the tests, which keeps no timeline
-        engine = cast(ProfiledEngine, candidate)
-        if engine.id in self._attachments:
-            return
-        attachment = _Attachment(
-            engine=weakref.ref(engine),
-            timeline=Timeline(max_events=self._max_events),
-            replaced=engine.timeline,
-            plan=engine.plan,
-            model_bytes=engine.model_bytes,
-            adaptive_windows=engine.adaptive_windows,
-            device=engine.device,
-            worker_cores=engine.worker_cores,
-        )
-        self._attachments[engine.id] = attachment
-        engine.timeline = attachment.timeline
+        engine = cast(Engine, candidate)
+        if engine.id not in self._attachments:
+            timeline = Timeline(max_events=self._max_events)
+            self._attachments[engine.id] = _Attachment(engine, timeline)
+            engine.timeline = timeline
 
     def recordings(self) -> list[Recording]:
         """Return one recording per optimizer that stepped, in the order of attachment."""
@@ -153,7 +119,8 @@ class Profile:
                 found.append(recording)
         if len(found) == 1:
             return found
-        return [_titled(recording, f"optimizer {i} of {len(found)}") for i, recording in enumerate(found, start=1)]
+        titles = (f"optimizer {number} of {len(found)}" for number in range(1, len(found) + 1))
+        return [dataclasses.replace(recording, title=title) for recording, title in zip(found, titles, strict=True)]
 
     def summary(self) -> Summary:
         """Return the numbers of the report; ``Summary`` defines each.
@@ -184,7 +151,7 @@ class Profile:
         """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         write_chrome_trace(self.recordings(), path)
 
-    def _attached(self) -> Iterator[tuple[_Attachment, ProfiledEngine]]:
+    def _attached(self) -> Iterator[tuple[_Attachment, Engine]]:
         """The engines that are alive and open; a closed one has applied all its updates."""
         live = {engine.id for engine in ops.live_engines()}
         for attachment in self._attachments.values():
@@ -221,27 +188,12 @@ def _is_engine(candidate: object) -> bool:
 def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
     """Measure this machine; None where memory is too full for it: the report then leaves the limits out."""
     try:
-        rates = bandwidth.rates(attachment.device, attachment.worker_cores)
+        return bandwidth.rates(attachment.device, attachment.worker_cores)
     except (RuntimeError, MemoryError):
         return None
-    return Bandwidths(host=rates.host, to_host=rates.to_host, to_device=rates.to_device)
 
 
 def _recording(attachment: _Attachment) -> Recording:
-    offloaded = [param for param in attachment.plan.params if param.offloaded]
-    elements = sum(param.numel for param in offloaded)
-    return Recording(
-        events=tuple(attachment.timeline.events()),
-        model_bytes=attachment.model_bytes,
-        policy=attachment.plan.policy,
-        update_interval=max((param.interval for param in offloaded), default=None),
-        adaptive_windows=attachment.adaptive_windows,
-        blocking=bool(offloaded) and all(param.blocking for param in offloaded),
-        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
-        norms=attachment.timeline.norm_sums(),
-        traffic=traffic_of(attachment.plan),
-    )
-
-
-def _titled(recording: Recording, title: str) -> Recording:
-    return dataclasses.replace(recording, title=title)
+    recording = recording_of(attachment.plan, attachment.timeline.events(), attachment.model_bytes)
+    norms = attachment.timeline.norm_sums()
+    return dataclasses.replace(recording, adaptive_windows=attachment.adaptive_windows, norms=norms)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from zenflow_compile.performance.traffic import Bandwidths, Traffic
+from zenflow_compile.performance.traffic import Bandwidths, Traffic, traffic_of
+from zenflow_compile.planning.plan import Plan
 from zenflow_compile.timeline.events import COMPUTE, AdaptiveWindows, Event, NormSums
 from zenflow_compile.timeline.intervals import Intervals, union
 
@@ -67,3 +69,18 @@ class Recording:
         """Lanes of the workers that have events, in numeric order."""
         lanes = {event.lane for event in self.events if event.is_worker}
         return sorted(lanes, key=lambda lane: (len(lane), lane))
+
+
+def recording_of(plan: Plan, events: Iterable[Event], model_bytes: int) -> Recording:
+    """The recording of a run with ``plan``, with all that follows from the plan."""
+    offloaded = [param for param in plan.params if param.offloaded]
+    elements = sum(param.numel for param in offloaded)
+    return Recording(
+        events=tuple(events),
+        model_bytes=model_bytes,
+        policy=plan.policy,
+        update_interval=max((param.interval for param in offloaded), default=None),
+        blocking=bool(offloaded) and all(param.blocking for param in offloaded),
+        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
+        traffic=traffic_of(plan),
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import replace
-from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -18,24 +17,6 @@ from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
 
 _NOT_MEASURED = "-"
-_Part = Literal[
-    "forward_ms_per_step",
-    "backward_ms_per_step",
-    "update_ms_per_step",
-    "merge_ms_per_step",
-    "select_ms_per_step",
-    "stall_ms_per_step",
-    "other_ms_per_step",
-]
-_PARTS: tuple[tuple[str, _Part], ...] = (
-    ("forward", "forward_ms_per_step"),
-    ("backward", "backward_ms_per_step"),
-    ("update", "update_ms_per_step"),
-    ("merge", "merge_ms_per_step"),
-    ("re-selection", "select_ms_per_step"),
-    ("stall", "stall_ms_per_step"),
-    ("other", "other_ms_per_step"),
-)  # they add up to step_ms
 _TIGHTEST = 3  # blocks in the row on slack
 _DENSE_LINES = 3
 _NARROWEST = 16  # columns of a wrapped text, however narrow the console
@@ -45,7 +26,6 @@ def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps:
     """Make the report as a rich renderable.
 
     Args:
-        recording: what to report on.
         width: columns of the picture.
         blocks: whether the output can show block characters; plain ASCII otherwise.
         steps: how many of the last steps the picture shows.
@@ -88,12 +68,12 @@ def picture(gantt: Gantt, *, blocks: bool) -> Text:
     text = Text(no_wrap=True, overflow="crop", end="")
     text.append(f"{duration_label(gantt)}\n", style="bold")
     text.append(" " * gantt.label_width + gantt.ruler.rstrip() + "\n", style="dim")
-    for row in gantt.rows:
-        text.append(row.label.ljust(gantt.label_width))
-        for mark in row.cells:
+    for lane, cells in gantt.rows.items():
+        text.append(lane.ljust(gantt.label_width))
+        for mark in cells:
             text.append(_character(mark, blocks), style=mark.style)
         text.append("\n")
-    text.append_text(_legend(gantt.marks, blocks=blocks, width=gantt.label_width + len(gantt.rows[0].cells)))
+    text.append_text(_legend(gantt.marks, blocks=blocks, width=gantt.label_width + len(gantt.ruler)))
     return text
 
 
@@ -136,10 +116,19 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = str(s["steps"])
     if s["warm_up_steps"]:
         steps += f", the first {s['warm_up_steps']} left out below (compilation)"
+    parts = (  # they add up to step_ms
+        _ms(s["forward_ms_per_step"], " forward"),
+        _ms(s["backward_ms_per_step"], " backward"),
+        _ms(s["update_ms_per_step"], " update"),
+        _ms(s["merge_ms_per_step"], " merge"),
+        _ms(s["select_ms_per_step"], " re-selection"),
+        _ms(s["stall_ms_per_step"], " stall"),
+        _ms(s["other_ms_per_step"], " other"),
+    )
     rows = [
         ("steps", steps),
         ("step time", _join(_ms(s["step_ms"], " mean"), _ms(s["step_ms_p95"], " p95"))),
-        ("parts of a step", _join(*(_ms(s[key], f" {name}") for name, key in _PARTS), separator=" + ")),
+        ("parts of a step", _join(*parts, separator=" + ")),
         *_evaluation_rows(s),
         ("stall", _share(s["stall_share"], " of the time")),
         (

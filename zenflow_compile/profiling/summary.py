@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from statistics import median
 from typing import TypedDict
 
@@ -147,13 +147,14 @@ def summarize(recording: Recording) -> Summary:
     durations_ms = [duration_ns / _NS_PER_MS for duration_ns in training_ns[warm_up:]]
     compute = _compute_kinds(events, time)
     waits = compute["wait"]
+    wait_events = [event for event in events if event.lane == COMPUTE and event.kind == "wait"]
     kinds_seen = {event.kind for event in events if event.lane == COMPUTE}
-
-    def ms_per_step(time_ns: float) -> float | None:
-        return time_ns / _NS_PER_MS / len(measured) if measured else None
 
     def per_step(amount: float) -> float | None:
         return amount / len(measured) if measured else None
+
+    def ms_per_step(time_ns: float) -> float | None:
+        return per_step(time_ns / _NS_PER_MS)
 
     def model_sizes_per_step(bytes_moved: int) -> float | None:
         return per_step(bytes_moved / recording.model_bytes) if recording.model_bytes else None
@@ -191,8 +192,8 @@ def summarize(recording: Recording) -> Summary:
         step_ms_p95=_quantile(durations_ms, 0.95) if measured else None,
         stall_ms_per_step=ms_per_step(length_ns(waits)),
         stall_share=length_ns(waits) / total_ns if total_ns else None,
-        stall_early_share=_early_share(events, measured, time, compute["forward"]),
-        stall_by_param=_stall_by_param(events, time, len(measured)),
+        stall_early_share=_early_share(wait_events, measured, time, compute["forward"]),
+        stall_by_param=_stall_by_param(wait_events, time, len(measured)),
         slack_by_block=slack_by_block(events, numbers),
         forward_ms_per_step=compute_ms("forward"),
         backward_ms_per_step=compute_ms("backward"),
@@ -229,10 +230,8 @@ def _warm_up_steps(durations_ns: list[int]) -> int:
     if len(durations_ns) < 3:
         return 0
     limit = _WARM_UP_FACTOR * median(durations_ns)
-    count = 0
-    while count < len(durations_ns) // 2 and durations_ns[count] > limit:
-        count += 1
-    return count
+    first_half = durations_ns[: len(durations_ns) // 2]
+    return len(list(takewhile(lambda duration_ns: duration_ns > limit, first_half)))
 
 
 def _compute_kinds(events: Iterable[Event], time: Intervals) -> dict[str, Intervals]:
@@ -245,7 +244,7 @@ def _compute_kinds(events: Iterable[Event], time: Intervals) -> dict[str, Interv
     return exclusive((kind, intersect(_spans(spans[kind]), time)) for kind in innermost_first)
 
 
-def _early_share(events: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals) -> float | None:
+def _early_share(waits: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals) -> float | None:
     """Share of the stall that began within the first quarter of its step's forward, by work done before."""
     starts = [start for start, _ in forward]
     done = [0, *accumulate(end - start for start, end in forward)]
@@ -259,28 +258,26 @@ def _early_share(events: Iterable[Event], steps: list[Event], time: Intervals, f
 
     step_starts = [step.start_ns for step in steps]
     early = total = 0
-    for event in events:
-        if event.lane != COMPUTE or event.kind != "wait":
-            continue
+    for event in waits:
         index = bisect_right(step_starts, event.start_ns) - 1
         if index < 0:
             continue
         step = steps[index]
         of_step = work_until(step.end_ns) - work_until(step.start_ns)
-        inside = length_ns(intersect([(event.start_ns, event.end_ns)], time))
         if not of_step:
             continue
+        inside = length_ns(intersect([(event.start_ns, event.end_ns)], time))
         total += inside
         if work_until(event.start_ns) - work_until(step.start_ns) < _EARLY * of_step:
             early += inside
     return early / total if total else None
 
 
-def _stall_by_param(events: Iterable[Event], time: Intervals, steps: int) -> dict[str, float]:
+def _stall_by_param(waits: Iterable[Event], time: Intervals, steps: int) -> dict[str, float]:
     """The parameters with the longest waits, ms per step."""
     waited_ns: Counter[str] = Counter()
-    for event in events:
-        if event.lane == COMPUTE and event.kind == "wait" and event.param:
+    for event in waits:
+        if event.param:
             waited_ns[event.param] += length_ns(intersect([(event.start_ns, event.end_ns)], time))
     longest = waited_ns.most_common(_TOP_WAITERS)
     return {param: waited / _NS_PER_MS / steps for param, waited in longest if waited}

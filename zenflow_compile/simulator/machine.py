@@ -146,8 +146,7 @@ class Machine:
     def queue_upload(self, job: Job, needed: int) -> None:
         """Queue an upload of new weights. They go up in the order of their use, also if a later job is done first.
 
-        Args:
-            needed: the step whose forward needs them first; the job's own, if the step itself waits.
+        ``needed``: the step whose forward needs them first; the job's own, if the step itself waits.
         """
         heapq.heappush(self._uploads, (needed, job))
 

@@ -12,15 +12,15 @@ long as the plan says, and nothing re-selects; launching work costs nothing; a d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape
-from zenflow_compile.performance.traffic import Bandwidths, traffic_of
+from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.performance.workload import workload_of
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.simulator.device import Device
 from zenflow_compile.simulator.machine import POOL, Row
 from zenflow_compile.simulator.steady_state import first_step, rows_of, run_until_steady, seconds_of
@@ -37,7 +37,6 @@ def simulate(
     tokens: int,
     steps: int | None = None,
     final_at_step: bool = False,
-    overlap: bool = True,
     recompute: bool = False,
     workers: int | None = None,
 ) -> Recording:
@@ -48,13 +47,11 @@ def simulate(
 
     Args:
         plan: of the parameters of ``model``, in the same order.
-        hardware: what it runs on.
         model: gives the work of forward and backward.
         tokens: per device and step.
         steps: to record; None records three cycles of update windows, at least four steps, and whole periods of the
             steady state.
         final_at_step: gradients are final only after the whole backward; else each when it is produced.
-        overlap: False makes every step wait for its host updates, as ``overlap_step=False`` does.
         recompute: activations are computed again in the backward, which costs another forward.
         workers: threads of each device that update on the host, of its share of the cores; None takes all but two.
 
@@ -67,24 +64,18 @@ def simulate(
         ValueError: a value is out of range, the plan is another model's, or ``hardware`` lacks a number.
     """
     check_integer("tokens", tokens, 1)
-    for name, value in (("final_at_step", final_at_step), ("overlap", overlap), ("recompute", recompute)):
-        check_flag(name, value)
+    check_flag("final_at_step", final_at_step)
+    check_flag("recompute", recompute)
     _check(plan, hardware, model)
-    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap)
+    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
     threads = _threads(hardware, workers)
     device = Device(work, hardware, threads, final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=recorded, whole=steps is None)
-    offloaded = [param for param in plan.params if param.offloaded]
-    elements = sum(param.numel for param in offloaded)
-    return Recording(
-        events=_events(rows_of(device, steady), threads),
-        model_bytes=sum(param.numel * param.dtype.itemsize for param in plan.params) // hardware.devices,
-        policy=plan.policy,
-        update_interval=max((param.interval for param in offloaded), default=None),
-        blocking=bool(offloaded) and all(param.blocking or not overlap for param in offloaded),
-        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
-        traffic=traffic_of(plan) if hardware.devices == 1 else None,
+    recording = recording_of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
+    return replace(
+        recording,
+        traffic=recording.traffic if hardware.devices == 1 else None,
         bandwidths=Bandwidths(
             host=min(hardware.host_bandwidth / hardware.devices, device.machine.pool_rate),
             to_host=hardware.link_to_host,
@@ -123,7 +114,6 @@ def steady_step(
     *,
     tokens: int,
     final_at_step: bool = False,
-    overlap: bool = True,
     recompute: bool = False,
     workers: int | None = None,
 ) -> SteadyStep:
@@ -135,7 +125,7 @@ def steady_step(
     share of all offloaded elements, and bytes over the link by at most 1%. All else is equal.
     """
     _check(plan, hardware, model)
-    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, overlap=overlap, coarse=True)
+    work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, coarse=True)
     device = Device(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=work.cycle, whole=True)
     rows = list(rows_of(device, steady))
@@ -165,11 +155,7 @@ def _threads(hardware: Hardware, workers: int | None) -> int:
 
 
 def _check(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
-    """Refuse a plan of another model, and hardware that lacks a rate.
-
-    Raises:
-        ValueError: see above.
-    """
+    """Raise ValueError for a plan of another model, and for hardware that lacks a rate."""
     if [param.shape for param in plan.params] != [spec.shape for spec in model.params]:
         raise ValueError(f"the plan is not one of {model.name}: parameters differ; make it from the model's own")
     hardware.check_rates(in_files=plan.file_bytes > 0)

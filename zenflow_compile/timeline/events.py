@@ -25,7 +25,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ class Timeline:
         # The times are read later: recording one of the events again (from a pool) would silently move this span.
         self._device_rows.append((lane, kind, start, end, step, param, bytes))
         if len(self._device_rows) > _DRAIN_ABOVE:
-            self._resolve(at_most=_DRAIN_BATCH, wait=False)
+            self._resolve(wait=False)
 
     def add_norms(self, step: int, selected_squared: Tensor, total_squared: Tensor) -> None:
         """Record squared gradient norms of a step: 0-d tensors, which ``norm_sums`` reads later."""
@@ -151,7 +151,7 @@ class Timeline:
 
     def events(self) -> list[Event]:
         """Return all events by start time. Waits for device events that have not finished."""
-        self._resolve(at_most=None, wait=True)
+        self._resolve(wait=True)
         rows = sorted(_snapshot(self._rows), key=lambda row: (row[2], row[3]))
         return [
             Event(lane=lane, kind=kind, start_ns=start, end_ns=end, step=step, param=param, bytes=size)
@@ -163,28 +163,23 @@ class Timeline:
         pairs = [(selected, total) for _, selected, total in _snapshot(self._norms)]
         if not pairs:
             return None
-        # One transfer per device instead of one per tensor.
-        selected = _read_scalars([pair[0] for pair in pairs])
-        total = _read_scalars([pair[1] for pair in pairs])
-        finite = [(s, t) for s, t in zip(selected, total, strict=True) if math.isfinite(s) and math.isfinite(t)]
+        import torch
+
+        # One transfer instead of one per tensor.
+        norms = [norm.detach().reshape(()).float() for pair in pairs for norm in pair]
+        values = torch.stack(norms).reshape(-1, 2).tolist()
+        finite = [(s, t) for s, t in values if math.isfinite(s) and math.isfinite(t)]
         return NormSums(math.fsum(s for s, _ in finite), math.fsum(t for _, t in finite))
 
-    def clear(self) -> None:
-        """Forget everything recorded so far."""
-        with self._reading:
-            self._device_rows.clear()
-            self._rows.clear()
-            self._norms.clear()
-
-    def _resolve(self, *, at_most: int | None, wait: bool) -> None:
-        """Turn the oldest device spans into host-clock rows; stop at an unfinished one unless ``wait``."""
+    def _resolve(self, *, wait: bool) -> None:
+        """Turn device spans into host-clock rows: all with ``wait``, else the oldest up to an unfinished one."""
         if not self._reading.acquire(blocking=wait):
             return  # another thread is reading, and a recording thread must not wait for it
         try:
             import torch
 
             references: dict[torch.device, tuple[torch.cuda.Event, int]] = {}
-            for _ in range(len(self._device_rows) if at_most is None else at_most):
+            for _ in range(len(self._device_rows) if wait else _DRAIN_BATCH):
                 lane, kind, start, end, step, param, size = self._device_rows[0]
                 if wait:
                     end.synchronize()
@@ -240,18 +235,3 @@ def _snapshot(rows: deque[_T]) -> list[_T]:
             return list(rows)
         except RuntimeError:  # another thread appended meanwhile: recording takes no lock, so the reader retries
             continue
-
-
-def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
-    """Read one-element tensors, which may live on several devices, in order."""
-    import torch
-
-    values = [0.0] * len(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(position)
-    for positions in by_device.values():
-        stacked = torch.stack([tensors[position].detach().reshape(()).float() for position in positions])
-        for position, value in zip(positions, stacked.tolist(), strict=True):
-            values[position] = value
-    return values

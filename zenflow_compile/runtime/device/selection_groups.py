@@ -1,4 +1,4 @@
-"""Selects slices inside groups: slice ``i`` belongs to group ``i % groups`` (``planning/slice_groups.py``).
+"""Selects slices inside groups: slice ``i`` belongs to group ``i % groups`` (``planning/plan.py``).
 
 The same few operators handle all groups, without synchronizing with the device. Scores are arranged as
 ``[ceil(slices / groups), groups]``, one column per group; the last row is padded.
