@@ -18,7 +18,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -271,23 +272,12 @@ class NvmeCache:
 
     def _read_chunks(self) -> None:
         while (chunk := self._next(self._readers, self._next_to_read)) is not None:
-            memory = self._memory[chunk.begin : chunk.begin + chunk.size]
-            error: BaseException | None = None
-            try:
+            with self._moving(chunk, "read") as memory:
                 if chunk.checksum is None:
                     memory.zero_()
                 else:
                     self._read(chunk, memory)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                if error is None:
-                    chunk.tensors = state_in(memory, chunk.plan)
-                    chunk.state = ChunkState.CACHED
-                else:
-                    self._lose(chunk, "read", error)
-                self._readers.notify_all()
-                self._users.notify_all()
+                chunk.tensors = state_in(memory, chunk.plan)
 
     def _read(self, chunk: Chunk, memory: Tensor) -> None:
         begin = time.perf_counter_ns()
@@ -301,21 +291,26 @@ class NvmeCache:
 
     def _write_chunks(self) -> None:
         while (chunk := self._next(self._writers, self._next_to_write)) is not None:
-            memory = self._memory[chunk.begin : chunk.begin + chunk.size]
-            error: BaseException | None = None
-            begin = time.perf_counter_ns()
-            try:
+            with self._moving(chunk, "written") as memory:
+                begin = time.perf_counter_ns()
                 chunk.checksum = chunk.file.write(chunk.offset, memory_of(memory))
                 self._record("write", begin, chunk)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                if error is None:
-                    chunk.state = ChunkState.CACHED
-                else:
-                    self._lose(chunk, "written", error)
-                self._readers.notify_all()
-                self._users.notify_all()
+
+    @contextmanager
+    def _moving(self, chunk: Chunk, moved: str) -> Iterator[Tensor]:
+        """Give the memory of a chunk that is read or written, u8[size]. Afterwards the chunk is cached, or lost."""
+        error: BaseException | None = None
+        try:
+            yield self._memory[chunk.begin : chunk.begin + chunk.size]
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            if error is None:
+                chunk.state = ChunkState.CACHED
+            else:
+                self._lose(chunk, moved, error)
+            self._readers.notify_all()
+            self._users.notify_all()
 
     def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
         """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
