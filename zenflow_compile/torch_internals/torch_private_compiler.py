@@ -204,18 +204,6 @@ def backend_of(callback: Any) -> str:
     return getattr(innermost_backend(callback), "compiler_name", "") if callable(callback) else ""
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
-    """Keep Dynamo from compiling ``function`` where eager code calls it; functions that it calls are still compiled.
-
-    Calls that Dynamo traces are not affected. Seen in torch 2.11 and 2.13.
-    """
-    from torch._C._dynamo import eval_frame
-
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-
-
 def forget_graphs_of_others(backend: str) -> None:
     """Have Dynamo trace graphs of other backends again if they read parameters of modules.
 
@@ -241,24 +229,19 @@ def forget_graphs_of_others(backend: str) -> None:
                 guards.extra_state.invalidate(guards.cache_entry, deleted)
 
 
-def active_ddp(call: CompileCall) -> bool:
-    """Whether the frame being compiled runs inside DistributedDataParallel. Seen in torch 2.11 and 2.13."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.nn.parallel import DistributedDataParallel
+def inside_ddp(call: CompileCall | None) -> bool:
+    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.11 and 2.13.
 
-    candidates = (call.module, *call.local_scope.values())
-    return in_ddp_forward() or any(isinstance(value, DistributedDataParallel) for value in candidates)
-
-
-def in_ddp_forward() -> bool:
-    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.13."""
+    Args:
+        call: the compilation that is under way, whose frame may have such a module; None where a compiled graph runs.
+    """
     if not torch.distributed.is_available():
         return False
     from torch.nn.parallel import DistributedDataParallel
 
     ddp: Any = DistributedDataParallel
-    return ddp._active_ddp_module is not None
+    candidates = () if call is None else (call.module, *call.local_scope.values())
+    return ddp._active_ddp_module is not None or any(isinstance(value, ddp) for value in candidates)
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
