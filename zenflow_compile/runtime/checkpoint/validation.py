@@ -89,7 +89,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         if key not in index_by_key:
             whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
         entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
-    if any(_cast_by_adamw(entry) for entry in entries.values()):
+    # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
+    if any(isinstance(plan := entry.get("plan"), Tensor) and plan.is_floating_point() for entry in entries.values()):
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
@@ -161,12 +162,6 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 
 
 # States of torch.optim.AdamW.
-
-
-def _cast_by_adamw(entry: Mapping[str, Any]) -> bool:
-    """Whether torch.optim.AdamW loaded and saved a state of ours: it casts all entries to the parameter's dtype."""
-    plan = entry.get("plan")
-    return isinstance(plan, Tensor) and plan.is_floating_point()
 
 
 def _adamw_entries(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
