@@ -97,7 +97,6 @@ class ServedGraph:
             if isinstance(value, Tensor) and (isinstance(value, nn.Parameter) or value.requires_grad)
         )
         self._variants: dict[tuple[object, ...], Variant] = {}
-        self._compile_id = private.compile_call().compile_id
 
     def __call__(self, *args: Any) -> Any:
         variant = self._variants.get(self._owners(args))
@@ -129,7 +128,7 @@ class ServedGraph:
             gm: Dynamo's own graph while Dynamo compiles, so that it gets the guards of this compilation; else None.
         """
         options = self._options
-        rewrite = rewriter(owned, self._compile_id) if owned else None
+        rewrite = rewriter(owned, self._captured.compile_id) if owned else None
 
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if options.inner == "eager":

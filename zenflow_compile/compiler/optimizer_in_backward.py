@@ -28,9 +28,6 @@ class Keeper:
 
     optimizer: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Keeper:
-        return Keeper()
-
     def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
         return Keeper, ()
 

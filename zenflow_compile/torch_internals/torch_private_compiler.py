@@ -27,14 +27,12 @@ class CompileCall:
         module: the module that was compiled; None when a plain function was.
         local_scope: local variables of the frame that the graph was captured from.
         global_scope: its global variables.
-        compile_id: Dynamo's ``"frame/recompilation"``; empty while the graph runs.
     """
 
     wrapper: Any = None
     module: torch.nn.Module | None = None
     local_scope: Mapping[str, Any] = field(default_factory=dict)
     global_scope: Mapping[str, Any] = field(default_factory=dict)
-    compile_id: str = ""
 
 
 def compile_call() -> CompileCall:
@@ -54,16 +52,13 @@ def compile_call() -> CompileCall:
     ``OptimizeContext`` is ``self`` of the wrapper that ``torch.compile`` made. It compiles a function, whose ``self``
     may be a module, or is called by the ``OptimizedModule`` that stands for one. Seen in torch 2.11 and 2.13.
     """
-    from torch._guards import CompileContext
-
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
     call, end = _compile_call_of(frames)
-    context: Any = CompileContext.try_get()
-    return CompileCall(**call, **_dynamo_scopes(frames[:end]), compile_id=str(context.compile_id) if context else "")
+    return CompileCall(**call, **_dynamo_scopes(frames[:end]))
 
 
 def _dynamo_scopes(frames: Sequence[FrameType]) -> dict[str, Any]:
@@ -109,7 +104,7 @@ class CapturedGraph:
         fakes: its inputs as fake tensors: the shapes, which may be symbolic, and no memory.
         fake_mode: their mode; None outside Dynamo.
         grad_enabled: whether gradients were on, which decides between a training and an inference graph.
-        compile_context: Dynamo's name for the compilation.
+        compile_context: Dynamo's context of the compilation; None outside Dynamo.
     """
 
     graph: torch.fx.GraphModule
@@ -118,6 +113,11 @@ class CapturedGraph:
     fake_mode: Any
     grad_enabled: bool
     compile_context: Any
+
+    @property
+    def compile_id(self) -> str:
+        """Dynamo's ``"frame/recompilation"``; empty outside Dynamo."""
+        return str(self.compile_context.compile_id) if self.compile_context else ""
 
 
 def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
