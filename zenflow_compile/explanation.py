@@ -178,11 +178,7 @@ class Explanation:
         return capture.get()
 
     def render(self, full: bool = False) -> RenderableType:
-        """A rich renderable.
-
-        Args:
-            full: show every node instead of the inserted ones and their neighbors.
-        """
+        """A rich renderable; ``full`` is that of ``explain``."""
         parts: list[RenderableType] = [plan_table(self.plan)]
         if not self.graphs:
             parts.append(Text("No graph has been compiled yet: run the model once.", style="yellow"))

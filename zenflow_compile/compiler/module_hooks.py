@@ -75,11 +75,7 @@ skipped_by_dynamo(ApplyBeforeForward.__call__, with_callees=False)
 
 @skipped_by_dynamo
 def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: Any) -> None:
-    """Apply due updates: a forward of ``module`` begins outside of graphs.
-
-    Args:
-        callback: what Dynamo does with Python frames now: see ``backend_of``.
-    """
+    """Apply due updates: a forward of ``module`` begins outside of graphs. See ``backend_of`` for ``callback``."""
     if (engine := live_engine(engine_id)) is None:
         return
     if private.backend_of(callback) == BACKEND:

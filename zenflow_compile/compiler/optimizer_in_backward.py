@@ -46,7 +46,6 @@ def ensure_optimizer(
     Args:
         params: the parameters among the inputs of Dynamo's graph.
         roots: the modules that they were found in.
-        call: the ``torch.compile`` call.
         keywords: of ``ZenFlowAdamW``.
 
     Raises:

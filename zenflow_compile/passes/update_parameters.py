@@ -75,10 +75,6 @@ def insert_update(
 
     The parameter is an argument, so that the compiler sees the write and keeps it behind every read; the engine has
     everything else. Host-only parameters (k = 0) have no columns to update on the device.
-
-    Args:
-        start: the dependency token that orders the nodes.
-        serves: see ``graph_edits.insert``.
     """
     if plan.params[p].k:
         insert(graph, ops.ADAM_COLUMNS_, (param, start, engine_id, p), serves)

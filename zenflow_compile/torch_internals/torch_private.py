@@ -318,11 +318,7 @@ def accumulate_grad_node(param: Tensor) -> Any:
 
 
 def asked_for(accumulate_grad: Any) -> Asked:
-    """What the running backward does with a parameter's gradient. Seen in torch 2.11 and 2.13.
-
-    Args:
-        accumulate_grad: the parameter's ``AccumulateGrad`` node.
-    """
+    """What the running backward does with the gradient of an ``AccumulateGrad`` node. Seen in torch 2.11 and 2.13."""
     try:
         return Asked.ACCUMULATE if torch._C._will_engine_execute_node(accumulate_grad) else Asked.NO
     except RuntimeError as error:

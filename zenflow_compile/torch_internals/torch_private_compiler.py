@@ -205,13 +205,10 @@ def backend_of(callback: Any) -> str:
 
 
 def forget_graphs_of_others(backend: str) -> None:
-    """Have Dynamo trace graphs of other backends again if they read parameters of modules.
+    """Have Dynamo trace graphs of backends other than ``backend`` again if they read parameters of modules.
 
     Dynamo has no guards on module hooks: a graph that was traced before a hook was added would never call it. Seen in
     torch 2.13, written for 2.11 too.
-
-    Args:
-        backend: the name of the backend whose graphs stay.
     """
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -475,9 +472,6 @@ def compile_with_inductor(
     AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation: it is off for ours.
     The FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
     ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
-
-    Args:
-        version: see ``cache_note``.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config

@@ -65,9 +65,6 @@ class Checked:
 def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
     """Check a state dict of a ZenFlowAdamW or of torch.optim.AdamW, with parameters by number or by name.
 
-    Args:
-        groups: the optimizer's own.
-
     Raises:
         ValueError: the state is damaged, not complete, or of another model or plan.
     """
