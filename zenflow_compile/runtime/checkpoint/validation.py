@@ -87,7 +87,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
             whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
         entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
     # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
-    if any(isinstance(plan := entry.get("plan"), Tensor) and plan.is_floating_point() for entry in entries.values()):
+    plans = [entry.get("plan") for entry in entries.values()]
+    if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
