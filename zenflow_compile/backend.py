@@ -6,16 +6,15 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Owned, claim, live_engine, refuse_ddp
+from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, OwnedInputs, claim, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
-from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
 from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
@@ -23,6 +22,9 @@ from zenflow_compile.passes.offload_gradients import gradient_places
 from zenflow_compile.passes.source_hash import source_hash
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
+
+if TYPE_CHECKING:
+    from zenflow_compile.runtime.engine import Engine
 
 
 def zenflow(
@@ -95,7 +97,6 @@ class ServedGraph:
             if isinstance(value, Tensor) and (isinstance(value, nn.Parameter) or value.requires_grad)
         )
         self._variants: dict[tuple[object, ...], Variant] = {}
-        self._compile_id = private.compile_call().compile_id
 
     def __call__(self, *args: Any) -> Any:
         variant = self._variants.get(self._owners(args))
@@ -109,19 +110,17 @@ class ServedGraph:
         """The owner object of each parameter, which distinguishes sets of parameters."""
         return tuple([getattr(args[i], OWNER_ATTRIBUTE, None) for i in self._params])
 
-    def claim(self, args: Sequence[Any]) -> tuple[Owned, ...]:
+    def claim(self, args: Sequence[Any]) -> OwnedInputs:
         """Find the owners of the parameters among ``args``. Raises: see ``zenflow``."""
-        options, captured = self._options, self._captured
-        call, make = private.compile_call(), ZenFlowAdamW._updating_in_backward
-        owned = claim(captured.graph, args, captured.sources, call, options.optimizer, make)
-        if owned and options.inductor.get("freezing"):
+        owned = claim(self._captured, args, self._options.optimizer)
+        if owned and self._options.inductor.get("freezing"):
             raise ValueError(
                 "freezing=True makes the weights constants of compiled inference graphs, which then never see an "
                 "update; leave it at False"
             )
         return owned
 
-    def compile(self, args: Sequence[Any], owned: Sequence[Owned], gm: GraphModule | None = None) -> Variant:
+    def compile(self, args: Sequence[Any], owned: OwnedInputs, gm: GraphModule | None = None) -> Variant:
         """Compile for the parameters among ``args``.
 
         Args:
@@ -129,7 +128,7 @@ class ServedGraph:
             gm: Dynamo's own graph while Dynamo compiles, so that it gets the guards of this compilation; else None.
         """
         options = self._options
-        rewrite = rewriter(owned, self._compile_id) if owned else None
+        rewrite = rewriter(owned, self._captured.compile_id) if owned else None
 
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if options.inner == "eager":
@@ -139,7 +138,7 @@ class ServedGraph:
             return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash())
 
         code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)
-        variant = Variant(code, frozenset(each.engine_id for each in owned))
+        variant = Variant(code, frozenset(owned))
         alive = {engine.id for engine in ops.live_engines()}
         self._variants = {key: old for key, old in self._variants.items() if old.engines <= alive}
         self._variants[self._owners(args)] = variant
@@ -154,52 +153,43 @@ class Variant:
     engines: frozenset[int]
 
 
-def rewriter(owned: Sequence[Owned], compile_id: str) -> private.Rewrite:
+def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
     """Return the function that runs the passes over each AOTAutograd graph, once per engine that has parameters in it.
 
     The backward is compiled at the first ``.backward()``, long after the backend returned: the function then looks up
     the engines and raises if one was closed.
     """
-    params: dict[int, list[tuple[int, int]]] = {}
-    for each in owned:
-        params.setdefault(each.engine_id, []).append((each.p, each.input_index))
     forward_order: dict[int, list[int]] = {}
     # Hazard: threads that run their first backward at the same time each compile the graph, under one fake mode, which
     # only one thread can use at a time.
     one_thread = threading.Lock()
 
     def rewrite(gm: GraphModule, phase: str) -> private.Wrap:
-        with one_thread:
-            return rewrite_alone(gm, phase)
-
-    def rewrite_alone(gm: GraphModule, phase: str) -> private.Wrap:
         places: dict[int, dict[int, int]] = {}
-        for engine_id, pairs in params.items():
-            engine = live_engine(engine_id)
-            if engine is None:
-                ops.engine(engine_id)  # raises, and says what to do
-                break
-            ctx = PassContext(
-                plan=engine.plan,
-                engine_id=engine_id,
-                phase=Phase(phase),
-                params=tuple(pairs),
-                finalizes_in_backward=engine.finalizes_in_backward,
-                forward_order=tuple(forward_order.get(engine_id, ())),
-                weight_grad_bytes=engine.weight_grad_bytes,
-            )
-            engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
-            if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
-                forward_order[engine_id] = order
-                engine.declare_forward_order(order)
-            if ctx.phase is Phase.BACKWARD:
-                places[engine_id] = gradient_places(gm.graph, ctx)
+        with one_thread:
+            for engine_id, params in owned.items():
+                engine = cast("Engine", ops.engine(engine_id))
+                ctx = PassContext(
+                    plan=engine.plan,
+                    engine_id=engine_id,
+                    phase=Phase(phase),
+                    params=tuple(params),
+                    finalizes_in_backward=engine.finalizes_in_backward,
+                    forward_order=tuple(forward_order.get(engine_id, ())),
+                    weight_grad_bytes=engine.weight_grad_bytes,
+                )
+                engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
+                if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
+                    forward_order[engine_id] = order
+                    engine.declare_forward_order(order)
+                if ctx.phase is Phase.BACKWARD:
+                    places[engine_id] = gradient_places(gm.graph, ctx)
 
         def wrap(code: Callable[..., Any]) -> Callable[..., Any]:
             for engine_id, of_params in places.items():
                 code = ops.returning_gradients(code, engine_id, of_params)
-            if phase == Phase.INFERENCE.value:
-                for engine_id in params:
+            if phase == Phase.INFERENCE:
+                for engine_id in owned:
                     code = ops.marking_inference(code, engine_id)
             return code
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,13 +19,10 @@ from zenflow_compile.checks.printable import printable
 from zenflow_compile.compiler.ownership import engines_of
 from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.merge_gradients import MERGED
-from zenflow_compile.passes.pipeline import PassReport, run_pipeline
+from zenflow_compile.passes.pipeline import Counts, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
-
-if TYPE_CHECKING:
-    from zenflow_compile.runtime.engine import Engine
 
 WIDTH = 80
 
@@ -62,7 +60,7 @@ class GraphRecord:
 
     phase: Phase
     compile_id: str
-    counts: tuple[tuple[str, int], ...]
+    counts: Counts
     lines: tuple[GraphLine, ...]
     fused: int = 0
 
@@ -76,8 +74,8 @@ def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> Gr
     """Run the pipeline over ``gm`` and return what ``explain`` prints of it."""
     unfused: list[GraphRecord] = []
 
-    def record(report: PassReport) -> None:
-        unfused.append(GraphRecord(ctx.phase, compile_id, report.counts, graph_lines(gm, ctx)))
+    def record(counts: Counts) -> None:
+        unfused.append(GraphRecord(ctx.phase, compile_id, counts, graph_lines(gm, ctx)))
 
     run_pipeline(gm, ctx, before_grouping=record)
     return replace(unfused[0], fused=sum(engine_of(node) == ctx.engine_id for node in gm.graph.nodes))
@@ -103,14 +101,12 @@ def reason(node: Node, ctx: PassContext) -> str | None:
         return None
     if (merged := node.meta.get(MERGED)) is not None:
         return f"{ctx.plan.params[merged[1]].name}: the graph has it at several inputs; its gradients become one"
-    template = WHY.get(node.target)
-    if template is None:
-        return None
+    if node.target is ops.BEGIN_BACKWARD:
+        return WHY[node.target]
     p = node.args[-1]
-    if node.target is ops.BEGIN_BACKWARD or not isinstance(p, int):
-        return template
+    assert isinstance(p, int), "explain shows graphs before group_nodes"
     param = ctx.plan.params[p]
-    why = template.format(
+    why = WHY[node.target].format(
         slices=param.slices,
         k=param.k,
         deferred=param.deferred,
@@ -182,11 +178,7 @@ class Explanation:
         return capture.get()
 
     def render(self, full: bool = False) -> RenderableType:
-        """A rich renderable.
-
-        Args:
-            full: show every node instead of the inserted ones and their neighbors.
-        """
+        """A rich renderable; ``full`` is that of ``explain``."""
         parts: list[RenderableType] = [plan_table(self.plan)]
         if not self.graphs:
             parts.append(Text("No graph has been compiled yet: run the model once.", style="yellow"))
@@ -211,19 +203,15 @@ def explain(compiled_model: Any, *, full: bool = False, console: Console | None 
             f"explain: {len(engines)} optimizers own parameters of this model, one is needed; "
             "create a ZenFlowAdamW over them or compile with options for it, and run one forward first"
         )
-    explanation = explanation_of(engines[0])
+    (engine,) = engines
+    ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())
+    lines = graph_lines(build_step_graph(engine.plan, engine.id), ctx)
+    explanation = Explanation(engine.plan, tuple(engine.graphs), GraphRecord(Phase.STEP, "", (), lines))
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=WIDTH, no_color=True)
     console.print(explanation.render(full))
     return explanation
-
-
-def explanation_of(engine: Engine) -> Explanation:
-    """The explanation of one engine's plan and of all graphs that were compiled for it."""
-    ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())
-    lines = graph_lines(build_step_graph(engine.plan, engine.id), ctx)
-    return Explanation(engine.plan, tuple(engine.graphs), GraphRecord(Phase.STEP, "", (), lines))
 
 
 def plan_table(plan: Plan) -> Table:
@@ -233,14 +221,9 @@ def plan_table(plan: Plan) -> Table:
     for name in ("shape", "state", "device", "host"):
         table.add_column(name, justify="left" if name in ("shape", "state") else "right")
     for param in plan.params:
-        shape = "x".join(str(size) for size in param.shape) or "scalar"
-        table.add_row(
-            param.name,
-            shape,
-            placement(param, adaptive=plan.adaptive),
-            megabytes(param.device_bytes),
-            megabytes(param.host_bytes),
-        )
+        shape = "x".join(map(str, param.shape)) or "scalar"
+        where = placement(param, adaptive=plan.adaptive)
+        table.add_row(param.name, shape, where, megabytes(param.device_bytes), megabytes(param.host_bytes))
     table.add_section()
     table.add_row("all", "", "", megabytes(plan.device_bytes), megabytes(plan.host_bytes), style="bold")
     return table
@@ -279,29 +262,24 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
         text.append(f"  they run fused: {record.inserted} nodes as {record.fused}\n", style="dim")
     if counts := [f"{name} {count}" for name, count in record.counts if count]:
         text.append(f"  passes: {', '.join(counts)}\n", style="dim")
-    shown = set(range(len(record.lines))) if full else neighbors(record.lines)
-    last = -1
-    for position in sorted(shown):
-        if position > last + 1:
-            text.append(f"    ... {position - last - 1} more nodes\n", style="dim")
-        last = position
-        line = record.lines[position]
-        if line.reason is None:
-            text.append(f"    {shorten(line.text)}\n", style="dim")
-        else:
-            text.append(f"  + {shorten(line.text)}\n", style="green")
-            why = textwrap.fill(line.reason, WIDTH - 1, initial_indent="      # ", subsequent_indent="      # ")
-            text.append(f"{why}\n", style="cyan")
-    if last + 1 < len(record.lines):
-        text.append(f"    ... {len(record.lines) - last - 1} more nodes\n", style="dim")
+    for shown, positions in groupby(range(len(record.lines)), lambda position: full or near_inserted(record, position)):
+        lines = [record.lines[position] for position in positions]
+        if not shown:
+            text.append(f"    ... {len(lines)} more nodes\n", style="dim")
+            continue
+        for line in lines:
+            if line.reason is None:
+                text.append(f"    {shorten(line.text)}\n", style="dim")
+            else:
+                text.append(f"  + {shorten(line.text)}\n", style="green")
+                why = textwrap.fill(line.reason, WIDTH - 1, initial_indent="      # ", subsequent_indent="      # ")
+                text.append(f"{why}\n", style="cyan")
     return text
 
 
-def neighbors(lines: Sequence[GraphLine]) -> set[int]:
-    """Positions of inserted nodes and of the nodes directly before and after them."""
-    inserted = {position for position, line in enumerate(lines) if line.reason is not None}
-    around = {position + step for position in inserted for step in (-1, 1)}
-    return inserted | {position for position in around if 0 <= position < len(lines)}
+def near_inserted(record: GraphRecord, position: int) -> bool:
+    """Whether the node at ``position``, or one directly before or after it, was inserted."""
+    return any(line.reason is not None for line in record.lines[max(position - 1, 0) : position + 2])
 
 
 def shorten(text: str) -> str:

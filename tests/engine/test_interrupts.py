@@ -533,7 +533,7 @@ def test_interrupted_job_unlocks_its_file_block(method: str, tmp_path: Path) -> 
 CLOSE = {
     "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
-    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "_evict",
+    "stop_threads", "free", "_close_files", "_stop", "remove", "release", "unregister_engine", "evict",
 }  # fmt: skip
 
 

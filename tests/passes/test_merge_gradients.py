@@ -66,7 +66,7 @@ def test_two_inputs_give_one_gradient(recording: Recording) -> None:
     weights = Weights()
     engine = recording(weights)
     capture, expected = call_twice(chain, (weights.a, weights.b), (weights.a, weights.a), engine)
-    assert capture.reports[Phase.BACKWARD].counts[0] == ("merge_gradients", 1)
+    assert capture.counts[Phase.BACKWARD][0] == ("merge_gradients", 1)
     assert engine.runs("copy_to_host") == {0: 1}
     assert weights.a.grad is None
     torch.testing.assert_close(engine.received, {0: expected[0]})  # eager adds up the gradients of both arguments
@@ -118,7 +118,7 @@ def test_single_inputs_are_left_alone(recording: Recording) -> None:
     model = Small()
     capture = Capture(recording(model), ONLY)
     capture.run(model, inputs())
-    assert capture.reports[Phase.BACKWARD].total == 0
+    assert not any(count for _, count in capture.counts[Phase.BACKWARD])
     assert str(capture.after[Phase.BACKWARD].graph) == capture.before[Phase.BACKWARD]
 
 
@@ -145,7 +145,7 @@ def test_weight_gradients_still_take_forward_order(recording: Recording) -> None
     engine = recording(weights, finalizes_in_backward=True, weight_grad_bytes=1 << 20)
     distinct, same = (weights.a, weights.b, weights.c), (weights.a, weights.a, weights.c)
     capture, expected = call_twice(function, distinct, same, engine)
-    assert dict(capture.reports[Phase.BACKWARD].counts)["order_gradients"] == 2
+    assert dict(capture.counts[Phase.BACKWARD])["order_gradients"] == 2
     assert [p for op, p in engine.trace if op == "copy_to_host"][-2:] == [0, 2]
     torch.testing.assert_close(engine.received, {0: expected[0], 2: expected[2]})
 

@@ -23,7 +23,7 @@ def test_gradients_go_to_the_engine(recording: Callable[..., RecordingEngine]) -
     capture = Capture(engine, PASSES)
     capture.run(model, x)
 
-    assert capture.reports[Phase.BACKWARD].counts[-1] == ("offload_gradients", 3)
+    assert capture.counts[Phase.BACKWARD][-1] == ("offload_gradients", 3)
     assert capture.count(Phase.BACKWARD, ops.SPLIT_COLUMNS) == capture.count(Phase.BACKWARD, ops.COPY_TO_HOST) == 3
     for split in capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.SPLIT_COLUMNS):
         assert split.prev.target is ops.SELECT_COLUMNS

@@ -50,7 +50,7 @@ def test_asap_is_the_reverse_of_the_forward(recording: Callable[..., RecordingEn
 def test_input_gradients_come_first(recording: Callable[..., RecordingEngine]) -> None:
     capture = run(recording, PLENTY)
     assert order_of_copies(capture) == [0, 1, 2, 3, 4]
-    assert dict(capture.reports[Phase.BACKWARD].counts)["order_gradients"] == LAYERS
+    assert dict(capture.counts[Phase.BACKWARD])["order_gradients"] == LAYERS
     nodes = list(capture.after[Phase.BACKWARD].graph.nodes)
     gemms = [nodes.index(node) for node in nodes if node.target is torch.ops.aten.mm.default]
     received = [nodes.index(node) for node in nodes if node.target is ops.COLUMN_NORMS]

@@ -22,7 +22,7 @@ def test_selection_follows_each_gradient(recording: Callable[..., RecordingEngin
     capture.run(model, x)
 
     assert "zenflow" not in capture.before[Phase.BACKWARD]
-    assert capture.reports[Phase.BACKWARD].counts == (("select_columns", 3),)
+    assert capture.counts[Phase.BACKWARD] == (("select_columns", 3),)
     assert capture.count(Phase.BACKWARD, ops.COLUMN_NORMS) == 3
     graph = capture.after[Phase.BACKWARD].graph
     for norms in graph.find_nodes(op="call_function", target=ops.COLUMN_NORMS):

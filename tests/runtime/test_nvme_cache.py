@@ -88,7 +88,7 @@ def test_chunks_of_all_sizes_use_the_smallest_cache(make: Make) -> None:
                 tensor.add_(1.0)
         expected[number] += 1.0
     assert cache.nbytes == chunk_bytes(plans[1])
-    assert cache.file_bytes == sum(chunk_bytes(plan) for plan in plans)
+    assert [store.chunk.size for store in stores] == [chunk_bytes(plan) for plan in plans]
 
 
 def test_reads_see_a_chunk_whose_write_is_late(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +178,8 @@ def test_chunks_of_windows_flushed_next_are_read_ahead(make: Make) -> None:
 
 def test_failed_writes_free_memory_and_name_parameters(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [plan_of(index) for index in range(3)]
-    cache, stores = make(plans, chunk_bytes(plans[0]))
-    until(lambda: all(cache._at_rest(store.chunk) for store in stores))
+    _, stores = make(plans, chunk_bytes(plans[0]))
+    until(lambda: all(store.chunk.at_rest for store in stores))
 
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")

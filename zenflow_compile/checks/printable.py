@@ -8,9 +8,6 @@ def printable(text: object) -> str:
 
     Escape sequences of a terminal, C0 and C1 control characters, line breaks, bidirectional overrides and other
     invisible characters become ``\x1b``, ``\n``, ``\u202e`` and so on. Letters of every script stay as they are.
-
-    Args:
-        text: for an error, a warning or a report; anything with a ``str()``.
     """
     text = str(text)
     if text.isprintable():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,26 +28,19 @@ if TYPE_CHECKING:
 BACKEND = "zenflow"
 
 
-@dataclass(frozen=True, slots=True)
-class SynchronizeBeforeStateDict:
-    """A module's state_dict pre-hook: due updates are applied first."""
-
-    engine_id: int
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (engine := _engine(self.engine_id)) is not None:
-            engine.synchronize()
+def live_engine(engine_id: int | None) -> Engine | None:
+    """The engine, or None if it was closed or collected."""
+    return None if engine_id is None else cast("Engine | None", ops.find_engine(engine_id))
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyBeforeLoad:
-    """A module's load_state_dict pre-hook: due updates are applied before the weights that replace them."""
+def _synchronize_before_state_dict(engine_id: int, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if (engine := live_engine(engine_id)) is not None:
+        engine.synchronize()
 
-    engine_id: int
 
-    def __call__(self, module: nn.Module, *loading: Any) -> None:
-        if (engine := _engine(self.engine_id)) is not None:
-            engine.before_load()
+def _apply_before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:
+    if (engine := live_engine(engine_id)) is not None:
+        engine.before_load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +64,19 @@ class ApplyBeforeForward:
 
     def __reduce__(self) -> tuple[type[ApplyBeforeForward], tuple[None]]:
         """What ``copy.deepcopy``, ``pickle`` and ``torch.save`` call. See [Note: hooks before weights]."""
-        if (engine := _engine(self.engine_id)) is not None:
+        if (engine := live_engine(self.engine_id)) is not None:
             engine.apply_due()
         return ApplyBeforeForward, (None,)
 
 
 # Where eager code calls the hook, Dynamo would compile it separately, with guards and a limit of recompilations.
-private.skip_frame(ApplyBeforeForward.__call__)
+skipped_by_dynamo(ApplyBeforeForward.__call__, with_callees=False)
 
 
 @skipped_by_dynamo
 def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: Any) -> None:
-    """Apply due updates: a forward of ``module`` begins outside of graphs.
-
-    Args:
-        callback: what Dynamo does with Python frames now: see ``backend_of``.
-    """
-    if (engine := _engine(engine_id)) is None:
+    """Apply due updates: a forward of ``module`` begins outside of graphs. See ``backend_of`` for ``callback``."""
+    if (engine := live_engine(engine_id)) is None:
         return
     if private.backend_of(callback) == BACKEND:
         # The forward runs or is part of one of our graphs, which fetches the others later; or Dynamo has given it up.
@@ -101,7 +91,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
     [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. This
     moves the parameters to the end, so that they are copied after the hook, which applies due updates.
     """
-    if (engine := _engine(engine_id)) is None:
+    if (engine := live_engine(engine_id)) is None:
         return
     reads = ApplyBeforeForward(engine_id)
     handles: list[RemovableHandle] = []
@@ -113,8 +103,8 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
                 continue
             handles += [
                 module.register_forward_pre_hook(reads),
-                module.register_state_dict_pre_hook(SynchronizeBeforeStateDict(engine_id)),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(ApplyBeforeLoad(engine_id)),  # type: ignore[no-untyped-call]
+                module.register_state_dict_pre_hook(partial(_synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(partial(_apply_before_load, engine_id)),  # type: ignore[no-untyped-call]
             ]
             # Hazard: between the pop and the assignment, a forward in another thread finds no parameters.
             module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
@@ -128,14 +118,10 @@ def _holds(module: nn.Module, engine_id: int) -> bool:
     return any(owner is not None and owner[0].id == engine_id for owner in owners)
 
 
-def _engine(engine_id: int | None) -> Engine | None:
-    return None if engine_id is None else cast("Engine | None", ops.find_engine(engine_id))
-
-
 def _traced(context: Any) -> None:
     """Have ``step()`` apply updates if Dynamo traces the module for another backend, whose graphs do not fetch."""
     hook, callback = private.traced_call(context)
     if private.backend_of(callback) == BACKEND or not isinstance(hook, ApplyBeforeForward):
         return
-    if (engine := _engine(hook.engine_id)) is not None:
+    if (engine := live_engine(hook.engine_id)) is not None:
         engine.apply_in_step()

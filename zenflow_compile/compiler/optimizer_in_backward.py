@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -27,9 +28,6 @@ class Keeper:
 
     optimizer: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Keeper:
-        return Keeper()
-
     def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
         return Keeper, ()
 
@@ -39,7 +37,6 @@ def ensure_optimizer(
     roots: Sequence[nn.Module],
     call: private.CompileCall,
     keywords: Mapping[str, Any],
-    make_optimizer: Callable[..., Any],
 ) -> None:
     """Make the optimizer of this ``torch.compile`` call, or give it the parameters that are new to it.
 
@@ -49,9 +46,7 @@ def ensure_optimizer(
     Args:
         params: the parameters among the inputs of Dynamo's graph.
         roots: the modules that they were found in.
-        call: the ``torch.compile`` call.
         keywords: of ``ZenFlowAdamW``.
-        make_optimizer: makes one that steps in the backward, from ``(name, parameter)`` pairs and ``keywords``.
 
     Raises:
         ValueError: ``keywords`` have no effect, because optimizer objects own all parameters.
@@ -71,7 +66,7 @@ def ensure_optimizer(
     reference = getattr(call.wrapper, KEEPER_ATTRIBUTE, None)
     optimizer = reference() if reference is not None else None
     if optimizer is None:
-        optimizer = make_optimizer(unowned, **keywords)
+        optimizer = ZenFlowAdamW._updating_in_backward(unowned, **keywords)
         if call.wrapper is not None:
             # Hazard: Dynamo never frees this object. A strong reference would keep the optimizer and the model alive.
             setattr(call.wrapper, KEEPER_ATTRIBUTE, weakref.ref(optimizer))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from zenflow_compile.compiler.module_hooks import add_module_hooks
+from zenflow_compile.compiler.module_hooks import add_module_hooks, live_engine
 from zenflow_compile.compiler.optimizer_in_backward import ensure_optimizer
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -21,54 +19,30 @@ OWNER_ATTRIBUTE = "_zenflow_owner"
 """Attribute of an owned parameter: an object that is unique to its owner, deleted when the optimizer closes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """One input of Dynamo's graph that an engine owns.
-
-    Attributes:
-        engine_id: the engine's id. Compiled graphs outlive engines, so nothing here keeps an engine alive.
-        p: index in the engine's plan.
-        input_index: index among the inputs of Dynamo's graph.
-    """
-
-    engine_id: int
-    p: int
-    input_index: int
+OwnedInputs = dict[int, list[tuple[int, int]]]
+"""``PassContext.params`` by the id of an engine. Compiled graphs outlive engines, so this keeps no engine alive."""
 
 
-def live_engine(engine_id: int) -> Engine | None:
-    """The engine, or None if it was closed or collected."""
-    return cast("Engine | None", ops.find_engine(engine_id))
-
-
-def claim(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    sources: Sequence[Any],
-    call: private.CompileCall,
-    keywords: Mapping[str, Any] | None,
-    make_optimizer: Callable[..., Any],
-) -> tuple[Owned, ...]:
+def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapping[str, Any] | None) -> OwnedInputs:
     """Match the inputs of Dynamo's graph to their engines, and make the optimizer in backward if one is asked for.
 
     Args:
-        gm: Dynamo's graph.
+        captured: Dynamo's graph.
         inputs: what it is called with: the parameters themselves.
-        sources: where Dynamo found them.
-        call: the ``torch.compile`` call behind the graph.
         keywords: of ``ZenFlowAdamW`` for the optimizer-in-backward form; None if the parameters have optimizers.
-        make_optimizer: see ``ensure_optimizer``.
 
     Raises:
         ValueError: parameters are inside the graph instead of among its inputs, or see ``ensure_optimizer``.
         RuntimeError: the model was changed since the first use of its optimizer, or see ``ensure_optimizer``.
     """
-    if any(ops.owner_of(param) is not None for param in gm.parameters()):
+    if any(ops.owner_of(param) is not None for param in captured.graph.parameters()):
         raise ValueError(
             "torch._dynamo.config.inline_inbuilt_nn_modules=False makes parameters constants of the graph, which this "
             "backend cannot serve; leave it at True"
         )
+    call = private.compile_call()
     params = [(i, value) for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
+    sources = captured.sources
     found = [private.source_module(sources[i], call) for i, _ in params if sources[i] is not None]
     roots = unique_modules([call.module, *found])
     for live in cast("Iterator[Engine]", ops.live_engines()):
@@ -76,18 +50,18 @@ def claim(
             live = live.optimizer.engine  # a new one
         live.check_models(roots)
     if keywords is not None:
-        ensure_optimizer([param for _, param in params], roots, call, keywords, make_optimizer)
+        ensure_optimizer([param for _, param in params], roots, call, keywords)
 
-    owned: list[Owned] = []
+    owned: OwnedInputs = {}
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and (owner := ops.owner_of(value)) is not None:
-            owned.append(Owned(owner[0].id, owner[1], i))
-    for engine_id in {each.engine_id for each in owned}:
+            owned.setdefault(owner[0].id, []).append((owner[1], i))
+    for engine_id in owned:
         add_module_hooks(roots, engine_id)
         if (engine := live_engine(engine_id)) is not None:
             engine.check_unchanged()
             engine.remember_models(roots)
-    return tuple(owned)
+    return owned
 
 
 def refuse_ddp(call: private.CompileCall | None = None) -> None:
@@ -100,7 +74,7 @@ def refuse_ddp(call: private.CompileCall | None = None) -> None:
     Raises:
         ValueError: the model is wrapped in DistributedDataParallel.
     """
-    if private.in_ddp_forward() if call is None else private.active_ddp(call):
+    if private.inside_ddp(call):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, whose reducer would wait forever for gradients that "
             'backend="zenflow" takes to the host inside the backward graph; compile and train the bare module '

@@ -68,7 +68,7 @@ class ZenFlowCallback(Callback):
         self._remove_hooks()
         optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlowAdamW)]
         self._save = _LastSave(trainer, optimizers)
-        self._hooks.append(pl_module.register_state_dict_pre_hook(StateDictHook(self._save)))
+        self._hooks.append(pl_module.register_state_dict_pre_hook(StateDictHook(self._save.before_state_dict)))
         if any(isinstance(each, _AVERAGING) for each in trainer.callbacks):
             self._hooks += [each.register_step_post_hook(_synchronize) for each in optimizers]
 

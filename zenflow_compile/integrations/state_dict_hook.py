@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 from torch.nn import Module
 
 
-class Saving(Protocol):
-    """An object that a model's ``state_dict()`` concerns."""
-
-    def before_state_dict(self) -> None:
-        """Called before the model's state is read."""
-        ...
-
-
 class StateDictHook:
-    """A module's state_dict pre-hook. It keeps no callback alive, and copies of it do nothing.
+    """A module's state_dict pre-hook, which calls a method of a callback. It keeps no callback alive.
 
-    ``copy.deepcopy`` and ``pickle`` of the module cannot copy an optimizer, which the callback refers to.
+    Copies of it do nothing: ``copy.deepcopy`` and ``pickle`` of the module cannot copy an optimizer, which the callback
+    refers to.
     """
 
-    def __init__(self, callback: Saving | None = None) -> None:
-        self._callback = (lambda: None) if callback is None else weakref.ref(callback)
+    def __init__(self, method: Callable[[], None] | None = None) -> None:
+        self._method = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __call__(self, module: Module, prefix: str, keep_vars: bool) -> None:
-        if (callback := self._callback()) is not None:
-            callback.before_state_dict()
+        if (method := self._method()) is not None:
+            method()
 
     def __reduce__(self) -> tuple[type[StateDictHook], tuple[()]]:
         return StateDictHook, ()

@@ -42,7 +42,7 @@ class ZenFlowCallback(TrainerCallback):
         self._optimizer = _unwrapped(kwargs["optimizer"])
         self._control = control
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
-        self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self))
+        self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self.before_state_dict))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._flush_at_end(control)  # before an evaluation, so that it evaluates the saved model

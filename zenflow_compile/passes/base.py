@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from torch.fx import GraphModule
 
@@ -61,12 +60,7 @@ class PassContext:
                 yield param, index
 
 
-class GraphPass(Protocol):
-    """One rewrite: a function that edits the graph in place and returns how many places it rewrote.
+GraphPass = Callable[[GraphModule, PassContext], int]
+"""One rewrite: a function that edits the graph in place and returns how many places it rewrote.
 
-    A second run on the same graph rewrites nothing and returns 0. ``passes.pipeline`` has the order of the passes.
-    """
-
-    __name__: str
-
-    def __call__(self, gm: GraphModule, ctx: PassContext, /) -> int: ...
+A second run on the same graph rewrites nothing and returns 0. ``passes.pipeline`` has the order of the passes."""

@@ -55,11 +55,7 @@ def merge_gradients(gm: GraphModule, ctx: PassContext) -> int:
 
 
 def add_up(graph: Graph, grads: Sequence[Node], mark: tuple[int, int]) -> Node:
-    """Insert the sum of ``grads`` directly after the last of them.
-
-    Args:
-        mark: the value of ``meta[MERGED]``.
-    """
+    """Insert the sum of ``grads`` directly after the last of them, with ``mark`` as ``meta[MERGED]``."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     place = max(grads, key=order.__getitem__).next
     while place.op == "placeholder":  # the gradient is an input of the backward; inputs stay together

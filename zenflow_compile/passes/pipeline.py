@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
@@ -42,25 +41,16 @@ READS_NODES_OF: Mapping[GraphPass, GraphPass] = {
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PassReport:
-    """How many places each pass rewrote, in the order in which they ran."""
-
-    phase: Phase
-    counts: tuple[tuple[str, int], ...]
-
-    @property
-    def total(self) -> int:
-        """Rewrites of all passes."""
-        return sum(count for _, count in self.counts)
+Counts = tuple[tuple[str, int], ...]
+"""The passes in the order in which they ran, and how many places each of them rewrote."""
 
 
 def run_pipeline(
     gm: GraphModule,
     ctx: PassContext,
     passes: Sequence[GraphPass] | None = None,
-    before_grouping: Callable[[PassReport], None] | None = None,
-) -> PassReport:
+    before_grouping: Callable[[Counts], None] | None = None,
+) -> Counts:
     """Run the passes of ``ctx.phase`` over ``gm``, in place, for one engine.
 
     The counts are logged at INFO level. ``TORCH_TRACE`` gets the graph before the first pass and after each pass, with
@@ -78,17 +68,16 @@ def run_pipeline(
     trace_graph(gm, ctx, "before")
     counts = _run(passes[:grouping], gm, ctx)
     if before_grouping is not None:
-        before_grouping(PassReport(ctx.phase, counts))
+        before_grouping(counts)
     counts += _run(passes[grouping:], gm, ctx)
     private.graph_rewritten(gm.graph, written_inputs(gm.graph))
     gm.graph.lint()
     gm.recompile()
-    report = PassReport(ctx.phase, counts)
-    log.info("engine %d, %s graph: %s", ctx.engine_id, ctx.phase, report.counts)
-    return report
+    log.info("engine %d, %s graph: %s", ctx.engine_id, ctx.phase, counts)
+    return counts
 
 
-def _run(passes: Sequence[GraphPass], gm: GraphModule, ctx: PassContext) -> tuple[tuple[str, int], ...]:
+def _run(passes: Sequence[GraphPass], gm: GraphModule, ctx: PassContext) -> Counts:
     counts: list[tuple[str, int]] = []
     for graph_pass in passes:
         name = graph_pass.__name__

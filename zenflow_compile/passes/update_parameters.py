@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zenflow_compile.passes.base import PassContext
 from zenflow_compile.passes.graph_edits import find, insert, token
-from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -64,34 +64,30 @@ def update_parameters(gm: GraphModule, ctx: PassContext) -> int:
     for p, param_node, copy in todo:
         last = max([copy, *reads[param_node]], key=order.__getitem__)
         with graph.inserting_before(last.next):
-            insert_update(graph, start, p, param_node, ctx.plan, ctx.engine_id, serves=copy)
+            insert_update(graph, start, param_node, ctx.plan.params[p], ctx.engine_id, serves=copy)
     return len(todo)
 
 
 def insert_update(
-    graph: Graph, start: Node, p: int, param: Node, plan: Plan, engine_id: int, serves: Node | None = None
+    graph: Graph, start: Node, weight: Node, param: ParamPlan, engine_id: int, serves: Node | None = None
 ) -> None:
     """Insert the update of one parameter at the graph's insertion point.
 
-    The parameter is an argument, so that the compiler sees the write and keeps it behind every read; the engine has
+    The weight is an argument, so that the compiler sees the write and keeps it behind every read; the engine has
     everything else. Host-only parameters (k = 0) have no columns to update on the device.
-
-    Args:
-        start: the dependency token that orders the nodes.
-        serves: see ``graph_edits.insert``.
     """
-    if plan.params[p].k:
-        insert(graph, ops.ADAM_COLUMNS_, (param, start, engine_id, p), serves)
-    insert(graph, ops.UPDATE_ON_HOST, (start, engine_id, p), serves)
+    if param.k:
+        insert(graph, ops.ADAM_COLUMNS_, (weight, start, engine_id, param.index), serves)
+    insert(graph, ops.UPDATE_ON_HOST, (start, engine_id, param.index), serves)
 
 
 def build_step_graph(plan: Plan, engine_id: int) -> GraphModule:
     """Write the optimizer step as a graph, for ``explain``: its inputs are the offloaded parameters."""
     graph = Graph()
-    inputs = [(param.index, graph.placeholder(f"param_{param.index}")) for param in plan.params if param.offloaded]
+    inputs = [(param, graph.placeholder(f"param_{param.index}")) for param in plan.params if param.offloaded]
     start = graph.call_function(torch.ops.aten.zeros.default, ([1],))
-    for p, node in inputs:
-        insert_update(graph, start, p, node, plan, engine_id)
+    for param, weight in inputs:
+        insert_update(graph, start, weight, param, engine_id)
     graph.output(())
     graph.lint()
     return GraphModule(torch.nn.Module(), graph, class_name="ZenFlowStep")

@@ -56,7 +56,9 @@ def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
         # A copy, because another thread may be building this module.
         for name, param in dict(module.__dict__.get("_parameters") or {}).items():
             missing.discard(id(param))
-            if param is not None and torch_private.is_sharded(param):
+            if param is None:
+                continue
+            if torch_private.is_wrapper_subclass(param) or torch_private.is_flattened_by_fsdp(param):
                 shard = f"{name} of a {type(module).__name__} is a {type(param).__name__}"
     if missing and shard:
         raise RuntimeError(

@@ -318,11 +318,7 @@ def accumulate_grad_node(param: Tensor) -> Any:
 
 
 def asked_for(accumulate_grad: Any) -> Asked:
-    """What the running backward does with a parameter's gradient. Seen in torch 2.11 and 2.13.
-
-    Args:
-        accumulate_grad: the parameter's ``AccumulateGrad`` node.
-    """
+    """What the running backward does with the gradient of an ``AccumulateGrad`` node. Seen in torch 2.11 and 2.13."""
     try:
         return Asked.ACCUMULATE if torch._C._will_engine_execute_node(accumulate_grad) else Asked.NO
     except RuntimeError as error:
@@ -341,11 +337,6 @@ def is_wrapper_subclass(tensor: Tensor) -> bool:
 def is_flattened_by_fsdp(tensor: Tensor) -> bool:
     """Whether ``FullyShardedDataParallel`` keeps ``tensor`` in its flat memory. Seen in torch 2.13."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a shard, or a wrapper around other tensors."""
-    return is_wrapper_subclass(tensor) or is_flattened_by_fsdp(tensor)
 
 
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
@@ -388,16 +379,20 @@ def describes_for_tracing() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
-def skipped_by_dynamo(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Keep Dynamo from compiling ``function``, and all functions that it calls, where PyTorch's C++ calls it.
+def skipped_by_dynamo(function: Callable[_P, _T], *, with_callees: bool = True) -> Callable[_P, _T]:
+    """Keep Dynamo from compiling ``function``, and all functions that it calls, where eager code or C++ calls it.
 
     Unlike ``outside_of_graphs`` this costs nothing per call. Calls that Dynamo traces are not affected. Seen in torch
     2.11 and 2.13.
+
+    Args:
+        with_callees: False: the functions that it calls are still compiled.
     """
     from torch._C._dynamo import eval_frame
 
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_callees else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 

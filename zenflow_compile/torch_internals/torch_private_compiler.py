@@ -27,14 +27,12 @@ class CompileCall:
         module: the module that was compiled; None when a plain function was.
         local_scope: local variables of the frame that the graph was captured from.
         global_scope: its global variables.
-        compile_id: Dynamo's ``"frame/recompilation"``; empty while the graph runs.
     """
 
     wrapper: Any = None
     module: torch.nn.Module | None = None
     local_scope: Mapping[str, Any] = field(default_factory=dict)
     global_scope: Mapping[str, Any] = field(default_factory=dict)
-    compile_id: str = ""
 
 
 def compile_call() -> CompileCall:
@@ -54,16 +52,13 @@ def compile_call() -> CompileCall:
     ``OptimizeContext`` is ``self`` of the wrapper that ``torch.compile`` made. It compiles a function, whose ``self``
     may be a module, or is called by the ``OptimizedModule`` that stands for one. Seen in torch 2.11 and 2.13.
     """
-    from torch._guards import CompileContext
-
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
     call, end = _compile_call_of(frames)
-    context: Any = CompileContext.try_get()
-    return CompileCall(**call, **_dynamo_scopes(frames[:end]), compile_id=str(context.compile_id) if context else "")
+    return CompileCall(**call, **_dynamo_scopes(frames[:end]))
 
 
 def _dynamo_scopes(frames: Sequence[FrameType]) -> dict[str, Any]:
@@ -109,7 +104,7 @@ class CapturedGraph:
         fakes: its inputs as fake tensors: the shapes, which may be symbolic, and no memory.
         fake_mode: their mode; None outside Dynamo.
         grad_enabled: whether gradients were on, which decides between a training and an inference graph.
-        compile_context: Dynamo's name for the compilation.
+        compile_context: Dynamo's context of the compilation; None outside Dynamo.
     """
 
     graph: torch.fx.GraphModule
@@ -118,6 +113,11 @@ class CapturedGraph:
     fake_mode: Any
     grad_enabled: bool
     compile_context: Any
+
+    @property
+    def compile_id(self) -> str:
+        """Dynamo's ``"frame/recompilation"``; empty outside Dynamo."""
+        return str(self.compile_context.compile_id) if self.compile_context else ""
 
 
 def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
@@ -204,26 +204,11 @@ def backend_of(callback: Any) -> str:
     return getattr(innermost_backend(callback), "compiler_name", "") if callable(callback) else ""
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
-    """Keep Dynamo from compiling ``function`` where eager code calls it; functions that it calls are still compiled.
-
-    Calls that Dynamo traces are not affected. Seen in torch 2.11 and 2.13.
-    """
-    from torch._C._dynamo import eval_frame
-
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-
-
 def forget_graphs_of_others(backend: str) -> None:
-    """Have Dynamo trace graphs of other backends again if they read parameters of modules.
+    """Have Dynamo trace graphs of backends other than ``backend`` again if they read parameters of modules.
 
     Dynamo has no guards on module hooks: a graph that was traced before a hook was added would never call it. Seen in
     torch 2.13, written for 2.11 too.
-
-    Args:
-        backend: the name of the backend whose graphs stay.
     """
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -241,24 +226,19 @@ def forget_graphs_of_others(backend: str) -> None:
                 guards.extra_state.invalidate(guards.cache_entry, deleted)
 
 
-def active_ddp(call: CompileCall) -> bool:
-    """Whether the frame being compiled runs inside DistributedDataParallel. Seen in torch 2.11 and 2.13."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.nn.parallel import DistributedDataParallel
+def inside_ddp(call: CompileCall | None) -> bool:
+    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.11 and 2.13.
 
-    candidates = (call.module, *call.local_scope.values())
-    return in_ddp_forward() or any(isinstance(value, DistributedDataParallel) for value in candidates)
-
-
-def in_ddp_forward() -> bool:
-    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.13."""
+    Args:
+        call: the compilation that is under way, whose frame may have such a module; None where a compiled graph runs.
+    """
     if not torch.distributed.is_available():
         return False
     from torch.nn.parallel import DistributedDataParallel
 
     ddp: Any = DistributedDataParallel
-    return ddp._active_ddp_module is not None
+    candidates = () if call is None else (call.module, *call.local_scope.values())
+    return ddp._active_ddp_module is not None or any(isinstance(value, ddp) for value in candidates)
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
@@ -492,9 +472,6 @@ def compile_with_inductor(
     AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation: it is off for ours.
     The FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
     ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
-
-    Args:
-        version: see ``cache_note``.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config

@@ -141,11 +141,10 @@ def in_shape(plan: ParamPlan, parts: Sequence[tuple[Tensor, Tensor]], dtype: tor
     return (slices if plan.dim == 0 else slices.t()).reshape(plan.shape).contiguous()
 
 
-def per_slice(plan: ParamPlan, indices: Tensor, values: Tensor | bool) -> Tensor:
+def per_slice(plan: ParamPlan, indices: Tensor, values: Tensor) -> Tensor:
     """[slices, 1] on the host: ``values`` [n] at ``indices``, zero elsewhere."""
-    dtype = values.dtype if isinstance(values, Tensor) else torch.bool
-    entry = torch.zeros((plan.slices, 1), dtype=dtype)
-    entry[indices.cpu().long(), 0] = values.cpu() if isinstance(values, Tensor) else torch.tensor(values)
+    entry = torch.zeros((plan.slices, 1), dtype=values.dtype)
+    entry[indices.cpu().long(), 0] = values.cpu()
     return entry
 
 

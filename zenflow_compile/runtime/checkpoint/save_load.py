@@ -136,8 +136,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
         entry = checked.entries.get(index)
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
-            whole = entry if entry is not None and "master" in entry else _unselected(offloaded, entry or {})
-            _load_offloaded(engine, offloaded, whole)
+            _load_offloaded(engine, offloaded, {**_untrained(offloaded), **(entry or {})})
         else:
             engine.registry.device_updated.load(index, _whole_state(engine.plan.params[index], param, entry))
 
@@ -196,7 +195,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found = dense_state(offloaded)
     found["step"] = torch.tensor(float(_gradients_taken(offloaded)))
     found["score"] = device.score.to("cpu", copy=True).unsqueeze(1)
-    found["mask"] = per_slice(plan, selection.selected, True)
+    found["mask"] = per_slice(plan, selection.selected, torch.ones(plan.k, dtype=torch.bool))
     found["selected_at"] = torch.tensor(_or_none(device.selected_at))
     schedule = [_or_none(value) for value in engine.schedule.state(plan.index)]
     found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
@@ -252,33 +251,33 @@ def _residual(offloaded: OffloadedParam) -> Residual | None:
 # Offloaded parameters: loading.
 
 
-def _unselected(offloaded: OffloadedParam, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter without an entry of ours: of torch.optim.AdamW, or without a gradient yet.
+def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
+    """The entries of a parameter without a gradient yet. A state of torch.optim.AdamW replaces moments and ``step``.
 
-    The master is its weight; no slice has been selected, and its update window is empty.
-
-    Args:
-        entry: moments and ``step`` of torch.optim.AdamW; empty: no gradient yet.
+    The master is the weight, nothing has been selected, and the update window is empty.
     """
-    plan, weight = offloaded.plan, offloaded.param.detach()
-    zeros = torch.zeros(plan.shape)
+    plan, zeros = offloaded.plan, torch.zeros(()).expand(offloaded.plan.shape)
     return {
-        "step": entry.get("step", 0.0),
-        "exp_avg": entry.get("exp_avg", zeros),
-        "exp_avg_sq": entry.get("exp_avg_sq", zeros),
-        "master": weight,
+        "step": 0.0,
+        "exp_avg": zeros,
+        "exp_avg_sq": zeros,
+        "master": offloaded.param.detach(),
+        "score": torch.zeros(plan.slices),
+        "mask": torch.arange(plan.slices) < plan.k,
+        "selected_at": NONE,
+        "open": 0,
+        "residual": zeros,
+        "visible_at": torch.tensor(()),
     }
 
 
 def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[str, Any]) -> None:
-    """Load ``entry``: all entries of the layout, or only master, moments and ``step``."""
+    """Load ``entry``: all entries of the layout, or only those of ``_untrained``."""
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
-    selected = torch.arange(plan.k)
-    if "mask" in entry:
-        selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
+    selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
     device.selection = Selection.of(selected.to(torch.int32), plan.slices, engine.device)
     on_device_side, on_host_side = device.selection.selected.cpu().long(), device.selection.deferred.cpu().long()
-    flushed = [at for at in entry["visible_at"].tolist() if at != NONE] if "visible_at" in entry else []
+    flushed = [at for at in entry["visible_at"].tolist() if at != NONE]
     uploads = [host.next_upload() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
         for name, of_device, of_host in zip(_STATE, device.state(), host_state, strict=True):
@@ -287,21 +286,14 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
             of_host.copy_(slices[on_host_side])
         for upload in uploads:
             upload.copy_(host_state.master)
-    if "score" in entry:
-        device.score.copy_(entry["score"].flatten())
-    else:
-        device.score.zero_()
-    selected_at = int(entry["selected_at"]) if "selected_at" in entry else NONE
+    device.score.copy_(entry["score"].flatten())
+    selected_at, count = int(entry["selected_at"]), int(entry["open"])
     device.selected_at = None if selected_at == NONE else selected_at
-    count = int(entry["open"]) if "open" in entry else 0
     device.steps = int(entry["step"]) if plan.k else 0
     host.taken = int(entry["step"]) - count if plan.deferred else 0
     _load_window(offloaded, entry, on_host_side, count)
     if (residual := _residual(offloaded)) is not None:
-        if "residual" in entry:
-            residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
-        else:
-            residual.lost.zero_()
+        residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
     for visible_at, upload in zip(flushed, uploads, strict=True):
         job = Job((), deadline=0, step=engine.step, param=plan.name)
         host.flushed.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -40,14 +40,6 @@ _DECIDED_BY = {
     "summed": "accumulate_on_device",
     "compressed": "gradient_compression",
 }
-_FINITE: tuple[Callable[[Tensor], Tensor], str] = (torch.isfinite, "values that are not finite")
-# The values that an entry may have; ``layout`` has their shapes and dtypes.
-_VALUES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "exp_avg": _FINITE,
-    # Infinite after a gradient that was too large. The comparison is False for NaN.
-    "exp_avg_sq": (lambda values: values >= 0, "values that are negative or NaN"),
-    "master": _FINITE,
-}
 # The least value of an entry that counts; NONE stands for None.
 _LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "shortest_window": NONE}
 
@@ -73,9 +65,6 @@ class Checked:
 def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
     """Check a state dict of a ZenFlowAdamW or of torch.optim.AdamW, with parameters by number or by name.
 
-    Args:
-        groups: the optimizer's own.
-
     Raises:
         ValueError: the state is damaged, not complete, or of another model or plan.
     """
@@ -92,13 +81,14 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     index_of = {id(param): index for index, param in enumerate(engine.params)}
     own = [index_of[id(param)] for group in groups for param in group["params"]]
     index_by_key = dict(zip(keys, own, strict=True))
-    for key in saved:
-        if key not in index_by_key:
-            whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
     entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in saved.items():
+        if key not in index_by_key:
+            whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
         entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
-    if any(_cast_by_adamw(entry) for entry in entries.values()):
+    # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
+    plans = [entry.get("plan") for entry in entries.values()]
+    if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
@@ -170,12 +160,6 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 
 
 # States of torch.optim.AdamW.
-
-
-def _cast_by_adamw(entry: Mapping[str, Any]) -> bool:
-    """Whether torch.optim.AdamW loaded and saved a state of ours: it casts all entries to the parameter's dtype."""
-    plan = entry.get("plan")
-    return isinstance(plan, Tensor) and plan.is_floating_point()
 
 
 def _adamw_entries(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,8 +369,11 @@ class _Part:
         value = self.tensor(key)
         if key in _LEAST and (number := int(value)) < _LEAST[key]:
             self.refuse(f"{key}={number}, which is not a whole number >= {_LEAST[key]},")
-        if key in _VALUES and not bool(_VALUES[key][0](value).all()):
-            self.refuse(f"{key!r} with {_VALUES[key][1]}")
+        if key in ("exp_avg", "master") and not bool(value.isfinite().all()):
+            self.refuse(f"{key!r} with values that are not finite")
+        # Infinite after a gradient that was too large. The comparison is False for NaN.
+        if key == "exp_avg_sq" and not bool((value >= 0).all()):
+            self.refuse(f"{key!r} with values that are negative or NaN")
 
 
 def _remedy(engine: Engine, part: _Part) -> str:

@@ -76,7 +76,9 @@ def worker_count(cores: int, *, workers: int | None, reserved_share: float | Non
         return workers
     if reserved_share is None:
         cores = min(cores, math.floor(cpu_quota() or cores))
-        return max(1, cores - LEFT_FREE - _data_loader_workers())
+        # Worker processes of DataLoaders are daemonic, unlike idle processes of compilers.
+        data_loader_workers = sum(child.daemon for child in multiprocessing.active_children())
+        return max(1, cores - LEFT_FREE - data_loader_workers)
     # Rounded first: 0.9 * 10 must reserve nine cores, whatever the last bit of the product.
     return max(1, cores - math.ceil(round(reserved_share * cores, 6)))
 
@@ -145,11 +147,6 @@ def last_level_cache_bytes(system: Path = SYSTEM) -> int:
 def nodes_of(cores: Iterable[int], system: Path = SYSTEM) -> set[int]:
     """NUMA nodes of logical cores."""
     return {_node(system / f"cpu/cpu{core}") for core in cores}
-
-
-def _data_loader_workers() -> int:
-    """Number of DataLoaders' worker processes: they are daemonic, unlike idle processes of compilers."""
-    return sum(child.daemon for child in multiprocessing.active_children())
 
 
 def _siblings(topology: Path) -> str | None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -86,11 +87,6 @@ class NvmeCache:
         """Host memory of the cache."""
         return self._memory.numel()
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes in files, all chunks."""
-        return sum(chunk.size for chunk in self._chunks)
-
     def add(self, plans: Sequence[ParamPlan], fingerprint: str, size: int) -> dict[int, Chunk]:
         """Make a file with the chunks of further parameters, all zero; nothing may be in flight.
 
@@ -121,10 +117,10 @@ class NvmeCache:
     def remove(self, chunks: Collection[Chunk]) -> None:
         """Remove chunks of one ``add``, and their file. No thread may use them any more."""
         with self._lock:
-            self._users.wait_for(lambda: all(map(self._at_rest, chunks)))
+            self._users.wait_for(lambda: all(chunk.at_rest for chunk in chunks))
             self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
             for chunk in chunks:
-                self._evict(chunk)
+                chunk.evict()
             self._readers.notify_all()
         for file in {chunk.file for chunk in chunks}:
             self._directory.remove(file)
@@ -138,7 +134,7 @@ class NvmeCache:
         self._stop()
         self._directory.close()
         for chunk in self._chunks:
-            self._evict(chunk)
+            chunk.evict()
         self._chunks = []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arena.close()
@@ -153,7 +149,7 @@ class NvmeCache:
         """Tell the readers that a lock waits for its chunk."""
         with self._lock:
             request.chunk.requests.append(request)
-            self._update_key(request.chunk)
+            request.chunk.update_key()
             self._readers.notify_all()
 
     def try_acquire(self, request: LockRequest) -> bool:
@@ -199,7 +195,7 @@ class NvmeCache:
             if request in chunk.requests:
                 chunk.requests.remove(request)
             chunk.next_use = request.next_use or chunk.next_use
-            self._update_key(chunk)
+            chunk.update_key()
             if chunk.holder is request:
                 chunk.holder = None
                 if request.writes and chunk.state is not ChunkState.CHANGED:
@@ -260,10 +256,10 @@ class NvmeCache:
         arena = HostArena(size)
         memory = arena.take((size,), torch.uint8)
         with self._lock:
-            self._users.wait_for(lambda: all(map(self._at_rest, self._chunks)))
+            self._users.wait_for(lambda: all(chunk.at_rest for chunk in self._chunks))
         self._stop()
         for chunk in self._chunks:
-            self._evict(chunk)
+            chunk.evict()
         self._arena.close()
         self._arena, self._memory = arena, memory
         if self._chunks:
@@ -271,23 +267,12 @@ class NvmeCache:
 
     def _read_chunks(self) -> None:
         while (chunk := self._next(self._readers, self._next_to_read)) is not None:
-            memory = self._memory[chunk.begin : chunk.begin + chunk.size]
-            error: BaseException | None = None
-            try:
+            with self._moving(chunk, "read") as memory:
                 if chunk.checksum is None:
                     memory.zero_()
                 else:
                     self._read(chunk, memory)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                if error is None:
-                    chunk.tensors = state_in(memory, chunk.plan)
-                    chunk.state = ChunkState.CACHED
-                else:
-                    self._lose(chunk, "read", error)
-                self._readers.notify_all()
-                self._users.notify_all()
+                chunk.tensors = state_in(memory, chunk.plan)
 
     def _read(self, chunk: Chunk, memory: Tensor) -> None:
         begin = time.perf_counter_ns()
@@ -301,21 +286,26 @@ class NvmeCache:
 
     def _write_chunks(self) -> None:
         while (chunk := self._next(self._writers, self._next_to_write)) is not None:
-            memory = self._memory[chunk.begin : chunk.begin + chunk.size]
-            error: BaseException | None = None
-            begin = time.perf_counter_ns()
-            try:
+            with self._moving(chunk, "written") as memory:
+                begin = time.perf_counter_ns()
                 chunk.checksum = chunk.file.write(chunk.offset, memory_of(memory))
                 self._record("write", begin, chunk)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                if error is None:
-                    chunk.state = ChunkState.CACHED
-                else:
-                    self._lose(chunk, "written", error)
-                self._readers.notify_all()
-                self._users.notify_all()
+
+    @contextmanager
+    def _moving(self, chunk: Chunk, moved: str) -> Iterator[Tensor]:
+        """Give the memory of a chunk that is read or written, u8[size]. Afterwards the chunk is cached, or lost."""
+        error: BaseException | None = None
+        try:
+            yield self._memory[chunk.begin : chunk.begin + chunk.size]
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            if error is None:
+                chunk.state = ChunkState.CACHED
+            else:
+                self._lose(chunk, moved, error)
+            self._readers.notify_all()
+            self._users.notify_all()
 
     def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
         """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
@@ -368,7 +358,7 @@ class NvmeCache:
             return None
         evictable.sort(key=lambda each: each.key)
         while (begin := self._first_gap(staying + evictable, chunk.size)) is None:
-            self._evict(evictable.pop())
+            evictable.pop().evict()
         return begin
 
     def _first_gap(self, present: Sequence[Chunk], size: int) -> int | None:
@@ -377,22 +367,9 @@ class NvmeCache:
         edges = [(0, 0), *taken, (self.nbytes, self.nbytes)]
         return next((end for (_, end), (begin, _) in pairwise(edges) if begin - end >= size), None)
 
-    @staticmethod
-    def _at_rest(chunk: Chunk) -> bool:
-        """Whether the chunk is as it is on disk, and no thread uses it."""
-        return chunk.state in (ChunkState.ON_DISK, ChunkState.CACHED) and chunk.holder is None
-
-    @staticmethod
-    def _update_key(chunk: Chunk) -> None:
-        chunk.key = min((request.key for request in chunk.requests), default=chunk.next_use)
-
-    @staticmethod
-    def _evict(chunk: Chunk) -> None:
-        chunk.state, chunk.tensors = ChunkState.ON_DISK, None
-
     def _lose(self, chunk: Chunk, what: str, cause: BaseException) -> None:
         """See [Note: lost chunks]."""
-        self._evict(chunk)
+        chunk.evict()
         chunk.error = StateFileError(
             f"the optimizer state of {chunk.name} could not be {what} ({printable(chunk.file.path)}): {cause}; load "
             "the last saved state (the last checkpoint), after freeing space on the disk if it is full"

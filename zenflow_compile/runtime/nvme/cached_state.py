@@ -22,16 +22,13 @@ class CachedState:
 
     @property
     def error(self) -> StateFileError | None:
-        """See :attr:`StateStore.error`."""
         return self.chunk.error
 
     def state(self) -> State:
-        """See :meth:`StateStore.state`."""
         assert self.chunk.tensors is not None, f"the state of {self.chunk.name} is not in memory"
         return self.chunk.tensors
 
     def lock(self, *, step: int, deadline: int) -> CachedStateLock:
-        """See :meth:`StateStore.lock`."""
         plan = self.chunk.plan
         following = step + 1 + (plan.phase - step - 1) % plan.interval
         request = LockRequest(self.chunk, (WANTED, step, deadline), next_use=(AHEAD, following, deadline))
@@ -44,7 +41,6 @@ class CachedState:
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
-        """See :meth:`StateStore.acquire`."""
         request = LockRequest(self.chunk, _NOW, next_use=None, writes=write, fresh=fresh)
         try:
             self._cache.queue(request)
@@ -59,20 +55,17 @@ class CachedState:
 
 
 class CachedStateLock:
-    """The lock of one job on a chunk."""
+    """The lock of one job on a chunk; see :class:`StateLock`."""
 
     def __init__(self, cache: NvmeCache, request: LockRequest) -> None:
         self._cache = cache
         self._request = request
 
     def try_acquire(self) -> bool:
-        """See :meth:`StateLock.try_acquire`."""
         return self._cache.try_acquire(self._request)
 
     def check(self) -> None:
-        """See :meth:`StateLock.check`."""
         self._cache.check(self._request)
 
     def release(self) -> None:
-        """See :meth:`StateLock.release`."""
         self._cache.release(self._request)

@@ -85,6 +85,17 @@ class Chunk:
     def name(self) -> str:
         return self.plan.name
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether the chunk is as it is on disk, and no thread uses it."""
+        return self.state in (ChunkState.ON_DISK, ChunkState.CACHED) and self.holder is None
+
+    def evict(self) -> None:
+        self.state, self.tensors = ChunkState.ON_DISK, None
+
+    def update_key(self) -> None:
+        self.key = min((request.key for request in self.requests), default=self.next_use)
+
 
 def chunk_bytes(plan: ParamPlan) -> int:
     """Bytes that the parameter's state takes in the cache and in a file: whole pages."""

@@ -79,11 +79,10 @@ class ScratchDirectory:
             for left in self.path.glob(_FILES):
                 if _is_ours(left):  # of a run that has ended, since the lock was free
                     left.unlink()
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise self.unusable(error) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                raise self.unusable(error) from error
             raise
 
     def free_bytes(self) -> int:
