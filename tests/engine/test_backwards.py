@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.training import (
     Training,
     batch,
 )
-from zenflow_compile import optimizer_of
+from zenflow_compile import ZenFlowAdamW, optimizer_of
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 
 pytestmark = pytest.mark.timeout(60)
@@ -258,3 +259,33 @@ def test_reentrant_checkpointing_in_backward_raises() -> None:
     loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         loss.backward()
+
+
+def test_forward_ahead_of_a_reselecting_step() -> None:
+    """Two forwards before two steps: the second gradient is split while the first step's new selection is on its way.
+
+    A single layer needs no weight in its backward, so that autograd lets the first step go between.
+    """
+
+    def trained(optimizer_of_model: Callable[[nn.Module], torch.optim.Optimizer], backend: str) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 48, bias=False)
+        optimizer = optimizer_of_model(model)
+        call = torch.compile(
+            model, backend=backend, **({"options": {"inner": "eager"}} if backend == "zenflow" else {})
+        )
+        for _ in range(6):
+            losses = [call(torch.randn(8, 32)).square().mean() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if isinstance(optimizer, ZenFlowAdamW):
+            assert optimizer.engine.selections > 2
+            optimizer.close()
+        return model.weight.detach()
+
+    keywords: dict[str, Any] = {**OFFLOAD_ALL, "update_interval": 1, "select_interval": 1, "select_strategy": "step"}
+    expected = trained(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), "eager")
+    actual = trained(lambda model: ZenFlowAdamW(model.parameters(), lr=0.01, topk_ratio=0.3, **keywords), "zenflow")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)

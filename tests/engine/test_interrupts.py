@@ -77,7 +77,17 @@ def every_point(do: Callable[[], object], functions: set[str], then: Callable[[]
         point += 1
 
 
-CLOSING = {"_update_on_host", "commit_gradient", "flush", "flush_window", "submit", "lock", "moment"}
+CLOSING = {
+    "_update_on_host",
+    "commit_gradient",
+    "commit",
+    "flush",
+    "flush_window",
+    "next_upload",
+    "submit",
+    "lock",
+    "now",
+}
 
 
 def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:
@@ -216,7 +226,7 @@ def each_buffer_is_somewhere_once(training: Training) -> None:
     registry = training.optimizer.engine.registry
     taken = {
         "down_ring": [each._staged for each in registry.offloaded.values() if each._staged],
-        "up_ring": [each._upload.buffer for each in registry.offloaded.values() if each._upload],
+        "up_ring": [each.upload.buffer for each in registry.offloaded.values() if each.upload],
     }
     for name, buffers in taken.items():
         ring = getattr(registry.transport, name)
@@ -266,9 +276,9 @@ def test_interrupted_gradient_copy_loses_no_buffer() -> None:
 # Where the explicit form takes gradients: in a backward, at the beginning of a step, and when ``.grad`` is cleared.
 TAKING = {
     "begin_backward", "offload_gradients", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
-    "end_backward", "receive", "_begin", "_add", "_split", "norms_and_split", "_rebuild",
-    "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up", "dropped",
-    "make_dense", "take_from_grad", "read_factors", "read",
+    "end_backward", "receive", "_receive_more", "_matrix", "accumulates_all", "_add", "_split", "norms_and_split",
+    "_rebuild", "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up",
+    "dropped", "make_dense", "take_from_grad", "read_factors", "read",
 }  # fmt: skip
 
 
@@ -471,8 +481,8 @@ def test_step_after_interrupted_edit_uses_gradient(edit: Callable[[torch.Tensor]
 
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
-    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures",
-    "written_by_others", "matches",
+    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures", "copied",
+    "_matrix", "written_by_others", "matches",
 }  # fmt: skip
 
 

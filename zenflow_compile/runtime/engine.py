@@ -124,11 +124,17 @@ class Engine(OptimizerRuntime):
         Args:
             grads: of the parameters ``ps``.
         """
-        split_now, every = self._split_now, self.offloaded
+        split_now, chosen = self._split_now, [self.offloaded[p] for p in ps]
         with self.backward.lock:
-            for p, grad in zip(ps, grads, strict=True):
-                offloaded = every[p]
-                if self._takes(offloaded, grad):
+            # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
+            usual = torch_private.accumulates_all([offloaded.accumulate_node for offloaded in chosen])
+            if usual:
+                self.backward.contributed = True
+            usual = usual and not self.in_backward
+            for offloaded, grad in zip(chosen, grads, strict=True):
+                param = offloaded.param
+                free = usual and param.grad is None and not param._backward_hooks
+                if free or self._takes(offloaded, grad):
                     offloaded.receive(grad, split_now=split_now)
                     offloaded.copy_to_host()
 
@@ -249,7 +255,7 @@ class Engine(OptimizerRuntime):
         """
         if self.failure is not None or self._closing or self.in_child:
             self._check()
-        return self.registry.check_gradients()
+        return self.registry.check_gradients()[0]
 
     @annotated("step", lambda engine: ())
     def run_step(self) -> bool:
@@ -257,9 +263,12 @@ class Engine(OptimizerRuntime):
 
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
-        if not self.has_gradients:
+        if self.failure is not None or self._closing or self.in_child:
+            self._check()
+        present, untaken = self.registry.check_gradients()
+        if not present:
             return False
-        self.begin_update()
+        self.begin_update(untaken)
         try:
             self.update_parameters(list(self.offloaded))
             self.end_update()
@@ -268,8 +277,11 @@ class Engine(OptimizerRuntime):
             raise
         return True
 
-    def begin_update(self) -> None:
+    def begin_update(self, untaken: Sequence[OffloadedParam] = ()) -> None:
         """Take all gradients: they are final, and ``check_gradients`` has passed.
+
+        Args:
+            untaken: parameters whose gradient is still in ``.grad``.
 
         Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
         """
@@ -279,18 +291,21 @@ class Engine(OptimizerRuntime):
             self.streamed.raise_failures()
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("update")
+        to_take = dict.fromkeys(untaken)
         suspect = self.registry.transport.suspect
         for offloaded in self.offloaded.values():
             if suspect:
                 offloaded.raise_failures()
-            record = offloaded.record
-            if self.in_backward and record is not None and record.state is GradientState.CONSUMED:
+            if self.in_backward and offloaded.state is GradientState.CONSUMED:
                 continue  # its step has begun
             if offloaded.weights.written_by_others:
                 offloaded.notice_external_write(self.step)
+                to_take[offloaded] = None
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                 self.uploads.apply(offloaded, offloaded.due(self.step))
-            if not offloaded.copied:
+                to_take[offloaded] = None  # a new selection has put its parts together again
+        for offloaded in to_take:
+            if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
         self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:

@@ -327,6 +327,17 @@ def asked_for(accumulate_grad: Any) -> Asked:
         return Asked.CAPTURE  # the node is a leaf whose gradient is captured
 
 
+def accumulates_all(accumulate_grads: Sequence[Any]) -> bool:
+    """Whether the running backward accumulates the gradients of all these nodes; ``asked_for`` tells them apart.
+
+    One call for many nodes: each costs a tenth of ``asked_for``. Seen in torch 2.11 and 2.13.
+    """
+    try:
+        return all(map(torch._C._will_engine_execute_node, accumulate_grads))
+    except RuntimeError:
+        return False
+
+
 def is_wrapper_subclass(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a wrapper of other tensors, such as a ``DTensor``. Seen in torch 2.11 and 2.13."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -185,18 +185,26 @@ class ParamRegistry:
 
     # Gradients.
 
-    def check_gradients(self) -> bool:
-        """Whether any parameter has a gradient for the optimizer step.
+    def check_gradients(self) -> tuple[bool, list[OffloadedParam]]:
+        """Check the gradients in ``.grad`` before an optimizer step.
+
+        Returns:
+            Whether any parameter has a gradient, and the parameters whose gradient the step must take from ``.grad``:
+            all that were not split and copied in the backward.
 
         Raises:
             TypeError: a gradient is sparse.
             RuntimeError: a gradient was consumed by an earlier optimizer step. Nothing has been changed then.
         """
         present = self.device_updated.check_gradients(self.plan.params)
+        untaken: list[OffloadedParam] = []
         for offloaded in self.offloaded.values():
-            if offloaded.copied or offloaded.check_gradient():
+            if offloaded.copied:  # the usual case, at every step
                 present = True
-        return present
+            else:
+                present = offloaded.check_gradient() or present
+                untaken.append(offloaded)
+        return present, untaken
 
     def read_factors(self) -> None:
         """Read the factors on all gradients of the optimizer step, with one copy to the host."""
