@@ -3,8 +3,8 @@
 Order of a training step, for graph nodes and for hooks on ``.grad``:
 
 1. backward: ``offload_gradients`` for every offloaded gradient that autograd was asked for;
-2. optimizer step: ``begin_update`` takes all gradients, ``update_parameters`` runs for all offloaded parameters,
-   ``end_update`` updates resident parameters and advances the step;
+2. optimizer step (``step_runner.py``): ``begin_update`` takes all gradients, ``update_parameters`` runs for all
+   offloaded parameters, ``end_update`` updates resident parameters and advances the step;
 3. next forward: ``fetch_parameters_`` before first uses. Updates of gradients that came through hooks are applied in
    ``end_update``.
 """
@@ -24,17 +24,14 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
-from zenflow_compile.runtime.parameters.host_state import FlushedWindow
-from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
-from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
-from zenflow_compile.runtime.step.optimizer_step import Member, StepContext, commit_gradient, update_slices
-from zenflow_compile.runtime.trace_annotations import annotated
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.step.optimizer_step import StepContext
+from zenflow_compile.runtime.step_runner import StepRunner
 from zenflow_compile.torch_internals import torch_private
 
 
-class Engine(OptimizerRuntime):
-    """Implements the ops of compiled graphs, the hooks on ``.grad``, and the optimizer step."""
+class Engine(StepRunner):
+    """Implements the ops of compiled graphs and the hooks on ``.grad``."""
 
     def __init__(
         self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, in_backward: bool
@@ -168,11 +165,6 @@ class Engine(OptimizerRuntime):
         task = torch_private.current_graph_task()
         return {p: returned.pop((task, p)) for p in ps if (task, p) in returned}
 
-    @property
-    def _split_now(self) -> bool:
-        declared = self.options.gradient_accumulation_steps
-        return declared is None or self.backward.count == declared - 1
-
     def accept_grad(self, p: int) -> None:
         """Take a gradient that has reached ``.grad``: the entry without a graph.
 
@@ -237,181 +229,6 @@ class Engine(OptimizerRuntime):
         offloaded.uses_unknown = True
         if offloaded.returned != self.backward.task and offloaded.due(self.step):
             errors.refuse_stale_grad(offloaded.plan.name)
-
-    # The optimizer step.
-
-    @property
-    def windows_hold_gradients(self) -> bool:
-        """Whether any update window holds gradients, so that a flush would apply them."""
-        return any(offloaded.window_holds_gradients for offloaded in self.offloaded.values())
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient for the optimizer step.
-
-        Raises:
-            RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
-            TypeError, RuntimeError: see ``ParamRegistry.check_gradients``.
-        """
-        if self.failure is not None or self._closing or self.in_child:
-            self._check()
-        return self.registry.check_gradients()[0]
-
-    @annotated("step", lambda engine: ())
-    def run_step(self) -> bool:
-        """Run one optimizer step on all gradients. Returns False without any; nothing has been changed then.
-
-        Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
-        """
-        if self.failure is not None or self._closing or self.in_child:
-            self._check()
-        present, untaken = self.registry.check_gradients()
-        if not present:
-            return False
-        self.begin_update(untaken)
-        try:
-            self.update_parameters(list(self.offloaded))
-            self.end_update()
-        except BaseException as error:
-            self.failure = error
-            raise
-        return True
-
-    def begin_update(self, untaken: Sequence[OffloadedParam] = ()) -> None:
-        """Take all gradients: they are final, and ``check_gradients`` has passed.
-
-        Args:
-            untaken: parameters whose gradient is still in ``.grad``.
-
-        Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
-        """
-        self.used = True
-        self.registry.check_groups()
-        if self.streamed.params:
-            self.streamed.raise_failures()
-        if self.recorder.timeline is not None:
-            self.recorder.begin_phase("update")
-        to_take = dict.fromkeys(untaken)
-        suspect = self.registry.transport.suspect
-        for offloaded in self.offloaded.values():
-            if suspect:
-                offloaded.raise_failures()
-            if self.in_backward and offloaded.state is GradientState.CONSUMED:
-                continue  # its step has begun
-            if offloaded.weights.written_by_others:
-                offloaded.notice_external_write(self.step)
-                to_take[offloaded] = None
-            if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
-                self.uploads.apply(offloaded, offloaded.due(self.step))
-                to_take[offloaded] = None  # a new selection has put its parts together again
-        for offloaded in to_take:
-            if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
-                offloaded.take_from_grad()
-        self.registry.read_factors()
-        if (limit := self.options.max_grad_norm) is not None:
-            clip_gradients(self.registry, self.device, limit)
-        if (timeline := self.recorder.timeline) is not None:
-            record_norms(self.registry, timeline, self.step)
-        self._updating = True  # last, so that an error above leaves it unset
-
-    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor] | None = None) -> None:
-        """Update those of ``ps`` whose gradients are final: selected slices now, deferred ones in their windows.
-
-        Args:
-            params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
-                the engine's own.
-        """
-        if params is not None:
-            self._check_storages(ps, params)
-        context = StepContext(self.registry, self.schedule, self.step)
-        taking_part = self._taking_part(ps, context)
-        self._update_slices(taking_part)
-        self._update_on_host(taking_part, context)
-
-    def _check_storages(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Check the ``params`` that a graph has for those of ``ps`` that have columns on the device."""
-        on_device = [p for p in ps if self.offloaded[p].plan.k]
-        for p, param in zip(on_device, params, strict=True):
-            self.registry.check_storage(p, param)
-
-    def _taking_part(self, ps: Sequence[int], context: StepContext) -> list[Member]:
-        """Those of ``ps`` whose gradients are final."""
-        chosen = [self.offloaded[p] for p in ps]
-        if self._updating:
-            # A missing gradient takes part, too: windows flush by the step's number.
-            chosen = [each for each in chosen if (record := each.record) is None or record.state is GradientState.PARTS]
-        else:
-            chosen = [each for each in chosen if self._is_final_in_backward(each)]
-        return context.members(chosen)
-
-    def _is_final_in_backward(self, offloaded: OffloadedParam) -> bool:
-        """Whether the parameter's gradient, in a backward that goes on, will get no further contribution.
-
-        So it is only if its gradients were seen to arrive in one piece. If the parameter shares its version counter,
-        its update would make the backward of an earlier graph, which saved a sharer, raise.
-        """
-        record = offloaded.record
-        if record is None or record.state is not GradientState.PARTS or not self.finalizes_in_backward:
-            return False
-        whole = offloaded.arrival is Arrival.WHOLE and offloaded.uses == 1
-        return whole and not offloaded.weights.counter.shared and self._split_now
-
-    def _update_slices(self, members: Sequence[Member]) -> None:
-        try:
-            update_slices([each for each in members if each.offloaded.record is not None and each.offloaded.plan.k])
-        except BaseException as error:
-            self.failure = error
-            raise
-
-    def _update_on_host(self, members: Sequence[Member], context: StepContext) -> None:
-        flushed: list[FlushedWindow] = []
-        try:
-            for member in members:
-                if (window := commit_gradient(member, context)) is not None:
-                    flushed.append(window)
-                    if self.recorder.timeline is not None:
-                        self.recorder.mark("flush", param=member.offloaded.plan.name)
-            if flushed:
-                self.registry.transport.workers.submit(*[window.job for window in flushed])
-        except BaseException as error:  # ``UploadScheduler`` withdraws jobs that were not queued, before any wait
-            self.failure = error
-            raise
-        self.windows_flushed += len(flushed)
-
-    def end_update(self) -> None:
-        """Update resident parameters, apply updates that must not wait, and advance to the next step."""
-        self.registry.device_updated.update()
-        self.step += 1
-        self._updating = False
-        self.backward.reset()
-        for offloaded in self.offloaded.values():
-            offloaded.uses = 0
-            if self.in_backward:
-                offloaded.record = None
-        self.uploads.end_step(self.step)
-        if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
-            self.streamed.prefetch()
-        self.schedule.end_step()
-        if self.schedule.shortest_window is None:
-            self._min_window.end_step(len(self.graphs))
-        if self.recorder.timeline is not None:
-            self.recorder.end_step()
-        self.recorder.step = self.step
-
-    def show_consumed(self) -> None:
-        """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
-        for offloaded in self.offloaded.values():
-            offloaded.show_consumed()
-
-    def discard(self) -> None:
-        """Forget gradients that are not in ``.grad``."""
-        self._updating = False
-        self.backward.reset()
-        if not self.in_backward:
-            self.backward.task = None  # of a backward that failed
-        self.stale.forget()
-        for offloaded in self.offloaded.values():
-            offloaded.discard()
 
     # The unfused ops: see [Note: two forms] in ``runtime.ops``.
 

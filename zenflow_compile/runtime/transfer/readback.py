@@ -19,6 +19,7 @@ class Readback:
         self._recorder = recorder
         self._table = torch.zeros((0, columns), dtype=torch.float32, device=device)
         self._host = self._host_like(self._table)  # pinned, or its copy would block
+        self._cells: dict[tuple[int, int], Tensor] = {}  # views: making one costs as much as an operator
         self._filled: list[tuple[int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._event: torch.cuda.Event | None = None
@@ -26,13 +27,16 @@ class Readback:
     def grow(self, rows: int) -> None:
         """Have at least ``rows`` rows; filled cells stay. No copy may be in flight: call ``take`` before."""
         if (missing := rows - len(self._table)) > 0:
+            self._cells.clear()
             self._table = torch.cat([self._table, self._table.new_zeros((missing, self._table.shape[1]))])
             self._host = self._host_like(self._table)
 
     def cell(self, row: int, column: int) -> Tensor:
         """The 0-d cell on the device that the caller fills in this step."""
         self._filled.append((row, column))
-        return self._table[row, column]
+        if (cell := self._cells.get((row, column))) is None:
+            cell = self._cells[row, column] = self._table[row, column]
+        return cell
 
     def start(self) -> None:
         """Start the copy of this step's cells to the host. The cells of the last copy must have been taken."""
