@@ -41,6 +41,7 @@ class Engine(OptimizerRuntime):
     ) -> None:
         super().__init__(groups, options, device, in_backward=in_backward)
         self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
+        # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
 
     # Ops of backward graphs, and hooks on ``.grad``.
@@ -62,6 +63,7 @@ class Engine(OptimizerRuntime):
         backward.enter_thread()
         if self.in_backward:
             self._begin_in_backward(arrived)
+        # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
         backward.task = task
         backward.contributed = False
         torch_private.queue_backward_callback(self._end_callback)
@@ -126,6 +128,7 @@ class Engine(OptimizerRuntime):
         """
         split_now, every = self._split_now, self.offloaded
         with self.backward.lock:
+            # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             for p, grad in zip(ps, grads, strict=True):
                 offloaded = every[p]
                 if self._takes(offloaded, grad):
@@ -159,6 +162,7 @@ class Engine(OptimizerRuntime):
         returned = self.backward.returned
         if not returned:
             return {}
+        # Without the lock: no other backward has keys with this task.
         task = torch_private.current_graph_task()
         return {p: returned.pop((task, p)) for p in ps if (task, p) in returned}
 
@@ -290,6 +294,7 @@ class Engine(OptimizerRuntime):
                 offloaded.notice_external_write(self.step)
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                 self.uploads.apply(offloaded, offloaded.due(self.step))
+            # After the updates: one that re-selects leaves the gradient whole, for a split by the new selection.
             if not offloaded.copied:
                 offloaded.take_from_grad()
         self.registry.read_factors()
@@ -310,6 +315,7 @@ class Engine(OptimizerRuntime):
             self._check_storages(ps, params)
         context = StepContext(self.registry, self.schedule, self.step)
         taking_part = self._taking_part(ps, context)
+        # First: it feeds the scores by which a window that is flushed below re-selects.
         self._update_slices(taking_part)
         self._update_on_host(taking_part, context)
 

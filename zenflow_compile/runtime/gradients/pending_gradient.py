@@ -91,6 +91,7 @@ class PendingGradient:
         """Drop gradient, window and copies, failed ones too, before a state is loaded."""
         self.gradient = None
         if self._sent is not None:
+            # Before the block goes back to the allocator, which does not know of the copy on the lane's stream.
             self._sent[1].settle()
             self._sent = None
         self.drop_window()

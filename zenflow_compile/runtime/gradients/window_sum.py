@@ -43,6 +43,7 @@ class WindowSum:
 
     def add(self, gradient: Tensor, coefficients: StepCoefficients) -> None:
         """Add a final gradient ``[deferred, length]``, of any floating dtype."""
+        # First: the unit is the scale of the window's first gradient, which may be this one.
         self.coefficients.append(coefficients)
         factor = coefficients.grad_scale / self.unit
         if len(self.coefficients) == 1:

@@ -212,6 +212,7 @@ class AtenHostAdam:
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
         self.max_gradients = max_gradients
+        # Scratch memory of each thread: several workers call one kernel at the same time.
         self._local = threading.local()
 
     def __call__(

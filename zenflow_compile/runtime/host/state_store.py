@@ -97,4 +97,5 @@ class InMemoryState:
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
         """See :meth:`StateStore.acquire`."""
+        # No lock: callers have waited for the jobs, or withdrawn them, and queue none inside the block.
         yield self._state

@@ -117,6 +117,7 @@ class NvmeCache:
     def remove(self, chunks: Collection[Chunk]) -> None:
         """Remove chunks of one ``add``, and their file. No thread may use them any more."""
         with self._lock:
+            # A reader or a writer may be at work on them, and their file is closed below.
             self._users.wait_for(lambda: all(chunk.at_rest for chunk in chunks))
             self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
             for chunk in chunks:
@@ -156,6 +157,7 @@ class NvmeCache:
         """Acquire the lock if its chunk is cached and free. Also True if the chunk is lost: ``check`` raises then."""
         chunk = request.chunk
         # Idle workers ask this of all queued jobs a thousand times a second: a look without the lock comes first.
+        # An outdated answer does no harm: workers ask again, and ``acquire`` asks under the lock.
         if chunk.state not in (ChunkState.CACHED, ChunkState.CHANGED) and chunk.error is None:
             return False
         with self._lock:
@@ -197,6 +199,7 @@ class NvmeCache:
             chunk.next_use = request.next_use or chunk.next_use
             chunk.update_key()
             if chunk.holder is request:
+                # Only the last line calls: an interrupt finds the chunk locked, or released and in line for its write.
                 chunk.holder = None
                 if request.writes and chunk.state is not ChunkState.CHANGED:
                     chunk.state = ChunkState.CHANGED
@@ -233,6 +236,7 @@ class NvmeCache:
                     break
                 self._stop()
                 refuse_threads(error)
+        # Last: after an interrupt above, the next call starts the threads that are missing.
         self._complete = True
 
     def _stop(self) -> None:
@@ -240,6 +244,7 @@ class NvmeCache:
             self._closing = True
             self._readers.notify_all()
             self._writers.notify_all()
+            # As in ``WorkerPool.close``: a thread that was never started cannot be joined.
             self._threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in self._threads:
             thread.join()
@@ -258,6 +263,7 @@ class NvmeCache:
         with self._lock:
             self._users.wait_for(lambda: all(chunk.at_rest for chunk in self._chunks))
         self._stop()
+        # Only now: until the readers have stopped, they fill chunks of the old memory ahead of time.
         for chunk in self._chunks:
             chunk.evict()
         self._arena.close()
@@ -272,6 +278,7 @@ class NvmeCache:
                     memory.zero_()
                 else:
                     self._read(chunk, memory)
+                # Before the block ends, which makes the chunk CACHED: from then on a job may read the tensors.
                 chunk.tensors = state_in(memory, chunk.plan)
 
     def _read(self, chunk: Chunk, memory: Tensor) -> None:
@@ -310,6 +317,7 @@ class NvmeCache:
     def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
         """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
         with self._lock:
+            # A thread whose start was interrupted is not registered: nothing would join it, so it exits.
             while not self._closing and threading.current_thread() in self._threads:
                 if (chunk := choose()) is not None:
                     return chunk
@@ -335,6 +343,7 @@ class NvmeCache:
             return None
         if any(request.fresh for request in chunk.requests):
             chunk.checksum = None
+        # Still under the lock: the other reader must not choose the same chunk, or the same place.
         chunk.begin, chunk.state = begin, ChunkState.READING
         return chunk
 
@@ -350,6 +359,7 @@ class NvmeCache:
     def _make_space(self, chunk: Chunk) -> int | None:
         """Where the chunk can go in the cache; evicts chunks that are needed later, if that makes enough space."""
         present = [each for each in self._chunks if each.state is not ChunkState.ON_DISK]
+        # Not those in state READING or WRITING: a thread uses their memory without the lock.
         evictable = [
             each for each in present if each.state is ChunkState.CACHED and each.holder is None and each.key > chunk.key
         ]

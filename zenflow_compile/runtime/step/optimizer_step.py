@@ -75,6 +75,7 @@ def update_slices(members: Sequence[Member]) -> None:
         )
     for (coefficients, eps), states in together.items():
         column_ops.adam_columns_(states, coefficients, eps=eps)
+    # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     feed_scores([each.device for each in params], [each.unscale for each in params])
 

@@ -107,6 +107,7 @@ class Schedule:
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
         self._take_values()
+        # After the values were taken: a copy in flight would write into memory that is replaced here.
         self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:

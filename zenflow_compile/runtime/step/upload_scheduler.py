@@ -61,6 +61,7 @@ class UploadScheduler:
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
         if offloaded.weights.written_by_others:
+            # Before the update is applied: a merge into weights that other code has written would overwrite them.
             offloaded.notice_external_write(now)
         if windows := offloaded.due(now):
             self._prefetch(now)
@@ -187,6 +188,7 @@ class UploadScheduler:
         self._in_flight = []
         self._current_at = None
         self._withdraw()
+        # After the jobs were withdrawn: an upload may wait for one of them on its lane.
         self._registry.transport.to_host.settle()
         self._registry.transport.to_device.settle()
 
