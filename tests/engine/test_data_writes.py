@@ -41,7 +41,7 @@ def replaced(param: Parameter) -> None:
 
 
 def replaced_twice(param: Parameter) -> None:
-    """The second one may get the memory that the first one has freed."""
+    """Replace the weights two times: the second tensor may get the memory that the first one has freed."""
     param.data = param.data * 1.0
     param.data = param.data.clamp(-BOUND, BOUND)
 

@@ -1,4 +1,4 @@
-"""``flush()`` applies what open update windows hold, and training goes on."""
+"""``flush()`` applies the gradients in open update windows, and training goes on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | 
 
 @pytest.mark.parametrize("name", ["windows", "stale", "auto", "summed", "compressed"])
 def test_training_resumes_after_a_flush(name: str, tmp_path: Path) -> None:
-    """A state saved behind a flush continues as the run that was flushed."""
+    """A run that resumes from a state saved after a flush equals the run that was flushed."""
     training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     training.optimizer.flush()
     saved = training.saved()

@@ -42,7 +42,7 @@ def test_zero_offload_is_adamw(member: Member) -> None:
 
 @each_member()
 def test_zero_infinity_is_adamw(member: Member, tmp_path: Path) -> None:
-    """With the smallest cache in host memory, bit for bit as with state in memory."""
+    """With the smallest cache in host memory, the run equals the one with state in memory bit for bit."""
     sizes = [param.numel() for param in member.build().parameters() if param.dim() > 1 and param.requires_grad]
     run = train(
         member, "eager", 20, policy="zero_infinity", nvme_path=tmp_path, host_window_bytes=STATE_BYTES * max(sizes)

@@ -125,13 +125,13 @@ def assert_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
 
 
 def dense_gradients(profile: Any) -> dict[str, int]:
-    """How many gradients became dense during ``zf.profile()``, by the line of code that caused it."""
+    """Count the gradients that became dense during ``zf.profile()``, by the line of code that caused it."""
     counted: dict[str, int] = profile.summary()["dense_gradients"]
     return counted
 
 
 def offloaded(optimizer: zf.ZenFlowAdamW) -> int:
-    """How many parameters have host state: 0 means that a test compares AdamW with AdamW."""
+    """Count the parameters that have host state: 0 means that a test compares AdamW with AdamW."""
     return len(optimizer.engine.offloaded)
 
 

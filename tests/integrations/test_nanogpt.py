@@ -197,7 +197,7 @@ def test_windows_are_not_adamw() -> None:
 def test_resumed_script_continues_bitwise(
     options: dict[str, Any], entry: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """From the third step: update windows of four steps are open then."""
+    """The script resumes after the third step, when update windows of four steps are open."""
     whole = script(options, entry, save=(3, tmp_path / "ckpt.pt"))
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert (open_gradients(saved["optimizer"]) > 0) == (options is WINDOWED)

@@ -59,7 +59,7 @@ def build(entry: dict[str, Any] | None = None) -> nn.Module:
 
 
 def graphs(optimizers: Iterable[Optimizer]) -> int:
-    """How many compiled graphs serve the optimizers' parameters."""
+    """Count the compiled graphs that serve the optimizers' parameters."""
     return sum(len(optimizer.engine.graphs) for optimizer in optimizers if isinstance(optimizer, zf.ZenFlowAdamW))
 
 

@@ -155,7 +155,7 @@ class Written:
         self.ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=phase, params=())
 
     def fused(self) -> str:
-        """The steps afterwards, with the parameters of each fused op."""
+        """Return the steps after fusion, with the parameters of each fused op."""
         letters = {
             torch.ops.aten.permute.default: "v",
             torch.ops.aten.relu.default: "c",

@@ -1,4 +1,4 @@
-"""The planners: every policy is an assignment of placements, and what the zenflow policy adds to that."""
+"""Every policy assigns placements; the zenflow policy also assigns phases and selections."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def resident_elements(plan: Plan) -> int:
 
 @pytest.mark.parametrize("policy", ["twinflow", "deep_optimizer_states"])
 def test_twinflow_share_is_exact_to_a_slice(policy: str) -> None:
-    """For any ratio; the share comes last in the order of updates and splits at most one parameter."""
+    """This holds for any ratio; the share comes last in the order of updates and splits at most one parameter."""
     rng = random.Random(3)
     cut = 0
     for _ in range(60):

@@ -129,7 +129,7 @@ def test_adaptive_windows_have_a_row(bounds, said):
 
 
 def limits(bandwidths, traffic=TRAFFIC):
-    """What the report says of limits: the run's steps take 40 ms, 4 of them stall."""
+    """Return the report's text on limits: the run's steps take 40 ms, of which 4 are a stall."""
     made = dataclasses.replace(known_run(), traffic=traffic, bandwidths=bandwidths)
     text = " ".join(printed([made]).split())
     return text[text.index("limit: at least") : text.index("The first layers")].strip()

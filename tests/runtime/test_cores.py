@@ -1,4 +1,4 @@
-"""Physical cores, how many of them run workers, which ones, and threads that stay on them."""
+"""Tests which physical cores are found, which run workers, and that threads stay on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both host kernels against the eager rule, on the machine's own threads."""
+"""Both host kernels equal the eager rule, on the machine's own threads."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = No
 
 
 def run(flushed: FlushedWindow) -> None:
-    """What a worker does with the job."""
+    """Run the job as a worker does."""
     for task in flushed.job.tasks:
         try:
             flushed.job.ready()
@@ -94,7 +94,7 @@ def test_flushed_window_equals_rule_p() -> None:
 
 
 def test_uncommitted_gradient_buffer_is_reused() -> None:
-    """As in a skipped step, or when a gradient is discarded."""
+    """The buffer is reused after a skipped step, or after a gradient was discarded."""
     host = host_of()
     first, _ = host.free_buffer()
     again, _ = host.free_buffer()

@@ -1,4 +1,4 @@
-"""The cache of state in files: which chunk gets memory, in which order, and that no lock waits forever."""
+"""The cache gives memory to chunks in the order of need, and no lock waits forever."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_chunks_are_read_ahead_in_order_of_updates(make: Make) -> None:
 
 
 def test_chunks_of_windows_flushed_next_are_read_ahead(make: Make) -> None:
-    """Not those that are flushed steps later, although their deadlines are earlier."""
+    """Chunks whose windows are flushed steps later are not read, although their deadlines are earlier."""
     plans = [plan_of(index, interval=2) for index in range(2)]
     _, (first, second) = make(plans, chunk_bytes(plans[0]))
     for step, store in ((0, first), (1, second)):

@@ -1,4 +1,4 @@
-"""State streamed through the device: bit for bit as resident state, in both directions at once, in bounded memory."""
+"""Streamed state equals resident state bit for bit, moves both ways at the same time, and has bounded memory."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_device_memory_is_three_buffers() -> None:
 
 
 def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And state is not read from the host before its write-back has ended."""
+    """State is not read from the host before its write-back has ended, either."""
     busy: list[tuple[int, int]] = []
     lock = threading.Lock()
     copy = cpu_lane.copy_without_gil

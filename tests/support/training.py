@@ -82,7 +82,7 @@ class Training:
         return [param.detach().clone() for param in self.model.parameters()]
 
     def saved(self) -> bytes:
-        """A checkpoint as a file would hold it."""
+        """Return a checkpoint as a file would hold it."""
         file = io.BytesIO()
         torch.save({"optimizer": self.optimizer.state_dict(), "model": self.model.state_dict()}, file)
         return file.getvalue()
@@ -98,7 +98,7 @@ class Training:
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Bit for bit."""
+    """All weights are equal bit for bit."""
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(a, b), f"parameter {index} differs by up to {(a.float() - b.float()).abs().max():.1e}"
 
@@ -118,7 +118,7 @@ class Delays:
         self._longest_ms = longest_ms
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, later."""
+        """Return ``function`` with a delay before each call."""
 
         def delayed(*args: Any, **keywords: Any) -> Any:
             self.calls += 1
