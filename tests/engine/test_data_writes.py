@@ -90,7 +90,7 @@ def test_clipped_weights_equal_adamw(
 @pytest.mark.filterwarnings("ignore:policy=:UserWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_place_data_writes_reach_residents_only(policy: str, tmp_path: Path) -> None:
-    """The documented exception: only weights that are their own masters take these writes."""
+    """This is the documented exception: only weights that are their own masters take these writes."""
     difference = clipped(policy, None, in_place, torch.float32, tmp_path)
     if policy == "resident":
         assert difference < 1e-6

@@ -89,8 +89,10 @@ def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | 
 
 @pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
 def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
-    """As ``close()`` does: the best checkpoint, loaded at the end of training, is the result. A state that is saved
-    then continues as this run does."""
+    """``flush()``, like ``close()``, keeps the best checkpoint that was loaded at the end of training.
+
+    A state that is saved then continues as this run does.
+    """
     training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)

@@ -62,7 +62,7 @@ def interrupted_at(point: int, functions: set[str]) -> Iterator[list[int]]:
 
 
 def every_point(do: Callable[[], object], functions: set[str], then: Callable[[], object]) -> int:
-    """``do`` interrupted at each point within ``functions`` in turn, each time followed by ``then``; how many."""
+    """Interrupt ``do`` at each point within ``functions`` in turn, and call ``then`` each time; returns the count."""
     point = 0
     while True:
         with interrupted_at(point, functions) as passed:

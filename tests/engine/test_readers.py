@@ -361,7 +361,7 @@ def test_ema_equals_adamws(policy: str, entry: str, tmp_path: Path) -> None:
 
 
 def test_manual_reads_lag_with_overlap() -> None:
-    """The control of the test above."""
+    """This is the control of the test above."""
     pair = Pair({"overlap_step": True})
     for step in range(2):
         pair.step(step)

@@ -59,7 +59,7 @@ def test_hysteresis_bounds_moved_state() -> None:
 
 
 def test_without_hysteresis_more_state_moves() -> None:
-    """The control: without hysteresis every interval selects the current top slices."""
+    """This is the control: without hysteresis every interval selects the current top slices."""
     share, selections = moved(**CONTROL)
     assert selections == pytest.approx((STEPS - MEASURED_FROM) / 16, abs=1.0)
     assert share > 1.3 * BOUND > moved()[0]

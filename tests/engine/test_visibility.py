@@ -54,7 +54,7 @@ def test_compiled_models_state_dict_is_current(staleness: int) -> None:
 
 
 def test_weights_lag_until_they_are_read() -> None:
-    """The control of the tests above: without a reader, deferred slices are applied at their first use."""
+    """This is the control of the tests above: without a reader, deferred slices are applied at their first use."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     before = training.weights_as_they_are()
     after = training.weights()

@@ -145,7 +145,7 @@ def with_moments_reset(
 @each_member(["mlp", "gpt"])
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_control_reset_moments_differ(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the tests above: one injected error changes weights by orders of magnitude more than rounding."""
+    """This is a control: one injected error changes weights by orders of magnitude more than rounding."""
     monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
     assert run.moved_slices > 10

@@ -146,7 +146,7 @@ def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path, monke
 
 
 def damaged(content: bytes, trial: int) -> tuple[str, bytes]:
-    """One kind of damage at a random place: cut, a flipped bit, a zeroed page."""
+    """Damage a file at a random place: cut it, flip a bit, or zero a page."""
     chance = random.Random(trial)
     changed = bytearray(content)
     match trial % 3:

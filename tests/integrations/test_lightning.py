@@ -653,7 +653,7 @@ def test_tuner_leaves_no_trace(find: Callable[..., Any], entry: str, tmp_path: P
     ids=["rate", "batch_size"],
 )
 def test_finders_restore_weights_and_state(find: Callable[[], Callback], interval: int, tmp_path: Path) -> None:
-    """As callbacks they use the optimizer that trains afterwards: the run equals one without them, bit for bit."""
+    """Finders as callbacks use the optimizer that trains afterwards: the run equals one without them bit for bit."""
     ends, batch_size = [], 8
     for callbacks in ([find()], []):
         module = compiled(Regression(INTERVALS[interval]), "compiled")

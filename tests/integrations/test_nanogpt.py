@@ -61,7 +61,7 @@ def get_lr(step: int) -> float:
 
 
 def configure_optimizers(model: nn.Module, options: dict[str, Any] | None, **extra_args: Any) -> torch.optim.Optimizer:
-    """Decay for matrices, none for the others."""
+    """Make the optimizer, with decay for matrices and none for the others."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.1},
@@ -106,7 +106,7 @@ def script(
     resume: Path | None = None,
     **extra_args: Any,
 ) -> Run:
-    """train.py.
+    """Run train.py.
 
     Args:
         save: after which step a checkpoint is saved, and where.

@@ -118,7 +118,7 @@ def train(
     entry: dict[str, Any] | None = None,
     **adamw: Any,
 ) -> Trained:
-    """The inner loop of timm's train.py, two batches per update."""
+    """Run the inner loop of timm's train.py, two batches per update."""
     from timm.scheduler import CosineLRScheduler
     from timm.utils import ModelEmaV3, NativeScaler
 

@@ -258,7 +258,7 @@ OPTIONS = [
 def trained(
     monkeypatch: pytest.MonkeyPatch, unfused: bool, inner: str, **keywords: object
 ) -> tuple[list[Tensor], set[str]]:
-    """Weights after 14 steps, and the ops that ran."""
+    """Return the weights after 14 steps, and the ops that ran."""
     ran: set[str] = set()
     torch._dynamo.reset()
     with monkeypatch.context() as patch:

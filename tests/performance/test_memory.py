@@ -62,7 +62,7 @@ def device_tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def memory_of(tensors: Iterator[Tensor]) -> dict[int, int]:
-    """Bytes of the storages by address."""
+    """Return the bytes of storages by address."""
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 

@@ -81,7 +81,7 @@ def test_random_shapes_find_a_repetition() -> None:
 
 
 def by_counting(shapes: Shapes) -> tuple[int, int, int] | None:
-    """The definition: the longest repetition, of these the shortest period, of these the earliest."""
+    """Find by definition the longest repetition, of these the shortest period, of these the earliest."""
     best = None
     for period in range(2, len(shapes) // 2 + 1):
         run = 0
@@ -194,7 +194,7 @@ def test_options_reach_the_plan() -> None:
 
 
 def resident_elements(plan: Plan) -> int:
-    """Elements whose state always stays on the device."""
+    """Count the elements whose state always stays on the device."""
     whole = sum(param.numel for param in plan.params if param.placement is Placement.DEVICE)
     return whole + sum(param.k * param.length for param in plan.params)
 

@@ -18,12 +18,12 @@ affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this
 
 @pytest.fixture(autouse=True)
 def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the container of these tests may use."""
+    """Remove the quota of the container in which these tests run."""
     monkeypatch.setattr(cores_module, "cpu_quota", lambda: None)
 
 
 def machine(folder: Path, *, cores: int, threads: int, nodes: int = 1, name: str = "core_cpus_list") -> Path:
-    """What Linux tells of a machine that numbers the second threads of its cores after all first ones."""
+    """Write the files of a machine that numbers the second threads of its cores after all first ones."""
     for logical in range(cores * threads):
         cpu = folder / f"cpu/cpu{logical}"
         (cpu / "topology").mkdir(parents=True)

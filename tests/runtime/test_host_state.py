@@ -51,7 +51,7 @@ def copied(error: BaseException | None = None) -> ThreadTicket:
 
 
 def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
-    """One step's gradient, as ``copy_to_host`` and ``commit`` put it."""
+    """Put one step's gradient into the update window, as ``copy_to_host`` and ``commit`` do."""
     index, buffer = host.free_buffer()
     buffer.copy_(torch.as_tensor(value))
     host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))

@@ -181,7 +181,7 @@ def norms_at(step: int) -> Tensor:
 
 
 def expected_flushes(steps: int, ratio: float, shortest: int, longest: int, missing: frozenset[int]) -> list[int]:
-    """The rule, with the selection 0 to 19 that never changes here."""
+    """Compute the flushes by the rule, with the selection 0 to 19, which never changes here."""
     found: list[int] = []
     window: list[int] = []
     for step in range(steps):

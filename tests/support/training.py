@@ -31,7 +31,7 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """The data of a step, whenever it is asked for."""
+    """Return the data of a step, the same at every call."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 16, generator=generator).to(dtype), torch.randint(0, 10, (8,), generator=generator)
 
@@ -73,12 +73,12 @@ class Training:
         return self
 
     def weights(self) -> list[Tensor]:
-        """Copies of the weights with all that is due."""
+        """Copy the weights after all due updates were applied."""
         self.optimizer.synchronize()
         return self.weights_as_they_are()
 
     def weights_as_they_are(self) -> list[Tensor]:
-        """Copies of the weights, whatever is still on its way."""
+        """Copy the weights without applying updates in flight."""
         return [param.detach().clone() for param in self.model.parameters()]
 
     def saved(self) -> bytes:
@@ -104,7 +104,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def host_masters(optimizer: ZenFlowAdamW) -> list[Tensor]:
-    """fp32 masters of all offloaded parameters, both sides, in the parameters' shapes."""
+    """Return the fp32 masters of all offloaded parameters, both sides, in the parameters' shapes."""
     state = optimizer.state_dict()["state"]
     return [state[index]["master"] for index in optimizer.engine.offloaded]
 
