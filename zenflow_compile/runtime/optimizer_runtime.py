@@ -136,7 +136,7 @@ class OptimizerRuntime:
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
-        """Limits of adaptive window lengths; None where the length is fixed."""
+        """Limits of adaptive update window lengths; None where the length is fixed."""
         return self.schedule.adaptive_windows
 
     @property

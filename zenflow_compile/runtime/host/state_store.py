@@ -57,7 +57,7 @@ class StateStore(Protocol):
         ...
 
     def lock(self, *, step: int, deadline: int) -> StateLock | None:
-        """A lock for the job of a window that is flushed at ``step``, which the job acquires; None: it needs none."""
+        """A lock, which the job of an update window that is flushed at ``step`` acquires; None: it needs none."""
         ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:

@@ -1,4 +1,4 @@
-"""Worker threads that run the host updates of flushed windows, earliest deadline first, each pinned to its own core.
+"""Worker threads that run the host updates of flushed update windows, earliest deadline first, each on its own core.
 
 Workers make no CUDA calls: their inputs have been copied to host memory, and the training thread copies their results
 back. The error of a failed job is kept with its traceback and raised in the training thread.
@@ -26,7 +26,7 @@ from zenflow_compile.timeline.events import worker_lane
 
 
 class Job(Latch):
-    """The host update of one flushed window: independent tasks that any worker may run. Set when it is done.
+    """The host update of one flushed update window: independent tasks that any worker may run. Set when it is done.
 
     Attributes:
         taken: a worker has taken one of its tasks; written under the pool's lock.

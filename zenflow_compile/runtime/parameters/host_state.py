@@ -44,7 +44,7 @@ def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[s
 
 
 def touched_bytes(plan: ParamPlan, gradients: int) -> float:
-    """Bytes of host memory that a window's update reads and writes per element, caches aside.
+    """Bytes of host memory that an update window's update reads and writes per element, caches aside.
 
     That is the fp32 state both ways, each gradient once, and the upload. Each step of a moment reads and writes it
     once, whatever the number of gradients.
@@ -66,7 +66,7 @@ class GradientBuffer:
 
 @dataclass(slots=True)
 class FlushedWindow:
-    """A flushed window: its job, and its updated weights, which a later forward applies.
+    """A flushed update window: its job, and its updated weights, which a later forward applies.
 
     Attributes:
         upload: [deferred, length] in the model's dtype on the host, written by the job.
@@ -84,7 +84,7 @@ class FlushedWindow:
 
 
 class WindowJob(Job):
-    """The host update of one flushed window.
+    """The host update of one flushed update window.
 
     Args:
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
@@ -116,7 +116,7 @@ class WindowJob(Job):
         self._inputs = inputs
         self._before = before
         self._lock_of_state = lock
-        # Copied: with staleness the next window may be flushed, and counted, before this job runs.
+        # Copied: with staleness the next update window may be flushed, and counted, before this job runs.
         self._taken = host.taken
         self._eps = eps
         tasks = [partial(self.run, part) for part in host.ranges]
@@ -138,7 +138,7 @@ class WindowJob(Job):
 
         Raises:
             CopyError: a copy failed.
-            RuntimeError: the job of the window before failed, or the state could not be read.
+            RuntimeError: the job of the update window before failed, or the state could not be read.
         """
         for ticket in self._inputs:
             ticket.wait()

@@ -255,7 +255,7 @@ class IncomingGradient(ShownGradient):
     # 3. Copy.
 
     def copy_to_host(self) -> None:
-        """Start the copy of the split gradient into the window's next buffer; a pending one is copied when final."""
+        """Start the copy of the split gradient into a buffer of the update window; a pending one is copied later."""
         if (staged := self._staged) is None:
             return
         try:
@@ -269,7 +269,7 @@ class IncomingGradient(ShownGradient):
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         host, transport = self.host, self.transport
         index = host.next_buffer
-        if (reader := host.readers[index]) is not None:  # the job of an earlier window
+        if (reader := host.readers[index]) is not None:  # the job of an earlier update window
             if not reader.is_set or reader.error is not None:
                 with transport.recorder.stall(True, param=self.plan.name, on_host=True):
                     reader.wait()
@@ -428,7 +428,7 @@ class OffloadedParam(IncomingGradient):
             self.weights.remember(self.device.selection)
         try:
             window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
-        except BaseException as error:  # the gradients have left the window, and may have no job
+        except BaseException as error:  # the gradients have left the update window, and may have no job
             self._partially_applied, self.transport.interrupted = error, True
             raise
         if self.transport.recorder.timeline is not None:
@@ -462,7 +462,7 @@ class OffloadedParam(IncomingGradient):
     # 6. Upload.
 
     def due(self, now: int) -> int:
-        """How many of the flushed windows, oldest first, a forward after ``now`` steps must see."""
+        """How many of the flushed update windows, oldest first, a forward after ``now`` steps must see."""
         count = 0
         for number, window in enumerate(self.host.flushed, start=1):
             if window.visible_at <= now:
@@ -470,7 +470,7 @@ class OffloadedParam(IncomingGradient):
         return count
 
     def start_upload(self) -> bool:
-        """Queue the upload of the next window, which is due, behind its job. Returns whether an upload is on its way.
+        """Queue the upload of the next update window, which is due, behind its job. Returns whether it was queued.
 
         Where the lane cannot wait for the job, nothing is queued before the job is done. After a failed job, nothing is
         queued.
@@ -494,7 +494,7 @@ class OffloadedParam(IncomingGradient):
     # 7. Apply.
 
     def apply_next(self) -> FlushedWindow:
-        """Make the oldest flushed window, which is due, visible in the weight, waiting for it. Returns the window."""
+        """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""
         recorder = self.transport.recorder
         window = self.host.flushed[0]
         if window.final is not None:
@@ -625,7 +625,7 @@ class OffloadedParam(IncomingGradient):
             ) from self._partially_applied
 
     def abandon(self) -> None:
-        """Drop gradients, windows and uploads, failed ones too, before a state is loaded."""
+        """Drop gradients, update windows and uploads, failed ones too, before a state is loaded."""
         if self._copy is not None:
             self._copy[1].settle()  # it would write into a gradient buffer that is loaded next
         if (record := self.record) is not None:

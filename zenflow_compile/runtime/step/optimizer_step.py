@@ -29,7 +29,7 @@ class StepContext:
     Attributes:
         step: number of optimizer steps before this one.
         schedule: decides flushes and selections.
-        warming_up: every window is flushed, and applied in the next forward.
+        warming_up: every update window is flushed, and applied in the next forward.
     """
 
     def __init__(self, registry: ParamRegistry, schedule: Schedule, step: int) -> None:
