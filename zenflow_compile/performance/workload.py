@@ -29,7 +29,7 @@ COARSE_LAYERS = 128
 COARSE_CYCLE = 1600
 """Most steps of a coarse workload's cycle, times its blocks."""
 
-_FILES_AHEAD = 4  # blocks of state: one is read, one updated, one written, and one is ready
+_FILES_AHEAD = 4  # chunks of state: one is read, one updated, one written, and one is ready
 
 
 @dataclass(frozen=True, slots=True)
