@@ -65,7 +65,7 @@ def option_parser(
 class Spread:
     """Order statistics of repeated measurements, all in the unit of the measurements.
 
-    Percentiles interpolate linearly between neighbours; ``iqr`` is the third quartile less the first.
+    Percentiles interpolate linearly between neighbors; ``iqr`` is the third quartile less the first.
     """
 
     n: int

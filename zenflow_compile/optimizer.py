@@ -218,9 +218,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients of the backwards since the last step.
 
-        Selected columns are updated now. Updates of flushed windows become visible at the parameter's next use. Without
-        any gradient nothing happens, and the step does not count; one warning says so if no parameter has had a
-        gradient yet.
+        Selected columns are updated now. Updates of flushed update windows become visible at the parameter's next
+        use. Without any gradient nothing happens, and the step does not count; one warning says so if no parameter has
+        had a gradient yet.
 
         Args:
             closure: re-evaluates the model and returns the loss.

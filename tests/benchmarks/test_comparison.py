@@ -1,4 +1,4 @@
-"""Which systems take turns with which, and what happens to one that fails."""
+"""Tests which systems take turns, and that a system that fails is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convergence study: what it pairs, that it goes on where it was cut off, and what it concludes."""
+"""Tests the pairs of the convergence study, its resumption after a cut, and its conclusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roofline table: its kernels do the same work, and it says what it could not measure."""
+"""The kernels of the roofline table do the same work, and the table names the ones that were not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the statistics of level steps see, and a run from end to end."""
+"""Tests the statistics of level steps, and a run from end to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published numbers next to the simulator's."""
+"""Tests that the tables have published numbers next to the simulator's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``zenflow-compile doctor``: what it prints, and what it refuses."""
+"""Tests the output of ``zenflow-compile doctor``, and the arguments that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``doctor`` found, as hardware to plan with."""
+"""The measurements of ``doctor`` become a ``Hardware`` that plans can use."""
 
 from __future__ import annotations
 

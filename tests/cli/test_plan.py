@@ -1,4 +1,4 @@
-"""``zenflow-compile plan`` and its public functions: what they say, and what they refuse."""
+"""Tests the output of ``zenflow-compile plan`` and its public functions, and the arguments that they refuse."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_explain_prints_equations_with_numbers(capsys: pytest.CaptureFixture[str
 def test_explain_has_the_smallest_interval(
     link: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None over a link so slow that a step's gradients take longer than any step."""
+    """There is no such interval if the link is so slow that a step's gradients take longer than any step."""
     hardware = replace(hardware_catalog.hardware("rtx-4090"), link_to_host=link, link_to_device=link)
     monkeypatch.setattr(hardware_catalog, "hardware", lambda name: hardware)
     arguments = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "8192", "--explain", "--policy"]

@@ -1,4 +1,4 @@
-"""When gradients are split: at once, or at the last of the declared backwards."""
+"""Gradients are split at once, or at the last of the declared backwards."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 
 @pytest.fixture
 def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Rates that the host's measurements give, in order; none is made that is not in the list."""
+    """Replaces the host's measurements by a list of rates, in order; no other measurement is made."""
     given: list[float] = []
     monkeypatch.setattr(min_window, "host_rate", lambda *_: given.pop(0))
     return given
@@ -99,7 +99,7 @@ def test_option_overrides_the_state(rates: list[float]) -> None:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Re-selections after 3 steps already, at the slightest drift and at any cost."""
+    """Allow re-selections after 3 steps, at the slightest drift and at any cost."""
     monkeypatch.setattr(options_module, "AUTO_SELECT_INTERVAL", 3)
     monkeypatch.setattr(schedule, "RESELECT_BELOW", 1.0)
     monkeypatch.setattr(schedule, "ENTRY_MARGIN", 0.05)

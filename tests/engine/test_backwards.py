@@ -1,4 +1,4 @@
-"""Backwards that raise, or that run inside each other."""
+"""Tests backwards that raise, or that run inside each other."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Cut:
         self.adam = torch.optim.AdamW(self.other.parameters(), **ADAM)
 
     def run(self, step: int) -> None:
-        """One step of both."""
+        """Make one step of both."""
         self.loss(step).backward()
         inputs, targets = batch(step)
         self.other.has_out = self.model.has_out
@@ -121,7 +121,7 @@ class Cut:
         return nn.functional.cross_entropy(self.call(inputs.requires_grad_()), targets)
 
     def fail(self, step: int) -> None:
-        """A backward that raises after the first gradient."""
+        """Run a backward that raises after the first gradient."""
         handle = self.model.bias.register_post_accumulate_grad_hook(lambda param: 1 / 0)
         loss = self.loss(step)
         with pytest.raises(ZeroDivisionError):

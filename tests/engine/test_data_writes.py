@@ -41,7 +41,7 @@ def replaced(param: Parameter) -> None:
 
 
 def replaced_twice(param: Parameter) -> None:
-    """The second one may get the memory that the first one has freed."""
+    """Replace the weights two times: the second tensor may get the memory that the first one has freed."""
     param.data = param.data * 1.0
     param.data = param.data.clamp(-BOUND, BOUND)
 
@@ -90,7 +90,7 @@ def test_clipped_weights_equal_adamw(
 @pytest.mark.filterwarnings("ignore:policy=:UserWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_place_data_writes_reach_residents_only(policy: str, tmp_path: Path) -> None:
-    """The documented exception: only weights that are their own masters take these writes."""
+    """This is the documented exception: only weights that are their own masters take these writes."""
     difference = clipped(policy, None, in_place, torch.float32, tmp_path)
     if policy == "resident":
         assert difference < 1e-6

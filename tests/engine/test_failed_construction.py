@@ -1,4 +1,4 @@
-"""A construction that fails gives everything back: directory, files, threads, hooks, ownership, descriptors."""
+"""A failed construction gives back its directory, files, threads, hooks, ownership and descriptors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def failing_at(point: int, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def build(model: nn.Module, options: dict[str, Any]) -> ZenFlowAdamW:
-    """An optimizer, and its first use."""
+    """Make an optimizer, and use it for the first time."""
     optimizer = ZenFlowAdamW(model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **options})
     try:
         optimizer.synchronize()

@@ -1,4 +1,4 @@
-"""What fails in the background raises in the training thread, nothing hangs, and the last saved state goes on."""
+"""A background failure raises in the training thread, nothing hangs, and the last saved state can be loaded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class BrokenError(Exception):
-    """What the tests make fail."""
+    """The error that these tests inject."""
 
 
 def failing_after(calls: int, function: Callable[..., Any], error: BaseException | None = None) -> Callable[..., Any]:
-    """``function``, which raises at one call: after ``calls`` good ones."""
+    """Wrap ``function`` so that it raises at one call, after ``calls`` good ones."""
     left = [calls]
 
     def sometimes(*args: Any, **keywords: Any) -> Any:
@@ -47,7 +47,7 @@ def break_kernel(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 def break_scratch(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """An allocation in a worker."""
+    """Make an allocation in a worker fail."""
     error = MemoryError("no memory, on purpose")
     kernel = host_adam.AtenHostAdam
     monkeypatch.setattr(kernel, "_scaled", failing_after(calls, kernel._scaled, error))
@@ -58,7 +58,7 @@ def break_copy(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeError:
-    """What surfaces within ``steps`` steps."""
+    """Train for ``steps`` steps, and return the error that surfaces."""
 
     def train() -> None:
         training.run(begin, begin + steps)
@@ -111,7 +111,7 @@ def test_original_error_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_failed_copy_raises_at_the_next_call(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the next call, not when the update window is flushed steps later."""
+    """The error comes at the next call, and not at the flush of the update window some steps later."""
     training = Training(EAGER_BACKEND, {"update_interval": interval}).run(0, 5)
     training.optimizer.synchronize()
     lane = training.optimizer.engine.registry.transport.to_host
@@ -232,7 +232,7 @@ def test_failed_jobs_return_their_ring_buffers(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("policy", [{"update_interval": 1}, {"policy": "deep_optimizer_states", "update_stride": 1}])
 def test_unstarted_copies_keep_their_buffers(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there are buffers."""
+    """There are more such copies than buffers."""
     training = Training(None, policy)
     saved = training.saved()
     submit = cpu_lane.ThreadLane.submit

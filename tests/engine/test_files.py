@@ -1,4 +1,4 @@
-"""State in files: the same numbers through any cache, whatever the disk does and whenever the process dies."""
+"""State in files gives the same numbers with a cache of any size, a failing disk or a killed process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHUNK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
 
 
 def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Layers of equal and unequal size: blocks of 6, 12 and 4 KB."""
+    """Layers of equal and unequal size: chunks of 6, 12 and 4 KB."""
     torch.manual_seed(1)
     middle = [module for _ in range(LAYERS) for module in (nn.Linear(32, 32), nn.GELU())]
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), *middle, nn.Linear(32, 10)).to(dtype)
@@ -85,7 +85,7 @@ def files(tmp_path: Path) -> Iterator[Directories]:
 
 
 def in_memory(options: dict[str, Any], entry: dict[str, Any] | None, dtype: torch.dtype) -> Training:
-    """The same policy with its state in memory."""
+    """Make a training of the same policy with its state in memory."""
     if options.get("policy") == "zero_infinity":
         options = {**options, "policy": "zero_offload"}
     return Training(entry, options, dtype, deep)
@@ -179,7 +179,7 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories) -> None:
 
 
 def no_space(calls: int) -> Callable[..., int]:
-    """``os.pwritev`` on a disk that is full after some calls."""
+    """Return an ``os.pwritev`` for a disk that is full after ``calls`` calls."""
     write, left = os.pwritev, [calls]
 
     def full(*args: Any) -> int:
@@ -273,7 +273,7 @@ def test_collected_optimizer_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_later_group_trains_like_an_early_one(files: Directories) -> None:
-    """With a larger parameter than there was: the cache grows."""
+    """The new parameter is larger than the earlier ones, so the cache grows."""
     ends = []
     for policy in ("zero_infinity", "zero_offload"):
         torch.manual_seed(0)

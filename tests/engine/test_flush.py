@@ -1,4 +1,4 @@
-"""``flush()`` applies what open update windows hold, and training goes on."""
+"""``flush()`` applies the gradients in open update windows, and training goes on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | 
 
 @pytest.mark.parametrize("name", ["windows", "stale", "auto", "summed", "compressed"])
 def test_training_resumes_after_a_flush(name: str, tmp_path: Path) -> None:
-    """A state saved behind a flush continues as the run that was flushed."""
+    """A run that resumes from a state saved after a flush equals the run that was flushed."""
     training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     training.optimizer.flush()
     saved = training.saved()
@@ -89,8 +89,10 @@ def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | 
 
 @pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
 def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
-    """As ``close()`` does: the best checkpoint, loaded at the end of training, is the result. A state that is saved
-    then continues as this run does."""
+    """``flush()``, like ``close()``, keeps the best checkpoint that was loaded at the end of training.
+
+    A state that is saved then continues as this run does.
+    """
     training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_child(action: Callable[[], object]) -> str:
-    """What ``action`` raises in a forked child, its result's text, or the signal that ends the child."""
+    """Run ``action`` in a forked child; returns its error or its result as text, or the signal that ended the child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

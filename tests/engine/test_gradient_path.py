@@ -1,4 +1,4 @@
-"""How far one gradient travels through the package, from the backward to the updated weight."""
+"""Bounds the calls and files that one gradient crosses from the backward to the updated weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wherever Ctrl-C comes: nothing hangs, no update is lost without a word, and the last saved state goes on."""
+"""After Ctrl-C at any point nothing hangs, every lost update raises, and the last saved state can be loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PACKAGE = str(Path(zenflow_compile.__file__).parent)
 
 @contextmanager
 def interrupted_at(point: int, functions: set[str]) -> Iterator[list[int]]:
-    """KeyboardInterrupt at one of the points at which the interpreter delivers signals: behind a call.
+    """Raise KeyboardInterrupt at one of the points at which the interpreter delivers signals: after a call.
 
     Args:
         point: how many of these points within ``functions`` of the package go by before it.
@@ -62,7 +62,7 @@ def interrupted_at(point: int, functions: set[str]) -> Iterator[list[int]]:
 
 
 def every_point(do: Callable[[], object], functions: set[str], then: Callable[[], object]) -> int:
-    """``do`` interrupted at each point within ``functions`` in turn, each time followed by ``then``; how many."""
+    """Interrupt ``do`` at each point within ``functions`` in turn, and call ``then`` each time; returns the count."""
     point = 0
     while True:
         with interrupted_at(point, functions) as passed:
@@ -159,7 +159,7 @@ ENDING = {
 
 
 def test_interrupt_at_backward_end_sums_no_batches() -> None:
-    """With the optimizer in backward: the interrupted step is complete, or absent, or training stops."""
+    """With the optimizer in backward, the interrupted step is complete or absent, or training stops."""
     keywords = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, "policy": "zero_offload", "max_grad_norm": 1e3}
     model = mlp()
     call = torch.compile(model, backend="zenflow", options=keywords)
@@ -500,15 +500,15 @@ def test_interrupted_step_takes_the_same_gradients(backwards: int, edited: bool)
 def test_interrupted_prefetch_loses_no_buffer() -> None:
     training = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 2)
     training.optimizer.synchronize()
-    interleaved = training.optimizer.engine.registry.streamed
+    streamed = training.optimizer.engine.registry.streamed
 
     def each_buffer_is_free_or_loaded() -> None:
-        buffers = [*interleaved._free, *(loaded.buffer for loaded in interleaved._loaded.values())]
-        assert sorted(map(id, buffers)) == sorted(map(id, interleaved._buffers))
-        interleaved.abandon()
+        buffers = [*streamed._free, *(loaded.buffer for loaded in streamed._loaded.values())]
+        assert sorted(map(id, buffers)) == sorted(map(id, streamed._buffers))
+        streamed.abandon()
 
-    interleaved.abandon()
-    assert every_point(interleaved.prefetch, {"_load"}, each_buffer_is_free_or_loaded) > 3
+    streamed.abandon()
+    assert every_point(streamed.prefetch, {"_load"}, each_buffer_is_free_or_loaded) > 3
     each_buffer_is_free_or_loaded()
     expected = Training(None, {"policy": "deep_optimizer_states", "update_stride": 1}).run(0, 4).weights()
     assert_same(training.run(2, 4).weights(), expected)
@@ -516,8 +516,8 @@ def test_interrupted_prefetch_loses_no_buffer() -> None:
 
 
 @pytest.mark.parametrize("method", ["begin_update", "synchronize"])
-def test_interrupted_job_unlocks_its_file_block(method: str, tmp_path: Path) -> None:
-    """A block that stayed locked would block the next job on it."""
+def test_interrupted_job_unlocks_its_chunk(method: str, tmp_path: Path) -> None:
+    """A chunk that stayed locked would block the next job on it."""
     training = Training(None, options_of("zero_infinity", tmp_path)).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 5).weights()

@@ -1,4 +1,4 @@
-"""What ends with an optimizer: threads, hooks, ownership, memory."""
+"""Threads, hooks, ownership and memory of an optimizer end with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def threads_of_ours() -> list[str]:
-    """Those that this test started; another test's may live as long as its report."""
+    """Return the threads that this test started; another test's may live as long as its report."""
     names = [thread.name for thread in threading.enumerate() if thread.ident not in _before]
     return [name for name in names if name.startswith("zenflow")]
 
@@ -233,7 +233,7 @@ def test_copied_model_has_no_owner() -> None:
 
 
 def test_saved_parameters_have_no_owner() -> None:
-    """Pickled ``Parameter`` objects, as opposed to the plain tensors of a state dict."""
+    """The test pickles ``Parameter`` objects, not the plain tensors of a state dict."""
     training = Training(EAGER_BACKEND).run(0, 2)
     file = io.BytesIO()
     torch.save(dict(training.model.named_parameters()), file)

@@ -1,4 +1,4 @@
-"""The profiler on a real engine: a wait that is made on purpose is a stall in the summary."""
+"""The profiler shows a deliberate wait of a real engine as a stall in the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that reads weights outside of our graphs meets those that AdamW would have at that moment.
+"""Code that reads weights outside of our graphs gets the weights that AdamW would have at that moment.
 
 Host updates are made slow, so that a read that does not wait for them sees old weights for certain.
 """
@@ -103,7 +103,7 @@ class Pair:
         return loss
 
     def difference(self, model: nn.Module | None = None) -> float:
-        """The largest between weights of ``model``, as they are, and AdamW's."""
+        """Return the largest difference between the weights of ``model``, as they are, and AdamW's."""
         pairs = zip((model or self.model).parameters(), self.expected.parameters(), strict=True)
         return max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
 
@@ -131,7 +131,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("made", COPIES)
 def test_copies_hold_current_weights(made: str) -> None:
-    """A frozen teacher, made in the middle of training."""
+    """A frozen teacher that is copied in the middle of training has current weights."""
     pair = Pair({})
     for step in range(STEPS):
         pair.step(step)
@@ -218,7 +218,7 @@ def test_graphs_of_another_backend(called: str, before: bool) -> None:
 
 
 def frames(model: nn.Module, compile_: Callable[[nn.Module, Any], Any], *, hooks: bool) -> list[int]:
-    """Numbers of graphs after training, evaluation, and training again."""
+    """Return the numbers of graphs after training, evaluation, and training again."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
@@ -264,7 +264,7 @@ def test_hooks_add_no_graphs(build: type[Net], way: str) -> None:
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Hooks of all modules that an engine may have added."""
+    """Count the hooks of all modules that an engine may have added."""
     return sum(
         len(hooks)
         for module in model.modules()
@@ -361,7 +361,7 @@ def test_ema_equals_adamws(policy: str, entry: str, tmp_path: Path) -> None:
 
 
 def test_manual_reads_lag_with_overlap() -> None:
-    """The control of the test above."""
+    """This is the control of the test above."""
     pair = Pair({"overlap_step": True})
     for step in range(2):
         pair.step(step)

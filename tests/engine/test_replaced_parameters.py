@@ -28,7 +28,7 @@ def replace_module(model: Any) -> None:
 
 
 def resize(model: Any) -> None:
-    """As ``resize_token_embeddings`` does: the same parameter, with other memory."""
+    """Give the parameter other memory, as ``resize_token_embeddings`` does."""
     model[4].weight.data, model[4].bias.data = torch.zeros(12, 32), torch.zeros(12)
 
 
@@ -76,7 +76,7 @@ def freeze(model: Any) -> None:
 
 
 def wrap(model: Any) -> None:
-    """The parameter goes on under another name, as adapters have it."""
+    """Keep the parameter under another name, as adapters do."""
     model[4] = nn.Sequential(model[4], nn.Identity())
 
 

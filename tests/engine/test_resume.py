@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one, bit for bit, wherever in a window it was interrupted."""
+"""A resumed run equals the uninterrupted one bit for bit, at every position in an update window."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_training_reloads_its_own_checkpoint() -> None:
-    """Into the same optimizer, with gradients of other steps in windows and in flight."""
+    """The optimizer that saved the state loads it, with gradients of other steps in update windows and in flight."""
     training = Training(ENTRIES[1]).run(0, 6)
     saved = training.saved()
     expected = training.run(6, 12).weights()
@@ -120,7 +120,7 @@ def test_half_precision_weights_keep_their_masters() -> None:
 @pytest.mark.parametrize("between", ["synchronize", "optimizer", "model"])
 @pytest.mark.parametrize("weights_before", [True, False])
 def test_masters_wait_for_their_weights(between: str, staleness: int, weights_before: bool) -> None:
-    """Saving, or what saves on its own, is no first use; with staleness the weights are an update behind."""
+    """Saving, also by a framework, is no first use; with staleness the weights are an update behind."""
     options = {"update_interval": 1, "staleness": staleness}
     training = Training(EAGER_BACKEND, options, torch.bfloat16).run(0, 5)
     saved = training.saved()
@@ -162,7 +162,7 @@ def test_other_weights_than_the_states_count() -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_external_writes_reseed_masters(entry: dict[str, Any] | None, staleness: int) -> None:
-    """By ``load_state_dict`` or by hand: masters are cast from the weights again, moments stay."""
+    """After ``load_state_dict`` or a write by hand, masters are cast from the weights again, and moments stay."""
     training = Training(entry, {"update_interval": 1, "staleness": staleness}).run(0, 4)
     other = [torch.randn(param.shape, generator=torch.Generator().manual_seed(9)) for param in training.weights()]
     names = [name for name, _ in training.model.named_parameters()]
@@ -200,7 +200,7 @@ def test_truncated_file_changes_nothing() -> None:
 
 
 def damaged(saved: dict[str, Any], key: str, change: Any) -> dict[str, Any]:
-    """A copy whose first entry has something else at ``key``: what ``change`` makes of it, or nothing."""
+    """Return a copy whose first entry has the result of ``change`` at ``key``, or no such key."""
     other = copy.deepcopy(saved)
     entry = other["state"][0]
     value = entry.pop(key)
@@ -210,7 +210,7 @@ def damaged(saved: dict[str, Any], key: str, change: Any) -> dict[str, Any]:
 
 
 def filled(value: float, place: int = 0) -> Any:
-    """Changes one element."""
+    """Return a function that changes one element."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
@@ -285,7 +285,7 @@ def damaged_group(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def first_of(key: str, **changes: Any) -> Any:
-    """Changes the first entry of the list at ``key``."""
+    """Return a function that changes the first entry of the list at ``key``."""
     return lambda part: {**part, key: [{**part[key][0], **changes}, *part[key][1:]]}
 
 

@@ -76,7 +76,7 @@ class Run:
             permute(offloaded, generator)
 
     def outcome(self) -> dict[str, Any]:
-        """What must be equal, bit for bit."""
+        """Return the results that must be equal bit for bit."""
         engine = self.optimizer.engine
         offloaded = engine.offloaded.values()
         return {
@@ -89,7 +89,7 @@ class Run:
 
 
 def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
-    """Store the rows of both sides in another order; nothing is on its way, as after ``synchronize()``."""
+    """Store the rows of both sides in another order; nothing is in flight, as after ``synchronize()``."""
     device, host, pending = offloaded.device, offloaded.host, offloaded.pending
     old = device.selection
     inside = torch.randperm(len(old.selected), generator=generator)

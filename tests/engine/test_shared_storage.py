@@ -82,7 +82,7 @@ class Run:
         F.cross_entropy(self.call(inputs).float(), targets).backward()
 
     def run(self, steps: int = STEPS, *, between: Callable[[Run, int], None] | None = None) -> list[Tensor]:
-        """Weights after this many steps, with all due updates.
+        """Return the weights after this many steps, with all due updates.
 
         Args:
             between: called behind each step.
@@ -123,7 +123,7 @@ def test_views_train_like_adamw(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_own_writes_are_not_external(policy: dict[str, Any], dtype: torch.dtype, entry: dict[str, Any] | None) -> None:
-    """Every bump of the version is counted, whatever wrote: else weights are compared at every step."""
+    """Every bump of the version by the engine is counted; else weights would be compared at every step."""
     run = Run(policy, entry, dtype=dtype)
     engine = run.optimizer.engine
     before = run.model.first._version
@@ -156,7 +156,7 @@ def test_views_train_like_own_memory(
     between: Callable[[Run, int], None] | None,
     dtype: torch.dtype,
 ) -> None:
-    """Bit for bit: no update in flight is dropped, however many there are."""
+    """The weights are equal bit for bit: no update in flight is dropped, however many there are."""
     expected = Run(options, entry, shared=False, dtype=dtype).run(between=between)
     assert_same(Run(options, entry, dtype=dtype).run(between=between), expected)
 
@@ -260,7 +260,7 @@ def test_write_over_an_update_in_flight_raises() -> None:
 
 @pytest.mark.parametrize("weights_first", [False, True])
 def test_views_resume_bitwise(weights_first: bool) -> None:
-    """With an update in flight; loading the weights moves the version of all sharers."""
+    """The state is saved with an update in flight; loading the weights moves the version of all sharers."""
     whole = Run(STALE, EAGER_BACKEND)
     whole.run(5)
     optimizer, model = whole.optimizer.state_dict(), {k: v.clone() for k, v in whole.model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""State dicts in the hands of others: ``torch.distributed.checkpoint`` and ``torch.optim.AdamW``."""
+"""``torch.distributed.checkpoint`` and ``torch.optim.AdamW`` can use our state dicts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STEP, END = 6, 10  # in the middle of update windows of most parameters
 
 @pytest.fixture(params=[False], ids=["alone"])
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
-    """Without a process group, or with one of a single rank."""
+    """Run the test without a process group, or in a group of one rank."""
     if not request.param:
         yield
         return
@@ -87,7 +87,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def assert_equal_states(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Names, shapes, dtypes and bits."""
+    """Two states are equal in names, shapes, dtypes and bits."""
     assert actual["param_groups"] == expected["param_groups"]
     assert list(actual["state"]) == list(expected["state"])
     for index, entry in expected["state"].items():
@@ -124,7 +124,7 @@ def test_entries_follow_from_the_plan(name: str, dtype: torch.dtype, make: Make)
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_dcp_resumes_bitwise(name: str, dtype: torch.dtype, make: Make, tmp_path: Path) -> None:
-    """Into a fresh optimizer, and into one that has trained differently: nothing of its own state is left."""
+    """A fresh optimizer and one that has trained differently load the state; nothing of their own state is left."""
     options = SETTINGS[name]
     training = make(options, None, dtype).run(0, STEP)
     before = training.optimizer.state_dict()
@@ -159,7 +159,7 @@ def test_settings_resume_from_parameter_names(name: str, how: str, make: Make, t
 
 
 def resumes_from_names(make: Make, options: dict[str, Any], how: StateDictOptions, tmp_path: Path) -> None:
-    """Parameters by their names, through a file, as tools for many ranks save and load."""
+    """Save and load a state with parameter names through a file, as tools for many ranks do."""
     training = make(options).run(0, STEP)
     before = training.optimizer.state_dict()
     model, optimizer = get_state_dict(training.model, training.optimizer, options=how)
@@ -285,7 +285,7 @@ def test_cleared_state_is_refused() -> None:
 @pytest.mark.parametrize("place", [0, 1], ids=["offloaded", "resident"])
 @pytest.mark.parametrize("edit", ["moments", "empty", "delete", "step", "add"])
 def test_written_state_is_refused(edit: str, place: int) -> None:
-    """Also if something reads ``optimizer.state`` after the write."""
+    """The state is also refused if code reads ``optimizer.state`` after the write."""
     training = Training().run(0, 2)
     saved, weights = training.optimizer.state_dict(), training.weights()
     state, param = training.optimizer.state, list(training.model.parameters())[place]
@@ -358,7 +358,7 @@ class Reference:
 
 
 def backward(model: nn.Module, step: int, dtype: torch.dtype, skip_first: bool) -> None:
-    """Without a gradient of the first parameter if it is to be skipped."""
+    """Run a backward, without a gradient of the first parameter if that is to be skipped."""
     inputs, targets = batch(step, dtype)
     F.cross_entropy(model(inputs).float(), targets).backward()
     if skip_first:
@@ -383,7 +383,7 @@ def through_file(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
 def test_adamw_state_continues_here(options: dict[str, Any], weights_first: bool) -> None:
-    """With parameters that have taken different numbers of gradients, and a scheduler's entries in the groups."""
+    """The parameters have taken different numbers of gradients, and the groups have a scheduler's entries."""
     theirs = Reference(lr=3e-3, fused=True).run(0, STEP, every_third)
     theirs.optimizer.param_groups[0]["initial_lr"] = 0.5
     model, state = through_file(theirs.model.state_dict()), through_file(theirs.optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""State that changes sides with the selection is bounded by hysteresis: counted on a small GPT, with a control."""
+"""Hysteresis bounds the state that changes sides with the selection, as counted on a small GPT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text() -> Text:
 
 @cache
 def moved(**options: Any) -> tuple[float, float]:
-    """State moved in model sizes per step, and re-selections per parameter, once the warm-up is well behind."""
+    """Return the moved state in model sizes per step, and re-selections per parameter, long after the warm-up."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=32, layers=2, width=64, heads=2)).to(torch.bfloat16)
     settings = {"lr": 2e-3, "device_share": 0.0, "full_warm_up_rounds": WARM_UP, "host_kernel": "aten"}
@@ -52,14 +52,14 @@ def moved(**options: Any) -> tuple[float, float]:
 
 
 def test_hysteresis_bounds_moved_state() -> None:
-    """By construction, and with re-selections going on."""
+    """Moved state stays within the budget, while re-selections go on."""
     share, selections = moved()
     assert 0 < share <= BOUND
     assert selections > 1
 
 
 def test_without_hysteresis_more_state_moves() -> None:
-    """The control: without hysteresis every interval selects the current top slices."""
+    """This is the control: without hysteresis every interval selects the current top slices."""
     share, selections = moved(**CONTROL)
     assert selections == pytest.approx((STEPS - MEASURED_FROM) / 16, abs=1.0)
     assert share > 1.3 * BOUND > moved()[0]

@@ -1,4 +1,4 @@
-"""Bytes that really cross between device and host, counted at the copies themselves."""
+"""Counts the bytes that cross between device and host at the copies themselves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_summed_window_moves_once(
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_compressed_gradients_take_a_byte_each(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
-    """And four bytes per slice for its scale, a visible share here: slices have 10, 16, 40 and 80 elements."""
+    """A slice also needs four bytes for its scale, a visible share here: slices have 10, 16, 40 and 80 elements."""
     counted = Counted(monkeypatch, {"gradient_compression": "int8"}, entry, dtype)
     elements = {16: 80, 80: 160, 160: 40, 40: 10}
     scales = sum(4 * max(pair) for pair in elements.items()) / sum(a * b for a, b in elements.items())
@@ -103,7 +103,7 @@ def test_compressed_gradients_take_a_byte_each(monkeypatch: pytest.MonkeyPatch, 
     "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}, {"policy": "zero_offload"}]
 )
 def test_profiler_counts_moved_bytes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Gradients and uploads in one number, the state that re-selections move in another."""
+    """Gradients and uploads are one number, the state that re-selections move is another."""
     monkeypatch.setattr(summary, "_WARM_UP_FACTOR", math.inf)  # every step counts, however slow the first one was
     often = {"select_strategy": "step", "select_interval": INTERVAL, **options}
     counted = Counted(monkeypatch, often)
@@ -175,7 +175,7 @@ def test_residuals_follow_their_slices() -> None:
 
 
 def learn(training: Training, teacher: nn.Module, steps: int, seed: int) -> float:
-    """The loss on data that was not trained on, after some steps of learning the teacher's answers."""
+    """Train on the teacher's answers for some steps, and return the loss on other data."""
 
     def loss(number: int, examples: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + number)
@@ -195,7 +195,7 @@ def learn(training: Training, teacher: nn.Module, steps: int, seed: int) -> floa
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_compressed_training_stays_close(seed: int) -> None:
-    """A teacher's labels are learnt as well with it: paired runs of the same weights and data."""
+    """Runs with and without compression learn a teacher's labels equally well from the same weights and data."""
     teacher = matrices(torch.float32)
     with torch.no_grad():
         for param in teacher.parameters():

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def without_modules(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The forward of ``mlp`` as a function of its parameters."""
+    """Run the forward of ``mlp`` as a function of its parameters."""
 
     def forward(x: Tensor) -> Tensor:
         for layer in model[::2]:
@@ -54,7 +54,7 @@ def test_compiled_models_state_dict_is_current(staleness: int) -> None:
 
 
 def test_weights_lag_until_they_are_read() -> None:
-    """The control of the tests above: without a reader, deferred slices are applied at their first use."""
+    """This is the control of the tests above: without a reader, deferred slices are applied at their first use."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     before = training.weights_as_they_are()
     after = training.weights()
@@ -113,7 +113,7 @@ def test_eager_training_between_compiled_steps() -> None:
 
 
 def dense_state(training: Training) -> list[dict[str, Any]]:
-    """The state as it is, without applying due updates: a reader would apply them and change the run."""
+    """Return the state without applying due updates: a reader would apply them and change the run."""
     engine = training.optimizer.engine
     for offloaded in engine.offloaded.values():
         offloaded.host.wait()

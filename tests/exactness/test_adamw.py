@@ -42,7 +42,7 @@ def test_zero_offload_is_adamw(member: Member) -> None:
 
 @each_member()
 def test_zero_infinity_is_adamw(member: Member, tmp_path: Path) -> None:
-    """With the smallest cache in host memory, bit for bit as with state in memory."""
+    """With the smallest cache in host memory, the run equals the one with state in memory bit for bit."""
     sizes = [param.numel() for param in member.build().parameters() if param.dim() > 1 and param.requires_grad]
     run = train(
         member, "eager", 20, policy="zero_infinity", nvme_path=tmp_path, host_window_bytes=STATE_BYTES * max(sizes)
@@ -145,7 +145,7 @@ def with_moments_reset(
 @each_member(["mlp", "gpt"])
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_control_reset_moments_differ(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the tests above: one injected error changes weights by orders of magnitude more than rounding."""
+    """This is a control: one injected error changes weights by orders of magnitude more than rounding."""
     monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
     assert run.moved_slices > 10

@@ -45,7 +45,7 @@ class Given(nn.Module):
 
 
 def given(dtype: torch.dtype, step: int) -> tuple[Tensor, ...]:
-    """The gradients of ``Given`` at a step."""
+    """Return the gradients of ``Given`` at a step."""
     source = generator(step)
     shapes = ((24, 40), (40, 24), (40,))
     return tuple(torch.randn(shape, generator=source).to(dtype) for shape in shapes)
@@ -81,7 +81,7 @@ def trained(
     make_optimizer: Callable[[nn.Module], Any],
     inner: str | None,
 ) -> tuple[list[Tensor], float, Any]:
-    """Weights and loss after all steps, and the optimizer."""
+    """Return weights and loss after all steps, and the optimizer."""
     model = seeded(build).to(dtype)
     optimizer = make_optimizer(model)
     run = compiled(model, inner)
@@ -97,22 +97,22 @@ def trained(
 
 
 def zenflow_adamw(options: dict[str, Any]) -> Callable[[nn.Module], ZenFlowAdamW]:
-    """Makes the optimizer under test."""
+    """Make the optimizer under test."""
     return lambda model: ZenFlowAdamW(model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **options})
 
 
 def master_adamw(model: nn.Module) -> MasterAdamW:
-    """Makes the oracle."""
+    """Make the oracle."""
     return MasterAdamW(list(model.parameters()))
 
 
 def plain_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Makes an optimizer without masters."""
+    """Make an optimizer without masters."""
     return torch.optim.AdamW(model.parameters(), **ADAM)
 
 
 def unequal_share(weights: list[Tensor], others: list[Tensor]) -> float:
-    """Share of the elements that are not bitwise equal."""
+    """Return the share of the elements that are not bitwise equal."""
     different = sum(int((one != other).sum()) for one, other in zip(weights, others, strict=True))
     return different / sum(weight.numel() for weight in weights)
 

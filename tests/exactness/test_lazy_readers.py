@@ -68,7 +68,7 @@ class Cast(Layer):
 
 
 class Standardized(Layer):
-    """As ``Cast``, through a reduction and the pointwise operators after it."""
+    """Reads the weight like ``Cast``, through a reduction and the pointwise operators after it."""
 
     def scaled(self) -> Tensor:
         centered = self.weight.detach() - self.weight.detach().mean(0)

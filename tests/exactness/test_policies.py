@@ -104,7 +104,7 @@ class Several(OneOfEach):
 
 
 def several(step: int) -> tuple[torch.Tensor, ...]:
-    """The gradients of ``Several`` at a step."""
+    """Return the gradients of ``Several`` at a step."""
     source = generator(step)
     return tuple(torch.randn(shape, generator=source) for shape in ((24, 40), (40, 24), (24, 24)))
 

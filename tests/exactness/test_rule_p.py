@@ -73,7 +73,7 @@ class Runs:
         }
 
     def differences(self, oracle: RuleP, flushes: Sequence[int] = ()) -> tuple[float, float]:
-        """Train both; the largest differences of losses and of final weights.
+        """Train both, and return the largest differences of losses and of final weights.
 
         Args:
             flushes: steps after which windows are flushed.
@@ -96,7 +96,7 @@ class Runs:
         return loss_difference, max((weights[name] - expected_weights[name]).abs().max().item() for name in weights)
 
     def oracle(self, plans: tuple[ParamPlan, ...] | None = None, **rules: int) -> RuleP:
-        """The oracle for ``plans``, by default those of the engine."""
+        """Make the oracle for ``plans``, by default those of the engine."""
         return RuleP(list(self.expected.parameters()), plans or self.plans, **{**self.rules, **rules})
 
 

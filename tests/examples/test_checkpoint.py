@@ -89,7 +89,7 @@ def test_resumed_run_removes_no_later_checkpoint(tmp_path: Path) -> None:
 
 
 def test_order_of_writes_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Content before the name, the name before older files are removed."""
+    """Content is written before the name, and the name before older files are removed."""
     run = Run(tmp_path)
     for step in (1, 2):
         run.save(step)
@@ -146,7 +146,7 @@ def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path, monke
 
 
 def damaged(content: bytes, trial: int) -> tuple[str, bytes]:
-    """One kind of damage at a random place: cut, a flipped bit, a zeroed page."""
+    """Damage a file at a random place: cut it, flip a bit, or zero a page."""
     chance = random.Random(trial)
     changed = bytearray(content)
     match trial % 3:
@@ -189,7 +189,7 @@ def test_random_damage_is_an_error_that_names_files(trials: range, tmp_path: Pat
 
 
 def test_damage_at_either_end_is_found(tmp_path: Path) -> None:
-    """The archive's directory and the digest itself."""
+    """Damage to the archive's directory, or to the digest itself, is found."""
     run = Run(tmp_path)
     previous, path = run.save(4), run.save(8)
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What the examples are made of: text, model, settings."""
+"""Tests the parts of the examples: text, model and settings."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from examples import report_picture
 
 
 def words(path: Path) -> str:
-    """The text of a picture, with plain blanks."""
+    """Return the text of a picture, with plain blanks."""
     found = " ".join("".join(text.itertext()) for text in ElementTree.parse(path).iter() if text.tag.endswith("text"))
     return " ".join(found.split())
 

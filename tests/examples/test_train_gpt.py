@@ -1,4 +1,4 @@
-"""The main job: it learns, resumes bitwise, compares, and says what is wrong with its options."""
+"""The GPT example learns, resumes bitwise, compares, and names the mistake in its options."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_twelve_layers_behind_breaks(recording: Callable[..., RecordingEngine]) 
 
 
 def test_twelve_layers_in_a_loop_with_breaks(recording: Callable[..., RecordingEngine]) -> None:
-    """One resume function for all layers: more compilations of one frame than Dynamo's default limit."""
+    """All layers share a resume function, which is compiled more often than Dynamo's default limit."""
 
     class Stack(nn.Module):
         def __init__(self) -> None:

@@ -81,7 +81,7 @@ def test_max_grad_norm_bounds_unscaled_gradients() -> None:
 
 
 def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
-    """Everything that an update could change."""
+    """Return everything that an update could change."""
     return [tensor for entry in optimizer.state_dict()["state"].values() for tensor in entry.values()]
 
 

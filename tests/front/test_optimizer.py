@@ -20,7 +20,7 @@ Optimizers = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def pair(**keywords: Any) -> tuple[Optimizers, Optimizers]:
-    """Ours and PyTorch's, over equal models."""
+    """Make our optimizer and PyTorch's over equal models."""
     ours, theirs = mlp(), mlp()
     settings = {**ADAM, **keywords}
     return (ours, ZenFlowAdamW(ours.named_parameters(), **settings, **EXACT)), (
@@ -171,7 +171,7 @@ def test_closures(entry: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("declared", [None, 1, 2, 3])
 def test_gradient_accumulation(entry: dict[str, Any] | None, declared: int | None) -> None:
-    """Any number of backwards per step, whether declared or not."""
+    """A step may have any number of backwards, whether declared or not."""
     ours, theirs = mlp(), mlp()
     optimizer = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT, gradient_accumulation_steps=declared)
     adam = torch.optim.AdamW(theirs.parameters(), **ADAM)

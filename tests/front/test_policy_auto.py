@@ -29,13 +29,13 @@ AUTO: dict[str, Any] = {"policy": "auto", "tokens_per_step": 8, "update_interval
 
 
 def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """More matrices than the window of files holds."""
+    """Make a model with more matrices than the cache of state in files holds."""
     layers = [module for _ in range(6) for module in (nn.Linear(16, 16), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(16, 10)).to(dtype)
 
 
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
-    """Bytes that the model of the tests needs of a memory under a policy."""
+    """Return the bytes that the model of the tests needs of a memory under a policy."""
     shape = auto_policy.shape_of(specs_of(list(build().named_parameters())))
     found = auto_policy.compare(scenario(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8))
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
@@ -44,7 +44,7 @@ def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] =
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
-    """What is measured next; the last one stays."""
+    """Replaces the measurement of this machine, whose result is the first of the list."""
     left = [SLOW_HOST]
     monkeypatch.setattr(lazy_engine, "measured_hardware", lambda *args: left[0])
     return left
@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
 
 @pytest.fixture
 def tight() -> Hardware:
-    """Not all state fits the device."""
+    """Return a machine whose device has too little memory for all state."""
     return replace(SLOW_HOST, device_bytes=needed("resident") - 1)
 
 

@@ -232,7 +232,7 @@ def step_hooks(make: Make) -> Numbers:
 
 
 def resumed(make: Make) -> Numbers:
-    """Saved, read with ``weights_only``, and loaded into an optimizer of other hyperparameters."""
+    """The state is saved, read with ``weights_only``, and loaded into an optimizer of other hyperparameters."""
     problem = Problem()
     optimizer = make(problem.params, lr=1e-2, weight_decay=0.1)
     problem.train(optimizer, 4)
@@ -255,7 +255,7 @@ def resumed(make: Make) -> Numbers:
 
 
 def older_state(make: Make) -> Numbers:
-    """A state saved before some keywords existed."""
+    """Load a state that was saved before some keywords existed."""
     problem = Problem()
     optimizer = make(problem.params, lr=1e-2)
     problem.train(optimizer, 2)
@@ -345,7 +345,7 @@ def kept_gradients(make: Make) -> Numbers:
 
 
 def scheduler_before_training(make: Make) -> Numbers:
-    """The idiom of scheduler tests: steps without any gradient."""
+    """Make steps without any gradient, the idiom of scheduler tests."""
     problem = Problem()
     optimizer = make(problem.params, lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)

@@ -157,7 +157,7 @@ RULES: dict[str, dict[str, Any]] = {
 @both_entries
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES.keys())
 def test_maximize_is_the_negated_loss(options: dict[str, Any], entry: dict[str, Any] | None) -> None:
-    """Bit for bit, since a sign is exact: weights, and norms, which selection and clipping read."""
+    """Weights and norms are equal bit for bit, since a sign is exact; selection and clipping read the norms."""
     actual, expected = (train(run_of(loop), options, entry) for loop in (toggling, negated))
     assert_same(actual.weights, expected.weights)
     assert actual.numbers == expected.numbers
@@ -191,7 +191,7 @@ def test_maximize_of_one_group_with_loss_scaling(entry: dict[str, Any] | None) -
 
 
 def test_maximize_in_backward() -> None:
-    """The optimizer in backward, with and without clipping."""
+    """The optimizer in backward maximizes, with and without clipping."""
     for clipping in ({}, {"max_grad_norm": 0.5}):
         weights = []
         for maximize in (True, False):

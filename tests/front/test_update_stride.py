@@ -25,7 +25,7 @@ V100 = machine(device_bandwidth=28 * 35e9, link_to_host=12e9, link_to_device=12e
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
-    """What is measured next; the last one stays."""
+    """Replaces the measurement of this machine, whose result is the first of the list."""
     left = [V100]
     monkeypatch.setattr(lazy_engine, "measured_hardware", lambda *args: left[0])
     return left

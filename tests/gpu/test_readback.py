@@ -46,7 +46,7 @@ def test_start_does_not_wait_and_take_does(synchronising_raises):
 
 
 def test_adaptive_windows_and_drift_are_reproducible(monkeypatch):
-    """The same run twice, and once with a device that is late at every step."""
+    """Two equal runs, and one with a device that is late at every step, give the same numbers."""
     start = Readback.start
 
     def late(values):

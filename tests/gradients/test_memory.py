@@ -1,4 +1,4 @@
-"""Memory of gradients: which ones become dense, how that is reported, and what a gradient keeps alive."""
+"""Tests which gradients become dense, how that is reported, and which objects a gradient keeps alive."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Made:
 
     @property
     def alive(self) -> Counter[str]:
-        """Everything but records, by type."""
+        """Count the living objects by type, without records."""
         return Counter(type(found).__name__ for ref in self.others if (found := ref()) is not None)
 
     @property

@@ -74,7 +74,7 @@ def saliency(ask: Ask, call: Call, number: int) -> Tensor:
 @pytest.mark.parametrize("options", [EXACT, ZERO_OFFLOAD], ids=["exact", "zero_offload"])
 @asking
 def test_gradient_of_inputs_trains_nothing(options: dict[str, Any], entry: dict[str, Any] | None, ask: Ask) -> None:
-    """Before the backward, between two backwards, and after a step."""
+    """The gradient is computed before the backward, between two backwards, and after a step."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         values: list[float | Tensor] = []

@@ -201,7 +201,7 @@ class EmptyStepsBetween:
 
 @both_entries
 def test_two_optimizers_step_in_turns(entry: dict[str, Any] | None) -> None:
-    """As in GAN training: each step is of one optimizer, and only its parameters have gradients."""
+    """Each step is of one optimizer, and only its parameters have gradients, as in GAN training."""
 
     def run(side: Side) -> tuple[nn.Module, Numbers]:
         model = nn.ModuleDict({"generator": small(), "critic": small()})

@@ -274,7 +274,7 @@ def test_grad_scaler_equals_adamw(options: dict[str, Any], entry: dict[str, Any]
 
 @both_entries
 def test_grad_scaler_with_gradients_read(entry: dict[str, Any] | None) -> None:
-    """What ``.grad`` shows is scaled before ``unscale_`` and plain after it."""
+    """The values in ``.grad`` are scaled before ``unscale_`` and plain after it."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -100,12 +100,12 @@ FIRST_USES: dict[str, Callable[[Any], object]] = {
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's state dict."""
+    """Copy a model's state dict."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest absolute difference of two state dicts with the same names."""
+    """Return the largest absolute difference of two state dicts with the same names."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
@@ -125,18 +125,18 @@ def assert_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
 
 
 def dense_gradients(profile: Any) -> dict[str, int]:
-    """How many gradients became dense during ``zf.profile()``, by the line of code that caused it."""
+    """Count the gradients that became dense during ``zf.profile()``, by the line of code that caused it."""
     counted: dict[str, int] = profile.summary()["dense_gradients"]
     return counted
 
 
 def offloaded(optimizer: zf.ZenFlowAdamW) -> int:
-    """How many parameters have host state: 0 means that a test compares AdamW with AdamW."""
+    """Count the parameters that have host state: 0 means that a test compares AdamW with AdamW."""
     return len(optimizer.engine.offloaded)
 
 
 def open_gradients(state: Mapping[str, Any]) -> int:
-    """The most gradients in one open update window of a state dict: 0 means that a resume starts between windows."""
+    """Count the gradients in the fullest open window of a state dict: 0 means that a resume starts between windows."""
     return max((int(entry["open"]) for entry in state["state"].values() if "open" in entry), default=0)
 
 
@@ -149,7 +149,7 @@ def forget_accelerate() -> None:
 
 
 def spread(variants: Iterable[Mapping[str, Tensor]]) -> float:
-    """The largest difference between runs of AdamW's own variants (foreach, fused)."""
+    """Return the largest difference between runs of AdamW's own variants (foreach, fused)."""
     runs = list(variants)
     return max(difference(one, other) for one in runs for other in runs)
 

@@ -95,7 +95,7 @@ def train(
     reverse: bool = False,
     bad: int | None = None,
 ) -> Run:
-    """A loop as Accelerate's documentation has it. The gradients of batch ``bad`` are infinite."""
+    """Train in the loop of Accelerate's documentation. The gradients of batch ``bad`` are infinite."""
     accelerator = accelerator_of(precision, accumulate)
     if precision == "fp16":
         # Accelerate makes a scaler on accelerators only; this does the same on the CPU.

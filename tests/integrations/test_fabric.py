@@ -164,7 +164,7 @@ def test_inductor_graph_equals_adamw() -> None:
 @pytest.mark.parametrize("entry", ["hooks", "before"])
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_resume_is_bitwise(interval: int, entry: str, tmp_path: Path) -> None:
-    """From the middle of a window, through ``fabric.save`` and ``fabric.load``."""
+    """A run that resumes from the middle of an update window through ``fabric.load`` equals the uninterrupted one."""
     whole = Loop(INTERVALS[interval], entry, CLIPS["norm"]).run(0, 6)
     whole.fabric.save(tmp_path / "state.ckpt", whole.state)
     assert (open_gradients(whole.inner.state_dict()) > 0) == (interval == 4)
@@ -215,7 +215,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("first", FIRST_USES)
 def test_bare_wrapper_shares_the_engine(first: str, wrapper: str) -> None:
-    """Whichever of the two is used first."""
+    """The two share one engine, whichever is used first."""
     model = Layers()
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), **EXACT)
     wrapped = WRAPPERS[wrapper](optimizer)

@@ -331,7 +331,7 @@ def test_plateau_scheduler_and_rate_monitor(entry: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_validate_and_test_see_current_weights(entry: str) -> None:
-    """Between two fits as well. Without ZenFlowCallback, the first fit's optimizer must be closed by hand."""
+    """This holds between two fits, too. Without ZenFlowCallback, the first fit's optimizer must be closed by hand."""
     modules = [Regression(), compiled(Regression(EXACT), entry)]
     for module in modules:
         trainer = new_trainer(max_epochs=1)
@@ -355,7 +355,7 @@ def test_validate_and_test_see_current_weights(entry: str) -> None:
 @pytest.mark.parametrize("interval", INTERVALS)
 @pytest.mark.parametrize("callback", [pytest.param(False, marks=pytest.mark.long), True], ids=["bare", "callback"])
 def test_resume_is_bitwise(interval: int, entry: str, callback: bool, tmp_path: Path) -> None:
-    """After 6 of 18 steps, in the middle of the second window of 4, with clipping and accumulation."""
+    """The run resumes after 6 of 18 steps, within the second update window, with clipping and accumulation."""
     ends = []
     for resumed in (False, True):
         module = compiled(Regression(INTERVALS[interval]), entry)
@@ -488,7 +488,7 @@ SHORT_ENDINGS = ("max_steps", "max_epochs", "max_time", "stopped_early", "stoppe
 
 @pytest.mark.parametrize("ending", some(ENDINGS, SHORT_ENDINGS))
 def test_last_model_holds_every_gradient(ending: str, tmp_path: Path) -> None:
-    """In the last saved file and in the module; earlier steps equal those without the callback."""
+    """The last saved file and the module hold them; earlier steps equal those without the callback."""
     entry = "compiled" if ending in ("max_steps", "last") else "hooks"
     plain = end(ENDINGS[ending], entry, tmp_path / "plain", [], WINDOWED)
     ours = end(ENDINGS[ending], entry, tmp_path / "ours", [ZenFlowCallback()], WINDOWED)
@@ -653,7 +653,7 @@ def test_tuner_leaves_no_trace(find: Callable[..., Any], entry: str, tmp_path: P
     ids=["rate", "batch_size"],
 )
 def test_finders_restore_weights_and_state(find: Callable[[], Callback], interval: int, tmp_path: Path) -> None:
-    """As callbacks they use the optimizer that trains afterwards: the run equals one without them, bit for bit."""
+    """Finders as callbacks use the optimizer that trains afterwards: the run equals one without them bit for bit."""
     ends, batch_size = [], 8
     for callbacks in ([find()], []):
         module = compiled(Regression(INTERVALS[interval]), "compiled")

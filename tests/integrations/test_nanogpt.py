@@ -61,7 +61,7 @@ def get_lr(step: int) -> float:
 
 
 def configure_optimizers(model: nn.Module, options: dict[str, Any] | None, **extra_args: Any) -> torch.optim.Optimizer:
-    """Decay for matrices, none for the others."""
+    """Make the optimizer, with decay for matrices and none for the others."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.1},
@@ -106,7 +106,7 @@ def script(
     resume: Path | None = None,
     **extra_args: Any,
 ) -> Run:
-    """train.py.
+    """Run train.py.
 
     Args:
         save: after which step a checkpoint is saved, and where.
@@ -197,7 +197,7 @@ def test_windows_are_not_adamw() -> None:
 def test_resumed_script_continues_bitwise(
     options: dict[str, Any], entry: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """From the third step: update windows of four steps are open then."""
+    """The script resumes after the third step, when update windows of four steps are open."""
     whole = script(options, entry, save=(3, tmp_path / "ckpt.pt"))
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert (open_gradients(saved["optimizer"]) > 0) == (options is WINDOWED)

@@ -268,7 +268,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", EXACT_RUNS)
 def test_two_processes_equal_adamw(name: str, ranks: list[dict[str, Any]]) -> None:
-    """Without torch.compile; in update windows both processes hold the same bits as well."""
+    """The model is not compiled; both processes have the same bits in update windows, too."""
     for label in ("adamw", "exact", "windowed"):
         for results in ranks:
             assert not isinstance(results[f"{name}-{label}"], str), results[f"{name}-{label}"]
@@ -305,7 +305,7 @@ def test_data_parallel_without_devices_equals_adamw(compiled: bool) -> None:
 
 
 def test_model_on_several_devices_is_refused(tmp_path: Path) -> None:
-    """As ``dispatch_model`` and ``device_map="auto"`` leave it where memory is short."""
+    """The model is spread over devices as by ``dispatch_model`` and ``device_map="auto"`` where memory is short."""
     from accelerate import dispatch_model
 
     model = dispatch_model(net(), {"up": "cpu", "down": "disk"}, offload_dir=tmp_path, main_device="cpu")

@@ -59,7 +59,7 @@ def build(entry: dict[str, Any] | None = None) -> nn.Module:
 
 
 def graphs(optimizers: Iterable[Optimizer]) -> int:
-    """How many compiled graphs serve the optimizers' parameters."""
+    """Count the compiled graphs that serve the optimizers' parameters."""
     return sum(len(optimizer.engine.graphs) for optimizer in optimizers if isinstance(optimizer, zf.ZenFlowAdamW))
 
 
@@ -80,14 +80,14 @@ def summed_loss(model: nn.Module, number: int) -> tuple[Tensor, int]:
 
 
 def scale_grads(model: nn.Module, scaler: Tensor) -> None:
-    """torchtune's ``training.scale_grads``."""
+    """Scale gradients as torchtune's ``training.scale_grads`` does."""
     for param in model.parameters():
         if param.grad is not None:
             param.grad *= scaler
 
 
 def full_finetune(model: nn.Module, optimizer: Optimizer, *, scaled: bool = True) -> Numbers:
-    """The inner loop of torchtune's recipe: micro batches of different token counts, one norm logged per step."""
+    """Run the inner loop of torchtune's recipe: micro batches of different token counts, one norm per step."""
     logged: Numbers = []
     for step in range(STEPS):
         tokens, running = torch.tensor(0), torch.tensor(0.0)

@@ -418,7 +418,7 @@ def test_train_twice() -> None:
 
 
 def test_model_init_makes_models_anew() -> None:
-    """As in ``hyperparameter_search``: each train() has another model and optimizer."""
+    """Each train() has another model and optimizer, as in ``hyperparameter_search``."""
     found: list[list[dict[str, Tensor]]] = [[], []]
     for options, trained in zip((None, EXACT), found, strict=True):
         trainer = Trainer(
@@ -459,7 +459,7 @@ def another_trainer(model: nn.Module) -> Trainer:
 
 
 def test_earlier_trainer_owns_until_closed() -> None:
-    """As in a notebook, where the name of the earlier Trainer stays."""
+    """The earlier Trainer stays alive under its name, as in a notebook."""
     first = another_trainer(model_of())
     first.train()
     second = another_trainer(first.model)
@@ -631,7 +631,7 @@ class StopAt(TrainerCallback):
 
 @pytest.mark.parametrize("stop", [None, StopAt(6, "on_epoch_end")], ids=["max_steps", "late_stop"])
 def test_model_after_training_holds_every_gradient(stop: StopAt | None, tmp_path: Path) -> None:
-    """Also if a callback after ours ends training in the last event before on_train_end."""
+    """This also holds if a callback after ours ends training in the last event before on_train_end."""
     stops, steps = ([], 5) if stop is None else ([stop], 12)
     without = train("eager", WINDOWED, callbacks=stops, max_steps=steps)
     run = train("eager", WINDOWED, callbacks=[ZenFlowCallback(), *stops], max_steps=steps)
@@ -823,7 +823,7 @@ class ReplicatesByHand(nn.Module):
 
 
 def test_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several GPUs in one process the Trainer uses ``nn.DataParallel``, and compiles nothing then."""
+    """The Trainer uses ``nn.DataParallel`` for several GPUs in one process, and compiles nothing then."""
     monkeypatch.setattr(nn, "DataParallel", ReplicatesByHand)
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     reference = train("eager", None, per_device_train_batch_size=2)

@@ -118,7 +118,7 @@ def train(
     entry: dict[str, Any] | None = None,
     **adamw: Any,
 ) -> Trained:
-    """The inner loop of timm's train.py, two batches per update."""
+    """Run the inner loop of timm's train.py, two batches per update."""
     from timm.scheduler import CosineLRScheduler
     from timm.utils import ModelEmaV3, NativeScaler
 
@@ -215,7 +215,7 @@ def test_timm_recipes_equal_adamw(recipe: Recipe, entry: dict[str, Any] | None) 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_moving_average_equals_adamw(entry: dict[str, Any] | None) -> None:
-    """Without an option: ``ModelEmaV3`` reads ``state_dict()``, which applies every due update."""
+    """No option is needed: ``ModelEmaV3`` reads ``state_dict()``, which applies every due update."""
     recipe = Recipe(ema=True)
     expected = reference("vit", recipe)[0]
     result = compare("vit", recipe, entry)

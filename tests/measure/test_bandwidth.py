@@ -1,4 +1,4 @@
-"""What is measured, and how bytes are counted; no test depends on the speed of this machine."""
+"""Tests the list of measurements and the count of bytes; no test depends on the speed of this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CORE = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 @pytest.fixture(autouse=True)
 def aten_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing compiles here."""
+    """Uses the kernel that needs no compilation."""
     kernel = make_host_adam(
         "aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=bandwidth.WINDOW_GRADIENTS
     )

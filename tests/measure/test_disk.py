@@ -1,4 +1,4 @@
-"""The measurement of a disk: how much of the disk it uses, and the errors where it fails."""
+"""The measurement of a disk uses a bounded part of it, and raises clear errors."""
 
 from __future__ import annotations
 

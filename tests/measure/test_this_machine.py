@@ -1,4 +1,4 @@
-"""What is measured of this machine for the performance model."""
+"""Tests the measurements of this machine for the performance model."""
 
 from __future__ import annotations
 

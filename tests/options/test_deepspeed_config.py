@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as keywords: what carries over, what is left out, what is refused."""
+"""DeepSpeed's JSON becomes keywords; some keys have no counterpart, and some are refused."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_ignored_sections_have_sentences(config: dict[str, Any], sentence: str) 
 
 
 def test_warning_names_the_users_line(tmp_path: Path) -> None:
-    """Called directly, and through the compile backend, many frames of Dynamo's away."""
+    """The reader is called directly, and through the compile backend, many frames of Dynamo's away."""
     config = {"steps_per_print": 3, **adam(params={"lr": 1e-3})}
     with pytest.warns(UserWarning, match="steps_per_print") as caught:
         read_deepspeed_config(config)

@@ -155,7 +155,7 @@ class Written:
         self.ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=phase, params=())
 
     def fused(self) -> str:
-        """The steps afterwards, with the parameters of each fused op."""
+        """Return the steps after fusion, with the parameters of each fused op."""
         letters = {
             torch.ops.aten.permute.default: "v",
             torch.ops.aten.relu.default: "c",
@@ -258,7 +258,7 @@ OPTIONS = [
 def trained(
     monkeypatch: pytest.MonkeyPatch, unfused: bool, inner: str, **keywords: object
 ) -> tuple[list[Tensor], set[str]]:
-    """Weights after 14 steps, and the ops that ran."""
+    """Return the weights after 14 steps, and the ops that ran."""
     ran: set[str] = set()
     torch._dynamo.reset()
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What PyTorch's own tools show of the passes: structured traces, source lines in printed graphs, profiler events."""
+"""PyTorch's own tools show the passes: structured traces, source lines in graphs, profiler events."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:
 
 
 def test_updates_come_as_early_as_possible(recording: Callable[..., RecordingEngine]) -> None:
-    """After the parameter's last read and its gradient's copy, before any unrelated node."""
+    """An update comes after the parameter's last read and its gradient's copy, before any unrelated node."""
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)

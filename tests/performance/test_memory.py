@@ -62,14 +62,14 @@ def device_tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def memory_of(tensors: Iterator[Tensor]) -> dict[int, int]:
-    """Bytes of the storages by address."""
+    """Return the bytes of storages by address."""
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
 def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
     """Bytes of everything but weights: the optimizer's device memory, and gradients."""
     registry = optimizer.engine.registry
-    held = memory_of(device_tensors(registry, {id(kernel) for kernel in registry.memory.kernels.values()}))
+    used = memory_of(device_tensors(registry, {id(kernel) for kernel in registry.memory.kernels.values()}))
     hosts = [each.host for each in registry.offloaded.values()]
     not_the_devices = memory_of(device_tensors(hosts, set())) | memory_of(iter(model.parameters()))
     streamed = [(each.host, [param.state for param in each.params]) for each in registry.streamed._subgroups]
@@ -77,7 +77,7 @@ def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
     grads = [param.grad for param in model.parameters()]
     # To ask an offloaded gradient for its storage would give it one.
     gradients = memory_of(grad for grad in grads if grad is not None and not isinstance(grad, OffloadedGradient))
-    return sum(size for address, size in (held | gradients).items() if address not in not_the_devices)
+    return sum(size for address, size in (used | gradients).items() if address not in not_the_devices)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -93,7 +93,7 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
         if step < 2:
             optimizer.step()
             optimizer.zero_grad()
-    held = bytes_on_device(model, optimizer)
+    used = bytes_on_device(model, optimizer)
     assert optimizer.engine.registry.gradients.dense == 0
     shape = auto_policy.shape_of(specs_of(list(model.named_parameters())))
     options = Options(**{**SHARED, **given})
@@ -107,5 +107,5 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
     ).device
     at_its_moment = WIDTH * WIDTH * dtype.itemsize
     needed = sum(needs.values()) - needs["weights"] - needs["activations"] - at_its_moment
-    assert needed <= held <= needed + ALIGNMENT * sum(1 for _ in device_tensors(optimizer.engine.registry, set()))
+    assert needed <= used <= needed + ALIGNMENT * sum(1 for _ in device_tensors(optimizer.engine.registry, set()))
     optimizer.close()

@@ -1,4 +1,4 @@
-"""The equations against the papers' numbers, against what plans count, and against each other."""
+"""The equations agree with the papers' numbers, with the bytes of plans, and with each other."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_forecast_equals_the_equations(machine: str, in_backward: bool) -> None:
         values = bindings(settings, node, flops=flops)
         assert PLAN_TRAFFIC.evaluate(values) == pytest.approx(each.traffic, rel=0.01), each.label
         bound = step_time(settings, node, flops=flops).seconds
-        slack = 0.95 if plan.file_bytes else 1 - 1e-6  # the first steps find room in the window of files
+        slack = 0.95 if plan.file_bytes else 1 - 1e-6  # the first steps find space in the cache of files
         assert slack * bound <= each.step_s <= LOWER_BOUND * bound, each.label
 
 

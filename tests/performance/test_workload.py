@@ -30,7 +30,7 @@ def resident(model: ModelShape) -> Plan:
 
 
 def computed(model: ModelShape, flops: float, tokens: int, *, recompute: bool = False) -> float:
-    """Seconds of forward and backward of a resident step, whose device reaches half of ``flops``."""
+    """Return the seconds of forward and backward of a resident step, whose device reaches half of ``flops``."""
     recording = simulate(
         resident(model), machine(device_flops=flops), model, tokens=tokens, steps=1, recompute=recompute
     )

@@ -1,4 +1,4 @@
-"""The planners: every policy is an assignment of placements, and what the zenflow policy adds to that."""
+"""Every policy assigns placements; the zenflow policy also assigns phases and selections."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_random_shapes_find_a_repetition() -> None:
 
 
 def by_counting(shapes: Shapes) -> tuple[int, int, int] | None:
-    """The definition: the longest repetition, of these the shortest period, of these the earliest."""
+    """Find by definition the longest repetition, of these the shortest period, of these the earliest."""
     best = None
     for period in range(2, len(shapes) // 2 + 1):
         run = 0
@@ -194,14 +194,14 @@ def test_options_reach_the_plan() -> None:
 
 
 def resident_elements(plan: Plan) -> int:
-    """Elements whose state always stays on the device."""
+    """Count the elements whose state always stays on the device."""
     whole = sum(param.numel for param in plan.params if param.placement is Placement.DEVICE)
     return whole + sum(param.k * param.length for param in plan.params)
 
 
 @pytest.mark.parametrize("policy", ["twinflow", "deep_optimizer_states"])
 def test_twinflow_share_is_exact_to_a_slice(policy: str) -> None:
-    """For any ratio; the share comes last in the order of updates and splits at most one parameter."""
+    """This holds for any ratio; the share comes last in the order of updates and splits at most one parameter."""
     rng = random.Random(3)
     cut = 0
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Into how many groups a parameter's slices are divided, and what each group selects."""
+"""A parameter's slices are divided into groups, and each group selects some of its slices."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_error_if_nothing_fits() -> None:
 
 
 def test_fastest_fitting_candidate_is_chosen() -> None:
-    """No other candidate that fits is faster by more than what is worth it."""
+    """No other candidate that fits is faster by more than the margin that justifies a change."""
     tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
     found = auto_policy.compare(scenario(Options(), tight, MODEL, tokens=64))
     best = auto_policy.recommended(found)

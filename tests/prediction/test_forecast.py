@@ -1,4 +1,4 @@
-"""What a forecast says of a policy, by hand."""
+"""Tests the forecast of a policy against numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from zenflow_compile.timeline.intervals import intersect, length_ns, subtract, u
 
 
 def parts_ms(summary: Summary) -> dict[str, float]:
-    """The parts of a step that were measured."""
+    """Return the parts of a step that were measured."""
     found = {
         "forward": summary["forward_ms_per_step"],
         "backward": summary["backward_ms_per_step"],

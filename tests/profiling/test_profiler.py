@@ -30,7 +30,7 @@ def plan_of(policy="zenflow", *, blocking=False):
 
 @dataclass(eq=False)
 class FakeEngine:
-    """As much of an engine as a profile sees."""
+    """Has the part of an engine that a profile reads."""
 
     plan: Plan = field(default_factory=plan_of)
     model_bytes: int = 544

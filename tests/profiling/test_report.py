@@ -66,9 +66,9 @@ def test_80_columns_when_output_is_not_a_terminal(capsys, monkeypatch):
 
 def test_color_only_adds_codes(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = printed([known_run()], force_terminal=True, color_system="standard")
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == printed([known_run()])
+    colored = printed([known_run()], force_terminal=True, color_system="standard")
+    assert "\x1b[" in colored
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == printed([known_run()])
 
 
 def test_blocks_only_if_the_encoding_has_them():
@@ -129,7 +129,7 @@ def test_adaptive_windows_have_a_row(bounds, said):
 
 
 def limits(bandwidths, traffic=TRAFFIC):
-    """What the report says of limits: the run's steps take 40 ms, 4 of them stall."""
+    """Return the report's text on limits: the run's steps take 40 ms, of which 4 are a stall."""
     made = dataclasses.replace(known_run(), traffic=traffic, bandwidths=bandwidths)
     text = " ".join(printed([made]).split())
     return text[text.index("limit: at least") : text.index("The first layers")].strip()

@@ -1,4 +1,4 @@
-"""What ``torch.profiler`` shows of a training step."""
+"""``torch.profiler`` shows the phases of a training step."""
 
 from __future__ import annotations
 

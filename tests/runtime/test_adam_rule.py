@@ -1,4 +1,4 @@
-"""The update rule against torch.optim.AdamW and against a literal reading of rule P."""
+"""The update rule equals torch.optim.AdamW and a literal implementation of rule P."""
 
 from __future__ import annotations
 

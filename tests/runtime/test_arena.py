@@ -1,4 +1,4 @@
-"""Host memory: exact sizes, what forked children see, lifetime, pinning and its refusal, too little of it."""
+"""Tests the host memory's exact size, lifetime, pinning and refusals, and its absence from forked children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What control groups say, as Linux writes it in files."""
+"""The limits of control groups are read from files as Linux writes them."""
 
 from __future__ import annotations
 

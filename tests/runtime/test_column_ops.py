@@ -115,7 +115,7 @@ def test_adam_updates_state_and_selected_slices(dtype: torch.dtype, dim: int, fr
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batched_update_equals_single_updates(dtype: torch.dtype) -> None:
-    """Bit for bit, whatever the shapes and step counts, and wherever a batch ends."""
+    """The results are equal bit for bit for all shapes and step counts, and wherever a batch ends."""
 
     def made() -> list[SliceState]:
         torch.manual_seed(0)

@@ -115,7 +115,7 @@ def test_changed_slices_have_no_residual() -> None:
 
 @DTYPES
 def test_chunks_change_no_result(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on the device nor on the host."""
+    """Gradients that are compressed and expanded in chunks equal those of one piece."""
     plan = plan_of(dtype)
     whole, cut = (Residual.allocate(plan, torch.device("cpu")) for _ in range(2))
     block, other = block_of(plan), block_of(plan)

@@ -168,7 +168,7 @@ def test_interrupt_of_a_copy_made_at_once_is_raised(
 
 
 def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind a copy that failed."""
+    """``settle()`` also waits for a copy behind one that failed."""
     lane.settle()
     monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
     gate = ThreadTicket()

@@ -1,4 +1,4 @@
-"""Physical cores, how many of them run workers, which ones, and threads that stay on them."""
+"""Tests which physical cores are found, which run workers, and that threads stay on them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this
 
 @pytest.fixture(autouse=True)
 def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the container of these tests may use."""
+    """Remove the quota of the container in which these tests run."""
     monkeypatch.setattr(cores_module, "cpu_quota", lambda: None)
 
 
 def machine(folder: Path, *, cores: int, threads: int, nodes: int = 1, name: str = "core_cpus_list") -> Path:
-    """What Linux tells of a machine that numbers the second threads of its cores after all first ones."""
+    """Write the files of a machine that numbers the second threads of its cores after all first ones."""
     for logical in range(cores * threads):
         cpu = folder / f"cpu/cpu{logical}"
         (cpu / "topology").mkdir(parents=True)

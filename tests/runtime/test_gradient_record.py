@@ -385,7 +385,7 @@ class HostReads:
         return counted
 
     def take(self) -> dict[str, int]:
-        """Kinds that were counted since the last call."""
+        """Return the kinds that were counted since the last call."""
         counts = {name: count for name, count in self.counts.items() if count}
         self.counts = dict.fromkeys(self.counts, 0)
         return counts

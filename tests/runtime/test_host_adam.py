@@ -1,4 +1,4 @@
-"""Both host kernels against the eager rule, on the machine's own threads."""
+"""Both host kernels equal the eager rule, on the machine's own threads."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_window_of_missing_gradients_writes_out_only(kernel: Literal["aten", "in
 
 @kernels
 def test_threads_on_disjoint_ranges_equal_one_call(kernel: Literal["aten", "inductor"]) -> None:
-    """Ranges at odd offsets, one thread each, equal one call over the whole and leave their neighbours alone."""
+    """Ranges at odd offsets, one thread each, equal one call over the whole and leave their neighbors alone."""
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     numel, first, middle, last = 400_009, 3, 3 + 150_016, 400_002
     gradients = random_gradients(numel, 3, torch.bfloat16)

@@ -51,7 +51,7 @@ def copied(error: BaseException | None = None) -> ThreadTicket:
 
 
 def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
-    """One step's gradient, as ``copy_to_host`` and ``commit`` put it."""
+    """Put one step's gradient into the update window, as ``copy_to_host`` and ``commit`` do."""
     index, buffer = host.free_buffer()
     buffer.copy_(torch.as_tensor(value))
     host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
@@ -59,7 +59,7 @@ def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = No
 
 
 def run(flushed: FlushedWindow) -> None:
-    """What a worker does with the job."""
+    """Run the job as a worker does."""
     for task in flushed.job.tasks:
         try:
             flushed.job.ready()
@@ -94,7 +94,7 @@ def test_flushed_window_equals_rule_p() -> None:
 
 
 def test_uncommitted_gradient_buffer_is_reused() -> None:
-    """As in a skipped step, or when a gradient is discarded."""
+    """The buffer is reused after a skipped step, or after a gradient was discarded."""
     host = host_of()
     first, _ = host.free_buffer()
     again, _ = host.free_buffer()

@@ -1,4 +1,4 @@
-"""A latch releases all waiting threads, now and later."""
+"""A latch releases the threads that wait, and those that wait later."""
 
 from __future__ import annotations
 

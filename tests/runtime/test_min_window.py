@@ -1,4 +1,4 @@
-"""The shortest window that the host keeps up with: its arithmetic, and when a step may be measured."""
+"""Tests the arithmetic of the shortest update window, and which steps may be measured."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Measuring:
 
 @pytest.fixture(autouse=True)
 def rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What the host's measurement gives, and how often it was made."""
+    """Replaces the host's measurement by a number, and counts the calls."""
     made: list[float] = []
 
     def measured(*_: Any) -> float:

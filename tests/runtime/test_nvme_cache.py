@@ -1,4 +1,4 @@
-"""The cache of state in files: which chunk gets memory, in which order, and that no lock waits forever."""
+"""The cache gives memory to chunks in the order of need, and no lock waits forever."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_chunks_are_read_ahead_in_order_of_updates(make: Make) -> None:
 
 
 def test_chunks_of_windows_flushed_next_are_read_ahead(make: Make) -> None:
-    """Not those that are flushed steps later, although their deadlines are earlier."""
+    """Chunks whose windows are flushed steps later are not read, although their deadlines are earlier."""
     plans = [plan_of(index, interval=2) for index in range(2)]
     _, (first, second) = make(plans, chunk_bytes(plans[0]))
     for step, store in ((0, first), (1, second)):
@@ -263,3 +263,24 @@ def test_default_cache_is_two_chunks_or_more() -> None:
 def test_cache_smaller_than_a_chunk_is_refused() -> None:
     with pytest.raises(ValueError, match=r"host_window_bytes=30719 must be at least 30720.*p1.*; raise it"):
         cache_bytes([plan_of(0, 10), plan_of(1, 40)], 40 * 768 - 1)
+
+
+def test_cache_goes_on_after_an_interrupted_growth(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while the growing cache waits for its threads, which have been told to end."""
+    plans = [plan_of(0), plan_of(1, 90)]
+    cache, (first,) = make(plans[:1], chunk_bytes(plans[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.add(plans[1:], "test", 4 * chunk_bytes(plans[1]))
+    with first.acquire(write=True) as state:
+        state.master.fill_(5.0)
+    (second,) = [
+        CachedState(cache, chunk) for chunk in cache.add(plans[1:], "more", 4 * chunk_bytes(plans[1])).values()
+    ]
+    assert values(second) == {0.0}
+    assert values(first) == {0.0, 5.0}
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

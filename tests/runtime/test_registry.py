@@ -94,7 +94,7 @@ class Listener:
 
 
 def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of parameters, so two arenas, on a device that takes both for CUDA's and refuses."""
+    """Two groups of parameters have two arenas, and the device refuses to pin both."""
     cpu = torch.device("cpu")
     calls: list[int] = []
 
@@ -109,7 +109,7 @@ def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) 
         allocation, "make_flags", lambda count, device: None
     )  # a CUDA build without a driver makes none
     monkeypatch.setattr(allocation, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
-    monkeypatch.setattr(allocation, "StagingRing", lambda slots, size, device: StagingRing(slots, size, cpu))
+    monkeypatch.setattr(allocation, "StagingRing", lambda count, size, device: StagingRing(count, size, cpu))
     monkeypatch.setattr(DeviceState, "allocate", lambda plan, device: allocate(plan, cpu))
     listener = Listener()
     device = torch.device("cuda")

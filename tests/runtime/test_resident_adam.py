@@ -1,4 +1,4 @@
-"""ResidentAdam against torch.optim.AdamW: bit for bit in fp32, and over fp32 masters for low-precision weights."""
+"""ResidentAdam equals torch.optim.AdamW bit for bit in fp32, and over fp32 masters of low-precision weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flushes and re-selections against oracles in plain Python: what decides them, and at which lag."""
+"""Flushes and re-selections equal those of oracles in plain Python, and use values at a fixed lag."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_steady_selection_is_kept() -> None:
 
 
 def test_past_drift_counts_at_its_lag() -> None:
-    """Decided by what was seen, then selected by what is: nothing changes sides if nothing has drifted by then."""
+    """The earlier drift decides, and the current scores select: nothing changes sides if nothing has drifted since."""
     run = settled()
     assert run.reselections(1, 17, lambda step: scores(5, 4.0 if step <= 15 else 0.0)) == [16]
     assert run.device.selection.selected.tolist() == list(range(PLAN.k))
@@ -181,7 +181,7 @@ def norms_at(step: int) -> Tensor:
 
 
 def expected_flushes(steps: int, ratio: float, shortest: int, longest: int, missing: frozenset[int]) -> list[int]:
-    """The rule, with the selection 0 to 19 that never changes here."""
+    """Compute the flushes by the rule, with the selection 0 to 19, which never changes here."""
     found: list[int] = []
     window: list[int] = []
     for step in range(steps):
@@ -232,7 +232,7 @@ def test_no_measurement_where_it_decides_nothing(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("position", range(12, 24))
 def test_restored_schedule_decides_alike(position: int) -> None:
-    """At every position, with norms and a drift that were computed but not used yet."""
+    """The state is saved at every position, with norms and a drift that were computed but not used yet."""
 
     def score_at(step: int) -> Tensor:
         return torch.rand(PLAN.slices, generator=torch.Generator().manual_seed(step // 7))

@@ -40,7 +40,7 @@ def members(slices: int, groups: int) -> list[list[int]]:
 
 
 def best_of(score: Sequence[float], k: int, groups: int) -> list[int]:
-    """In each group, as many of the highest scores as it has among the slices 0 to k - 1; the lower index wins ties."""
+    """Select in each group as many slices as it has among the first k, by score; the lower index wins ties."""
     chosen: list[int] = []
     for group in members(len(score), groups):
         ranked = sorted(group, key=lambda i: (-score[i], i))
@@ -51,7 +51,7 @@ def best_of(score: Sequence[float], k: int, groups: int) -> list[int]:
 def swapped(
     score: Sequence[float], selected: set[int], groups: int, at_most: Sequence[int] | None
 ) -> tuple[set[int], int]:
-    """In each group: the best outside for the worst inside, while better by a quarter and paid for."""
+    """Swap in each group the best outside for the worst inside, while better by a quarter and paid for."""
     after, swaps = set(selected), 0
     for number, group in enumerate(members(len(score), groups)):
         inside = sorted((i for i in group if i in selected), key=lambda i: (score[i], i))
@@ -65,7 +65,7 @@ def swapped(
 
 
 def some_selection(slices: int, k: int, groups: int, seed: int) -> set[int]:
-    """Another than the best, with the same number of slices of each group."""
+    """Return a selection other than the best, with the same number of slices of each group."""
     chosen = random.Random(seed)
     return {i for group in members(slices, groups) for i in chosen.sample(group, sum(i < k for i in group))}
 

@@ -85,7 +85,7 @@ def test_buffer_is_free_until_it_is_marked() -> None:
 
 
 def test_settling_frees_every_buffer_once() -> None:
-    """Also a buffer that was taken and not given back, or given back twice."""
+    """This includes a buffer that was taken and not given back, or given back twice."""
     ring = StagingRing(3, 16, CPU)
     take(ring)
     twice = take(ring)

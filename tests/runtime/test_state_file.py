@@ -1,4 +1,4 @@
-"""Files of state: whole blocks come back, one run per directory, and what a dead run left goes."""
+"""State files return whole chunks, serve one run per directory, and are removed after a dead run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def refused(call: str, code: int) -> Any:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_blocks_are_read_as_written(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also through system calls that move fewer bytes than requested."""
+def test_chunks_are_read_as_written(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This also holds for system calls that move fewer bytes than requested."""
     if not direct:
         monkeypatch.setattr(state_file, "_open_direct", lambda path, header: None)
     monkeypatch.setattr(state_file, "PIECE_BYTES", 2 * PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""State streamed through the device: bit for bit as resident state, in both directions at once, in bounded memory."""
+"""Streamed state equals resident state bit for bit, moves both ways at the same time, and has bounded memory."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_device_memory_is_three_buffers() -> None:
 
 
 def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And state is not read from the host before its write-back has ended."""
+    """State is not read from the host before its write-back has ended, either."""
     busy: list[tuple[int, int]] = []
     lock = threading.Lock()
     copy = cpu_lane.copy_without_gil
@@ -235,7 +235,7 @@ def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither ends before the other has begun, so a runtime that serialised them would wait for ever."""
+    """Neither copy ends before the other begins, so a runtime that serialized them would wait forever."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
     copy = cpu_lane.copy_without_gil
@@ -264,7 +264,7 @@ def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_step_does_not_wait_for_last_write_backs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the next forward: the write-backs are stopped until its loss is computed."""
+    """The next forward does not wait, either: the write-backs are stopped until its loss is computed."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
     copy, copies, passed = cpu_lane.copy_without_gil, [0], threading.Event()

@@ -1,4 +1,4 @@
-"""The Triton kernels against their references.
+"""The Triton kernels equal their references.
 
 On a GPU they are compared as they run there. Without one they run in Triton's interpreter, which has to be chosen
 before Triton is first imported: ``test_kernels_in_the_interpreter`` runs this file once more in a process of its own.

@@ -1,4 +1,4 @@
-"""The sum of a window on the device, and the mean step that the host makes of it."""
+"""Tests the sum of an update window on the device, and the host's step with its mean."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_gradient_is_unchanged(dtype: torch.dtype, scale: float) -> None:
 @DTYPES
 @pytest.mark.parametrize("scales", [[1.0] * 4, [1.0, 0.2, 1.0, 0.7], [2.0**-16, 2.0**-15, 0.3 * 2.0**-15], [0.5] * 3])
 def test_mean_is_rounded_one_time(dtype: torch.dtype, scales: list[float]) -> None:
-    """Whatever the clip factors and loss scales of its steps."""
+    """This holds for all clip factors and loss scales of its steps."""
     gradients = [torch.randn(SHAPE).to(dtype) for _ in scales]
     expected = torch.stack([g.double() * scale for g, scale in zip(gradients, scales, strict=True)]).mean(0)
     mean = torch.empty(SHAPE, dtype=dtype)
@@ -63,7 +63,7 @@ def test_fp16_mean_stays_in_range() -> None:
 
 
 def test_zero_and_nan_clip_factors() -> None:
-    """Equals ``gradient * factor``: zeros, and NaN."""
+    """The mean gradient equals ``gradient * factor``: zeros, or NaN."""
     ones = torch.ones(SHAPE)
     mean = torch.empty(SHAPE)
     for scales in ([0.0, 1.0], [1.0, 0.0]):

@@ -1,4 +1,4 @@
-"""Tests of the Makefile and of the scripts that it calls."""
+"""Tests the Makefile and the scripts that it calls."""
 
 from __future__ import annotations
 

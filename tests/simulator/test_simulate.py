@@ -1,4 +1,4 @@
-"""The simulated timeline: cases that can be done by hand, and what holds for all."""
+"""Tests simulated timelines of cases that can be done by hand, and invariants of all timelines."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_host_updates_overlap_streamed_subgroups() -> None:
 
 
 def test_file_state_is_read_ahead_and_written_back() -> None:
-    """One block fits into the window: the one that is used first, until it is written. The next one waits for that."""
+    """One chunk fits into the cache: the one that is used first, until it is written. The next one waits for that."""
     model = layers(2)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=12_000_000)
     recording = simulate(plan, machine(), model, tokens=1, steps=1, final_at_step=True)
@@ -199,7 +199,7 @@ def test_file_state_is_read_ahead_and_written_back() -> None:
 
 
 def test_unwritten_state_keeps_its_cache_space() -> None:
-    """Two of three blocks fit while the step before still writes. Steps alternate between two schedules."""
+    """Two of three chunks fit while the step before still writes. Steps alternate between two schedules."""
     model = layers(3)
     plan = plan_of(model, policy="zero_infinity", nvme_path="scratch", host_window_bytes=24_000_000)
     recording = simulate(plan, machine(disk_write=2e6), model, tokens=1, steps=1, final_at_step=True)

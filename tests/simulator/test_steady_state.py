@@ -1,4 +1,4 @@
-"""The steps that count are those of a steady state, also where a window of files fills over many steps."""
+"""The steps that count are those of a steady state, also where the cache of files fills over many steps."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_plan_and_trace_have_equal_steps(policy: str, window: float | None) -> N
 
 
 def test_alternating_steps_are_averaged() -> None:
-    """Two of three blocks fit. The last update ends after 19 s, and its upload 1 s later.
+    """Two of three chunks fit. The last update ends after 19 s, and its upload 1 s later.
 
-    In every second step it is the second block's: the third one's upload comes after it.
+    In every second step it is the second chunk's: the third one's upload comes after it.
     """
     model = layers(3)
     options = Options(policy="zero_infinity", nvme_path="scratch", host_window_bytes=24_000_000)

@@ -65,12 +65,12 @@ def loss_of(call: Call, number: int) -> Tensor:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Copies of all gradients, as plain tensors."""
+    """Copy all gradients into plain tensors."""
     return [param.grad.detach().clone() for param in model.parameters() if param.grad is not None]
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    """Copies of all weights."""
+    """Copy all weights."""
     return [param.detach().clone() for param in model.parameters()]
 
 
@@ -179,7 +179,7 @@ def run_of(loop: Loop, build: Callable[[], nn.Module] = small, groups: Callable[
 
 
 def difference(a: Trained, b: Trained) -> float:
-    """Largest difference of two runs' weights."""
+    """Return the largest difference of two runs' weights."""
     return max(float((x - y).abs().max()) for x, y in zip(a.weights, b.weights, strict=True))
 
 

@@ -17,7 +17,7 @@ Results = dict[str, Any]
 
 
 def _run(rank: int, work: Callable[[int], Results], folder: str, port: int, process_group: bool) -> None:
-    """The body of one process."""
+    """Run the body of one process."""
     torch.set_num_threads(1)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in ranks.items()})

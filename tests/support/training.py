@@ -31,7 +31,7 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """The data of a step, whenever it is asked for."""
+    """Return the data of a step, the same at every call."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 16, generator=generator).to(dtype), torch.randint(0, 10, (8,), generator=generator)
 
@@ -73,16 +73,16 @@ class Training:
         return self
 
     def weights(self) -> list[Tensor]:
-        """Copies of the weights with all that is due."""
+        """Copy the weights after all due updates were applied."""
         self.optimizer.synchronize()
         return self.weights_as_they_are()
 
     def weights_as_they_are(self) -> list[Tensor]:
-        """Copies of the weights, whatever is still on its way."""
+        """Copy the weights without applying updates in flight."""
         return [param.detach().clone() for param in self.model.parameters()]
 
     def saved(self) -> bytes:
-        """A checkpoint as a file would hold it."""
+        """Return a checkpoint as a file would hold it."""
         file = io.BytesIO()
         torch.save({"optimizer": self.optimizer.state_dict(), "model": self.model.state_dict()}, file)
         return file.getvalue()
@@ -98,13 +98,13 @@ class Training:
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Bit for bit."""
+    """All weights are equal bit for bit."""
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(a, b), f"parameter {index} differs by up to {(a.float() - b.float()).abs().max():.1e}"
 
 
 def host_masters(optimizer: ZenFlowAdamW) -> list[Tensor]:
-    """fp32 masters of all offloaded parameters, both sides, in the parameters' shapes."""
+    """Return the fp32 masters of all offloaded parameters, both sides, in the parameters' shapes."""
     state = optimizer.state_dict()["state"]
     return [state[index]["master"] for index in optimizer.engine.offloaded]
 
@@ -118,7 +118,7 @@ class Delays:
         self._longest_ms = longest_ms
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, later."""
+        """Return ``function`` with a delay before each call."""
 
         def delayed(*args: Any, **keywords: Any) -> Any:
             self.calls += 1

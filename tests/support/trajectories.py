@@ -159,7 +159,7 @@ def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> T
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of parameters and floating-point buffers."""
+    """Copy parameters and floating-point buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().float().clone() for name, tensor in named if tensor.is_floating_point()}
 
@@ -189,7 +189,7 @@ def plain_adamw(member: Member, inner: str | None, steps: int, *, evaluate: bool
 
 
 def largest_difference(one: Trajectory, other: Trajectory, member: Member) -> float:
-    """The largest difference of all parameters and buffers, without entries whose true gradient is zero."""
+    """Return the largest difference of parameters and buffers, without entries whose true gradient is zero."""
     assert one.weights.keys() == other.weights.keys()
     largest = 0.0
     for name, weights in one.weights.items():
@@ -202,7 +202,7 @@ def largest_difference(one: Trajectory, other: Trajectory, member: Member) -> fl
 
 
 def each_member(names: list[str] | None = None) -> pytest.MarkDecorator:
-    """Parametrises a test by ``member``: the whole zoo, or those named."""
+    """Parametrize a test by ``member``: the whole zoo, or those named."""
     unavailable = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
     chosen = MEMBERS if names is None else [BY_NAME[name] for name in names]
     return pytest.mark.parametrize(

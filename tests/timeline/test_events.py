@@ -31,7 +31,7 @@ class FakeDeviceEvent:
 
 @pytest.fixture
 def device_clock(monkeypatch):
-    """Device time 1000 ms is host time 5 s."""
+    """Make a clock whose device time 1000 ms is host time 5 s."""
     monkeypatch.setattr(timeline_module, "_reference", lambda device: (FakeDeviceEvent(1000.0), 5_000_000_000))
 
 

@@ -15,7 +15,7 @@ def hardware_of(
     """One device with the measured host.
 
     The device's bandwidth is that of AdamW on a resident parameter; the host's is the best of the in-place kernels with
-    the most threads. Host updates take the same time per byte as in the measurement, for any length of the window.
+    the most threads. Host updates take the same time per byte as in the measurement, for update windows of any length.
 
     Args:
         findings: the output of ``doctor --json``.

@@ -33,7 +33,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     device, and the memory of ``params`` there. If the device is the CPU, both memories are the same one.
 
     Args:
-        options: workers, host kernel, window and ``nvme_path``; without a path no disk is measured.
+        options: workers, host kernel, update window and ``nvme_path``; without a path no disk is measured.
         params: of the optimizer, all on one device.
 
     Raises:
@@ -77,7 +77,7 @@ def _unused_device_bytes(device: torch.device) -> int:
 
 
 def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores: Sequence[int]) -> float:
-    """Bytes per second that all workers read and write, with windows as long as the optimizer's."""
+    """Bytes per second that all workers read and write, with update windows as long as the optimizer's."""
     if options.policy == "auto":
         options = replace(options, policy="zenflow")  # the others have no update windows, and nearly the same rate
     steps = options.longest_window

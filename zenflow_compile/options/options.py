@@ -266,7 +266,7 @@ class Options:
                 'steps_per_epoch=None under select_strategy="epoch" must be an integer >= 1; pass it, as in '
                 'steps_per_epoch=len(loader), or use select_strategy="step"'
             )
-        # update_interval="auto" may flush a window at every step: no select_interval is too short for it.
+        # update_interval="auto" may flush an update window at every step: no select_interval is too short for it.
         steps = self.resolved_select_interval()
         if self.update_interval != "auto" and steps < self.update_interval:
             raise ValueError(

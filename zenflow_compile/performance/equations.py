@@ -179,7 +179,7 @@ FINAL_AT_STEP_TIME = _fluid(
     "gradients are final only after the backward: the host has the device's update and the next forward",
 )
 
-# The stall-free condition of overlapped windows: each lane's work of a step fits into the time that hides it.
+# The stall-free condition of overlapped update windows: each lane's work of a step fits into the time that hides it.
 
 
 @dataclass(frozen=True, slots=True)

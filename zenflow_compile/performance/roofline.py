@@ -75,7 +75,7 @@ def shortest_window(lanes: Iterable[tuple[float, float, float]]) -> int | None:
     """The smallest ``update_interval`` at which the lanes' work fits into the time that hides it; None if none does.
 
     Args:
-        lanes: seconds of each: work per window, work per step, and the time of a step that hides both.
+        lanes: seconds of each: work per update window, work per step, and the time of a step that hides both.
     """
     needed = 1.0
     for per_window, per_step, time in lanes:

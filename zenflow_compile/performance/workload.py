@@ -29,7 +29,7 @@ COARSE_LAYERS = 128
 COARSE_CYCLE = 1600
 """Most steps of a coarse workload's cycle, times its blocks."""
 
-_FILES_AHEAD = 4  # blocks of state: one is read, one updated, one written, and one is ready
+_FILES_AHEAD = 4  # chunks of state: one is read, one updated, one written, and one is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Part:
     Attributes:
         down: bytes of gradient that are copied when they are produced, every step.
         pending: bytes that are copied when they are final, by step within a cycle.
-        flushes: the window that is flushed, by step within a cycle; None where none is.
+        flushes: the update window that is flushed, by step within a cycle; None where none is.
     """
 
     blocking: bool
@@ -118,7 +118,7 @@ class Workload:
 
     @property
     def in_files(self) -> bool:
-        """Whether any flushed window reads its state from files."""
+        """Whether any flushed update window reads its state from files."""
         return any(each.file for block in self.blocks for part in block.parts for each in part.flushes if each)
 
     @property
@@ -139,7 +139,7 @@ def workload_of(
     """See ``simulate`` for the other arguments.
 
     Args:
-        coarse: bound the time of simulating deep models and long windows. If there are more layers than
+        coarse: bound the time of simulating deep models and long update windows. If there are more layers than
             ``COARSE_LAYERS``, equally many consecutive ones become one block. A cycle that is longer than
             ``COARSE_CYCLE`` allows is replaced by evenly spaced steps of it, since each flushes about as many bytes;
             the cache of files is smaller by the state of the other steps.
@@ -266,7 +266,7 @@ def _flushing(params: Sequence[ParamPlan], step: int) -> list[ParamPlan]:
 
 
 def _pending_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
-    """Compressed gradients are copied at every step, sums only when their window is flushed."""
+    """Compressed gradients are copied at every step, sums only when their update window is flushed."""
     going = [param for param in params if param.compressed]
     going += [param for param in _flushing(params, step) if param.summed]
     return sum(param.buffer_bytes // devices for param in going)

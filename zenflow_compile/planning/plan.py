@@ -161,7 +161,7 @@ class ParamPlan:
 
     @property
     def gradient_buffers(self) -> int:
-        """Gradient buffers of the window; one more per step of staleness, for updates that are not applied yet."""
+        """Gradient buffers of the update window; one more per step of staleness, for updates not applied yet."""
         return (1 if self.summed else self.interval) + self.staleness
 
     @property
@@ -195,11 +195,11 @@ class ParamPlan:
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of new weights that a flushed window sends to the device."""
+        """Bytes of new weights that a flushed update window sends to the device."""
         return self.deferred_numel * self.dtype.itemsize
 
     def update_bytes(self, gradients: int) -> int:
-        """Bytes of host memory that the host update of one window reads and writes, caches aside.
+        """Bytes of host memory that the host update of one update window reads and writes, caches aside.
 
         The fp32 state is read and written, each gradient is read, and the new weights are written.
 
@@ -246,8 +246,8 @@ class ParamPlan:
     def device_bytes(self) -> int:
         """Device memory of the state: fp32 moments, and an fp32 master if the weights are not fp32.
 
-        With it, the fp32 sum of a window's gradients, and the rounding error of compressed ones. Buffers for streamed
-        state are not counted: all parameters share them.
+        With it, the fp32 sum of an update window's gradients, and the rounding error of compressed ones. Buffers for
+        streamed state are not counted: all parameters share them.
         """
         if self.streamed:
             return 0
@@ -263,7 +263,7 @@ class Plan:
 
     Attributes:
         host_window_bytes: the option.
-        adaptive: gradient values decide when windows are flushed, after ``interval`` steps at the latest.
+        adaptive: gradient values decide when update windows are flushed, after ``interval`` steps at the latest.
     """
 
     policy: str

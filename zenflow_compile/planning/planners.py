@@ -164,7 +164,7 @@ def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans
                 staleness=options.staleness,
                 blocking=not options.overlap_step,
                 in_file=options.offload_device == "nvme" and k < plan.slices,
-                # A window of one step has nothing to sum.
+                # An update window of one step has nothing to sum.
                 summed=options.accumulate_on_device and options.longest_window > 1,
                 compressed=options.gradient_compression is not None,
             )

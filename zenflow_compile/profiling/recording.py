@@ -24,7 +24,7 @@ class Recording:
         model_bytes: bytes of all trainable parameters of the optimizer, in their own dtype; the unit "model size" of
             the traffic. 0 if unknown.
         policy: name of the policy that made the plan.
-        update_interval: steps per window (the longest of the plan); None if nothing is offloaded.
+        update_interval: steps per update window (the longest of the plan); None if nothing is offloaded.
         adaptive_windows: bounds of the window length under ``update_interval="auto"``; None for fixed lengths.
         blocking: the step waits for its host updates by design (``zero_offload``, ``overlap_step=False``).
         selected_share: share of the offloaded parameters' elements that is selected; None if unknown.

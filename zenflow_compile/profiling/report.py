@@ -199,11 +199,11 @@ def _slack_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
-    """Bounds and mean of the length of adaptive windows; no row where windows are of fixed length."""
+    """Bounds and mean of the length of adaptive update windows; no row where windows are of fixed length."""
     if not s["adaptive_windows"]:
         return []
     longest, mean = s["update_interval"] or 1, s["mean_window_steps"]
-    # Norms reach the host one step late, so that the first step of a window never flushes it.
+    # Norms reach the host one step late, so that the first step of an update window never flushes it.
     shortest = min(2, longest)
     if s["shortest_window_measured"]:
         by_time = s["shortest_window"]

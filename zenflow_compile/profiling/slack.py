@@ -14,7 +14,7 @@ _BLOCK = re.compile(r".*?(?<![^.])\d+(?=\.|$)")
 
 
 class BlockSlack(TypedDict):
-    """Times of one block's flushed windows.
+    """Times of one block's flushed update windows.
 
     Keys:
         slack_ms: median time from the final gradient to the weight's next use, be it in training or evaluation.
@@ -34,7 +34,7 @@ def block_of(param: str) -> str:
 
 
 def slack_by_block(events: Iterable[Event], steps: set[int]) -> dict[str, BlockSlack]:
-    """Compute slack and time taken of the windows flushed in ``steps``, the smallest margin first."""
+    """Compute slack and time taken of the update windows flushed in ``steps``, the smallest margin first."""
     spans: dict[tuple[int, str], Event] = {}
     ends: dict[tuple[int, str], int] = {}
     for event in events:

@@ -73,7 +73,7 @@ class StepCoefficients(NamedTuple):
 
 
 class WindowCoefficients(NamedTuple):
-    """The numbers of the one step that the weights take when a window is flushed."""
+    """The numbers of the one step that the weights take when an update window is flushed."""
 
     decay: float
     """prod(1 - lr_i * weight_decay_i)"""
@@ -94,7 +94,7 @@ def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> 
     """Compute the coefficients of the weights' step.
 
     Args:
-        coefficients: one for each gradient of the window, oldest first; at least one.
+        coefficients: one for each gradient of the update window, oldest first; at least one.
         step: gradients in the moments after this window, its own included.
 
     Raises:
@@ -128,7 +128,7 @@ def rule_p_(
     eps: float,
     out: Tensor | None = None,
 ) -> None:
-    """Apply the gradients of one window, in place, eagerly, on any device.
+    """Apply the gradients of one update window, in place, eagerly, on any device.
 
     Computes in the master's dtype, in the order of operations of ``torch.optim.AdamW`` (single tensor), so that a
     window of one gradient agrees with it to rounding.

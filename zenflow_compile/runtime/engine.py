@@ -38,6 +38,7 @@ class Engine(StepRunner):
     ) -> None:
         super().__init__(groups, options, device, in_backward=in_backward)
         self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
+        # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
 
     # Ops of backward graphs, and hooks on ``.grad``.
@@ -59,6 +60,7 @@ class Engine(StepRunner):
         backward.enter_thread()
         if self.in_backward:
             self._begin_in_backward(arrived)
+        # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
         backward.task = task
         backward.contributed = False
         torch_private.queue_backward_callback(self._end_callback)
@@ -123,6 +125,7 @@ class Engine(StepRunner):
         """
         split_now, chosen = self._split_now, [self.offloaded[p] for p in ps]
         with self.backward.lock:
+            # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
             usual = torch_private.accumulates_all([offloaded.accumulate_node for offloaded in chosen])
             if usual:
@@ -162,6 +165,7 @@ class Engine(StepRunner):
         returned = self.backward.returned
         if not returned:
             return {}
+        # Without the lock: no other backward has keys with this task.
         task = torch_private.current_graph_task()
         return {p: returned.pop((task, p)) for p in ps if (task, p) in returned}
 

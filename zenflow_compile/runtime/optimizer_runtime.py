@@ -136,7 +136,7 @@ class OptimizerRuntime:
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
-        """Limits of adaptive window lengths; None where the length is fixed."""
+        """Limits of adaptive update window lengths; None where the length is fixed."""
         return self.schedule.adaptive_windows
 
     @property
@@ -294,6 +294,7 @@ class OptimizerRuntime:
         self._updating = False
         self.backward.reset()
         self.backward.task = None
+        # Before ``registry.abandon``, which would wait forever for a job that was never queued.
         self.uploads.abandon()
         self.schedule.forget()
         self._min_window.forget()
@@ -340,6 +341,7 @@ class OptimizerRuntime:
             hook.remove()
         error: Exception | None = None
         # Each part may be repeated.
+        # In this order: gradients that stay in ``.grad`` copy their values from host memory, which the last part frees.
         for part in (partial(self._finish, flush=flush), self._release_gradients, self.registry.close):
             try:
                 part()
@@ -357,6 +359,7 @@ class OptimizerRuntime:
             try:
                 self.uploads.finish(self.step, flush=flush and self.failure is None)
                 self.streamed.wait()
+            # Not on an interrupt: the next ``close`` has to finish the work.
             except Exception:
                 self._finished = True
                 raise

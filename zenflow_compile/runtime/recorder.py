@@ -104,7 +104,7 @@ class Recorder:
             self._step_began = now
 
     def mark(self, kind: str, *, param: str) -> None:
-        """Record that a window was flushed ("flush") or a selection took effect ("select")."""
+        """Record that an update window was flushed ("flush") or a selection took effect ("select")."""
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)

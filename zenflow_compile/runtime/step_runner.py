@@ -98,7 +98,7 @@ class StepRunner(OptimizerRuntime):
         self._updating = True  # last, so that an error above leaves it unset
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor] | None = None) -> None:
-        """Update those of ``ps`` whose gradients are final: selected slices now, deferred ones in their windows.
+        """Update those of ``ps`` whose gradients are final: selected slices now, deferred ones in their update windows.
 
         Args:
             params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
@@ -108,6 +108,7 @@ class StepRunner(OptimizerRuntime):
             self._check_storages(ps, params)
         context = StepContext(self.registry, self.schedule, self.step)
         taking_part = self._taking_part(ps, context)
+        # First: it feeds the scores by which an update window that is flushed below re-selects.
         self._update_slices(taking_part)
         self._update_on_host(taking_part, context)
 
@@ -121,7 +122,7 @@ class StepRunner(OptimizerRuntime):
         """Those of ``ps`` whose gradients are final."""
         chosen = [self.offloaded[p] for p in ps]
         if self._updating:
-            # A missing gradient takes part, too: windows flush by the step's number.
+            # A missing gradient takes part, too: update windows flush by the step's number.
             chosen = [each for each in chosen if (record := each.record) is None or record.state is GradientState.PARTS]
         else:
             chosen = [each for each in chosen if self._is_final_in_backward(each)]

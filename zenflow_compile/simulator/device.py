@@ -122,7 +122,7 @@ class Device:
             self._produced(position, down)
 
     def _produced(self, position: int, down: int) -> None:
-        """Send a block's new gradient to the other devices and to the host, and make jobs of the flushed windows."""
+        """Send a block's new gradient to other devices and to the host, and make jobs of the flushed update windows."""
         block, step = self.work.blocks[position], self._step
         windows = ((part, part.flushes[step % self.work.cycle]) for part in block.parts)
         jobs = [Job(step, position, block.name, part, window) for part, window in windows if window is not None]

@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(slots=True)
 class Job:
-    """The update of a part's window that ``step`` flushes: gradients down, host update, weights up, merge.
+    """The update of a part's update window that ``step`` flushes: gradients down, host update, weights up, merge.
 
     Attributes:
         position: of the block in the forward.

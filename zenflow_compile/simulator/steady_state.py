@@ -2,7 +2,7 @@
 
 Without files, only updates in flight carry over to later steps, for as many steps as their staleness; a few steps lead
 to the steady state. A cache of files starts empty and fills over whole cycles of update windows: cycles run until the
-last ones repeat earlier ones, in their time and in where every block of state ends.
+last ones repeat earlier ones, in their time and in where every chunk of state ends.
 """
 
 from __future__ import annotations

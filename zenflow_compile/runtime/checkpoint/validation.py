@@ -53,7 +53,7 @@ class Checked:
             entries has had no gradient.
         groups: the values that each param group takes over.
         step: optimizer steps.
-        shortest_window: least length of adaptive windows; None if it will be measured, or does not exist.
+        shortest_window: least length of adaptive update windows; None if it will be measured, or does not exist.
     """
 
     entries: dict[int, Mapping[str, Any]]

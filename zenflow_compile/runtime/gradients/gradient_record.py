@@ -96,6 +96,7 @@ class Factors:
         for record in records:
             for factor in (record.clip, record.unscale):
                 if isinstance(factor, Tensor):
+                    # By identity, which is unique only because the records keep all factors alive.
                     found[id(factor)] = factor
         numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
         for record in records:
@@ -328,6 +329,7 @@ class GradientRecord:
         if self.state is GradientState.DENSE:
             self.make_dense().zero_()  # in place: users may have a view of it
             return
+        # The state first: after an interrupt ``ShownGradient.look`` sees it, and drops the engine's parts.
         self.state, self.contributions, self.norm = GradientState.ZERO, 0, None
         self.clip = self.unscale = 1.0
         self._leave_engine()

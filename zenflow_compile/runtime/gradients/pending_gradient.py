@@ -60,7 +60,7 @@ class PendingGradient:
         return self.gradient
 
     def finalize(self, coefficients: StepCoefficients) -> Outgoing | None:
-        """Sum or compress the final gradient. Returns the block to copy now; a sum is copied at its window's flush."""
+        """Sum or compress the final gradient. Returns the block to copy now; a sum is copied at the flush."""
         assert self.gradient is not None
         if self.window_sum is not None:
             self.window_sum.add(self.gradient, coefficients)
@@ -70,7 +70,7 @@ class PendingGradient:
         return block, [self.residual.compress(self.gradient, coefficients, block)]
 
     def end_window(self) -> Outgoing | None:
-        """Take the sum of a window that flushes. Returns the block to copy; None without a sum or without gradients."""
+        """Take the sum of an update window that flushes. Returns the block to copy; None without sum or gradients."""
         if self.window_sum is None or not self.window_sum.coefficients:
             return None
         block = self._new_block()
@@ -88,9 +88,10 @@ class PendingGradient:
             self.residual.drop(changed)
 
     def abandon(self) -> None:
-        """Drop gradient, window and copies, failed ones too, before a state is loaded."""
+        """Drop gradient, update window and copies, failed ones too, before a state is loaded."""
         self.gradient = None
         if self._sent is not None:
+            # Before the block goes back to the allocator, which does not know of the copy on the lane's stream.
             self._sent[1].settle()
             self._sent = None
         self.drop_window()

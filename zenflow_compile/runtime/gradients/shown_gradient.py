@@ -134,6 +134,7 @@ class ShownGradient:
     def drop(self) -> None:
         """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive."""
         if self.record is not None:
+            # First: if a tensor of the gradient is alive, its values are copied out of the parts.
             self.record.dropped()
             self.record = None
         self._release_parts()

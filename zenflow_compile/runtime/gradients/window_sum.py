@@ -33,16 +33,17 @@ class WindowSum:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> WindowSum:
-        """Make an empty window."""
+        """Make an empty update window."""
         return cls(torch.zeros((plan.deferred, plan.length), dtype=torch.float32, device=device))
 
     @property
     def unit(self) -> float:
-        """Scale of the window's first gradient: while the scale stays the same, raw gradients are summed unscaled."""
+        """Scale of the update window's first gradient: while it stays the same, raw gradients are summed unscaled."""
         return _largest_scale(self.coefficients[:1])
 
     def add(self, gradient: Tensor, coefficients: StepCoefficients) -> None:
         """Add a final gradient ``[deferred, length]``, of any floating dtype."""
+        # First: the unit is the scale of the update window's first gradient, which may be this one.
         self.coefficients.append(coefficients)
         factor = coefficients.grad_scale / self.unit
         if len(self.coefficients) == 1:
@@ -53,7 +54,7 @@ class WindowSum:
             self.total.add_(gradient, alpha=factor)
 
     def take_mean(self, out: Tensor) -> list[StepCoefficients]:
-        """Empty the window, and write the mean gradient into ``out`` [deferred, length] of the model's dtype.
+        """Empty the update window, and write the mean gradient into ``out`` [deferred, length] of the model's dtype.
 
         The mean is divided by the window's largest scale, so that it overflows no more than the raw gradients did.
 

@@ -187,6 +187,7 @@ def touch_pages(tensor: Tensor) -> None:
     content = tensor.view(-1).view(torch.uint8)
     for first in range(0, content.numel(), _TOUCH_BYTES):
         chunk = content[first : first + _TOUCH_BYTES]
+        # Reads a byte and writes it back: a write by another thread in between would be lost.
         chunk[:: mmap.PAGESIZE].bitwise_or_(0)
         chunk[-1:].bitwise_or_(0)  # the last page, when the tensor does not begin at the start of one
 

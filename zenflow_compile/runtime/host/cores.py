@@ -122,6 +122,7 @@ def run_pinned(cores: Sequence[int], work: Callable[[int], object]) -> None:
             thread.start()
             threads.append(thread)
     finally:
+        # Also after an error: from here on the caller may write what these threads would touch.
         for thread in threads:
             thread.join()
     if errors:

@@ -73,7 +73,7 @@ class HostAdam(Protocol):
 def make_host_adam(
     kernel: Kernel, *, gradient_dtype: torch.dtype, out_dtype: torch.dtype, max_gradients: int
 ) -> HostAdam:
-    """Make the host's kernel. It may compile for seconds (cached on disk), so call it before a window is flushed.
+    """Make the host's kernel. It may compile for seconds (cached on disk): call it before an update window is flushed.
 
     Args:
         kernel: ``"auto"`` takes ``"inductor"`` where a C++ compiler is found and works, else ``"aten"`` with
@@ -121,8 +121,8 @@ def _warn_once(reason: str) -> None:
 class InductorHostAdam:
     """Rule P as one generated loop: every state is read and written once, whatever the number of gradients.
 
-    The loop always reads ``max_gradients`` gradients. A table of coefficients masks those beyond the window's own, for
-    which it reads the last gradient again, which is in the cache.
+    The loop always reads ``max_gradients`` gradients. A table of coefficients masks those beyond the update window's
+    own, for which it reads the last gradient again, which is in the cache.
     """
 
     name = "inductor"
@@ -165,7 +165,7 @@ _ANY_COEFFICIENTS = (StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_dec
 def _coefficient_table(
     coefficients: Sequence[StepCoefficients], *, step: int, eps: float, max_gradients: int
 ) -> Tensor:
-    """f32[max_gradients + 1, 6]: a row per gradient, and one for the window; computed in fp64 and rounded once.
+    """f32[max_gradients + 1, 6]: a row per gradient, and one for the update window; computed in fp64 and rounded once.
 
     The first column is 0 in the rows of no gradient, whose betas leave the moments as they are.
     """
@@ -197,8 +197,8 @@ def _fused_rule_p(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tens
 class AtenHostAdam:
     """Rule P by ``torch._fused_adamw_``: one step per gradient, with a rate of zero for all but the last.
 
-    A fused step with a rate of zero moves only the moments. The last one has the window's summed rate, and the weight
-    decay that makes its ``1 - lr * weight_decay`` the window's product.
+    A fused step with a rate of zero moves only the moments. The last one has the update window's summed rate, and the
+    weight decay that makes its ``1 - lr * weight_decay`` the window's product.
     """
 
     name = "aten"
@@ -212,6 +212,7 @@ class AtenHostAdam:
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
         self.max_gradients = max_gradients
+        # Scratch memory of each thread: several workers call one kernel at the same time.
         self._local = threading.local()
 
     def __call__(

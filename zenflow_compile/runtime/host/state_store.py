@@ -57,7 +57,7 @@ class StateStore(Protocol):
         ...
 
     def lock(self, *, step: int, deadline: int) -> StateLock | None:
-        """A lock for the job of a window that is flushed at ``step``, which the job acquires; None: it needs none."""
+        """A lock, which the job of an update window that is flushed at ``step`` acquires; None: it needs none."""
         ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
@@ -97,4 +97,5 @@ class InMemoryState:
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
         """See :meth:`StateStore.acquire`."""
+        # No lock: callers have waited for the jobs, or withdrawn them, and queue none inside the block.
         yield self._state

@@ -1,4 +1,4 @@
-"""Worker threads that run the host updates of flushed windows, earliest deadline first, each pinned to its own core.
+"""Worker threads that run the host updates of flushed update windows, earliest deadline first, each on its own core.
 
 Workers make no CUDA calls: their inputs have been copied to host memory, and the training thread copies their results
 back. The error of a failed job is kept with its traceback and raised in the training thread.
@@ -26,7 +26,7 @@ from zenflow_compile.timeline.events import worker_lane
 
 
 class Job(Latch):
-    """The host update of one flushed window: independent tasks that any worker may run. Set when it is done.
+    """The host update of one flushed update window: independent tasks that any worker may run. Set when it is done.
 
     Attributes:
         taken: a worker has taken one of its tasks; written under the pool's lock.
@@ -93,6 +93,7 @@ class Job(Latch):
     def settle(self) -> None:
         """Block until no task of this job runs or will run, whether it failed or not."""
         with self._lock:
+            # Under the lock: if the last task ended before the assignment below, no thread would set the latch.
             if not self._left:
                 return
             if (settled := self._settled) is None:
@@ -125,6 +126,8 @@ class Job(Latch):
                 self._settled.set()
         if not self.is_set:
             if self.flag is not None:
+                # Before ``set``, which lets the parameter's next job run: that one raises the same counter to the next
+                # value, and a late write of this value would take it back, under a stream that waits for the next one.
                 self.flag.raise_it()
             self.set(self.error)
 
@@ -215,6 +218,7 @@ class WorkerPool:
     def withdraw(self, jobs: Iterable[Job]) -> None:
         """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""
         with self._lock:
+            # Under the lock: a job that a worker is taking is still queued, or marked as taken.
             queued = {id(entry[-1].job) for entry in self._queue}
             lost = [job for job in jobs if not (job.taken or job.done() or id(job) in queued)]
         self.failed = self.failed or bool(lost)
@@ -226,6 +230,7 @@ class WorkerPool:
         with self._lock:
             self._closing = True
             self._wake.notify_all()
+            # A thread that never started cannot be joined. One that starts late is not registered, and exits.
             self._threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in self._threads:
             thread.join()
@@ -250,10 +255,12 @@ class WorkerPool:
                 if not self._threads:
                     refuse_threads(error)
                 break
+        # Last: after an interrupt above, the next call starts the threads that are missing.
         self._complete = True
 
     def _run(self, index: int) -> None:
         with self._lock:
+            # Not registered: its start was interrupted, and another thread may serve its index by now.
             if threading.current_thread() not in self._threads:
                 return
         if self.cores:
@@ -269,6 +276,7 @@ class WorkerPool:
                 begin = time.perf_counter_ns()
                 touched_bytes = task()
             except BaseException as error:
+                # Before the job ends: a step that then begins looks for failures only if ``failed`` is set.
                 self.failed = True
                 job.finish_task(error)
                 continue
@@ -284,6 +292,7 @@ class WorkerPool:
             while (number := self._first_arrived(idle)) is None:
                 if not self._queue and self._closing:
                     return None
+                # With a timeout: copies and reads from files notify no worker when they end.
                 self._wake.wait(_POLL_SECONDS if self._queue else None)
                 idle = True
             queued = self._queue[number][-1]
@@ -305,6 +314,7 @@ class WorkerPool:
         if idle and now - self._polled_at < _POLL_SECONDS / 2:
             return None
         for number, entry in enumerate(self._queue):
+            # This may take the lock of the cache of files under the pool's: no code may take them in the other order.
             if entry[-1].job.arrived():
                 return number
         self._polled_at = now

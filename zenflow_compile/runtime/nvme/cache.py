@@ -117,6 +117,7 @@ class NvmeCache:
     def remove(self, chunks: Collection[Chunk]) -> None:
         """Remove chunks of one ``add``, and their file. No thread may use them any more."""
         with self._lock:
+            # A reader or a writer may be at work on them, and their file is closed below.
             self._users.wait_for(lambda: all(chunk.at_rest for chunk in chunks))
             self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
             for chunk in chunks:
@@ -147,6 +148,7 @@ class NvmeCache:
 
     def queue(self, request: LockRequest) -> None:
         """Tell the readers that a lock waits for its chunk."""
+        self._start()  # an interrupt may have come when the cache grew, between the end of its threads and new ones
         with self._lock:
             request.chunk.requests.append(request)
             request.chunk.update_key()
@@ -156,6 +158,7 @@ class NvmeCache:
         """Acquire the lock if its chunk is cached and free. Also True if the chunk is lost: ``check`` raises then."""
         chunk = request.chunk
         # Idle workers ask this of all queued jobs a thousand times a second: a look without the lock comes first.
+        # An outdated answer does no harm: workers ask again, and ``acquire`` asks under the lock.
         if chunk.state not in (ChunkState.CACHED, ChunkState.CHANGED) and chunk.error is None:
             return False
         with self._lock:
@@ -197,6 +200,7 @@ class NvmeCache:
             chunk.next_use = request.next_use or chunk.next_use
             chunk.update_key()
             if chunk.holder is request:
+                # Only the last line calls: an interrupt finds the chunk locked, or released and in line for its write.
                 chunk.holder = None
                 if request.writes and chunk.state is not ChunkState.CHANGED:
                     chunk.state = ChunkState.CHANGED
@@ -213,6 +217,8 @@ class NvmeCache:
         """Start the threads that are missing. See [Note: interrupted starts] in ``workers``."""
         if self._complete:
             return
+        if self._closing:  # an interrupt has left a ``_stop``, whose threads will end
+            self._stop()
         targets = {}
         for number in range(THREADS_PER_DIRECTION):
             targets[f"zenflow-reader-{number}"] = self._read_chunks
@@ -233,17 +239,19 @@ class NvmeCache:
                     break
                 self._stop()
                 refuse_threads(error)
+        # Last: after an interrupt above, the next call starts the threads that are missing.
         self._complete = True
 
     def _stop(self) -> None:
         with self._lock:
-            self._closing = True
+            self._closing, self._complete = True, False
             self._readers.notify_all()
             self._writers.notify_all()
+            # As in ``WorkerPool.close``: a thread that was never started cannot be joined.
             self._threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in self._threads:
             thread.join()
-        self._threads, self._complete, self._closing = [], False, False
+        self._threads, self._closing = [], False
 
     def _grow(self, size: int) -> None:
         """Have at least ``size`` bytes; all cached chunks are written and evicted first.
@@ -258,6 +266,7 @@ class NvmeCache:
         with self._lock:
             self._users.wait_for(lambda: all(chunk.at_rest for chunk in self._chunks))
         self._stop()
+        # Only now: until the readers have stopped, they fill chunks of the old memory ahead of time.
         for chunk in self._chunks:
             chunk.evict()
         self._arena.close()
@@ -272,6 +281,7 @@ class NvmeCache:
                     memory.zero_()
                 else:
                     self._read(chunk, memory)
+                # Before the block ends, which makes the chunk CACHED: from then on a job may read the tensors.
                 chunk.tensors = state_in(memory, chunk.plan)
 
     def _read(self, chunk: Chunk, memory: Tensor) -> None:
@@ -310,6 +320,7 @@ class NvmeCache:
     def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
         """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
         with self._lock:
+            # A thread whose start was interrupted is not registered: nothing would join it, so it exits.
             while not self._closing and threading.current_thread() in self._threads:
                 if (chunk := choose()) is not None:
                     return chunk
@@ -335,6 +346,7 @@ class NvmeCache:
             return None
         if any(request.fresh for request in chunk.requests):
             chunk.checksum = None
+        # Still under the lock: the other reader must not choose the same chunk, or the same place.
         chunk.begin, chunk.state = begin, ChunkState.READING
         return chunk
 
@@ -350,6 +362,7 @@ class NvmeCache:
     def _make_space(self, chunk: Chunk) -> int | None:
         """Where the chunk can go in the cache; evicts chunks that are needed later, if that makes enough space."""
         present = [each for each in self._chunks if each.state is not ChunkState.ON_DISK]
+        # Not those in state READING or WRITING: a thread uses their memory without the lock.
         evictable = [
             each for each in present if each.state is ChunkState.CACHED and each.holder is None and each.key > chunk.key
         ]

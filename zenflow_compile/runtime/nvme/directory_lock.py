@@ -57,6 +57,7 @@ class DirectoryLock:
         """Release the lock. Idempotent, and completes a call that was interrupted."""
         if not self._file.closed:
             with suppress(OSError):
+                # While the lock is held: afterwards the name may belong to another optimizer's file.
                 self._path.unlink()
             self._file.close()
 

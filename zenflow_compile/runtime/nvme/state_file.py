@@ -127,6 +127,7 @@ class ScratchDirectory:
         path = self.path / f"zenflow-{os.getpid()}-{next(self._numbers)}.state"
         try:
             file = StateFile(path, size, {"format": FORMAT, "pid": os.getpid(), **about})
+        # Before the general handler, which removes the file: this one is not ours.
         except FileExistsError as error:
             raise ValueError(
                 f"nvme_path={shown(self.path)} cannot be used: {path.name!r} in it was not written by this optimizer; "
@@ -195,6 +196,7 @@ class StateFile:
             if direct is None:
                 direct = buffered
                 undo.pop_all()
+            # ``_file`` is only a number: this object keeps it open, and no other file gets it.
             self._owned = direct
             self._file = direct.fileno()
 
@@ -207,6 +209,7 @@ class StateFile:
         checksum = 0
         for begin in range(0, len(memory), PIECE_BYTES):
             piece = memory[begin : begin + PIECE_BYTES]
+            # The checksum and the disk get the same bytes: no job can lock a chunk while it is written.
             checksum = zlib.crc32(piece, checksum)
             _move(os.pwritev, self._file, piece, PAGE_BYTES + offset + begin)
         if not self.direct:

@@ -79,8 +79,9 @@ class Claim:
                 hook.remove()
             if getattr(self.params[p], "_zenflow_owner", None) is self._owners[p]:
                 del self.params[p]._zenflow_owner  # type: ignore[attr-defined]
-            del self._position[id(self.params[p])]
         del self.params[count:], self._owners[count:]
+        # Made anew: an interrupt in ``add`` may have left a position without its parameter.
+        self._position = {id(param): p for p, param in enumerate(self.params)}
 
     def listen(self) -> None:
         """Hook parameters that have no hook yet. A frozen parameter can only be hooked after it is unfrozen."""

@@ -155,6 +155,7 @@ def exchange_slices(
         return selection, 0
     rows = device_rows.to(device)
     moved = 0
+    # After an interrupt in here the two sides do not match: the caller marks the update as partially applied.
     for on_device, on_host in zip(device_side, host_side, strict=True):
         leaving = on_device[rows].cpu()
         on_device[rows] = on_host[host_rows].to(device)

@@ -44,7 +44,7 @@ def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[s
 
 
 def touched_bytes(plan: ParamPlan, gradients: int) -> float:
-    """Bytes of host memory that a window's update reads and writes per element, caches aside.
+    """Bytes of host memory that an update window's update reads and writes per element, caches aside.
 
     That is the fp32 state both ways, each gradient once, and the upload. Each step of a moment reads and writes it
     once, whatever the number of gradients.
@@ -66,7 +66,7 @@ class GradientBuffer:
 
 @dataclass(slots=True)
 class FlushedWindow:
-    """A flushed window: its job, and its updated weights, which a later forward applies.
+    """A flushed update window: its job, and its updated weights, which a later forward applies.
 
     Attributes:
         upload: [deferred, length] in the model's dtype on the host, written by the job.
@@ -84,7 +84,7 @@ class FlushedWindow:
 
 
 class WindowJob(Job):
-    """The host update of one flushed window.
+    """The host update of one flushed update window.
 
     Args:
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
@@ -116,9 +116,11 @@ class WindowJob(Job):
         self._inputs = inputs
         self._before = before
         self._lock_of_state = lock
+        # Copied: with staleness the next update window may be flushed, and counted, before this job runs.
         self._taken = host.taken
         self._eps = eps
         tasks = [partial(self.run, part) for part in host.ranges]
+        # Last: a job without tasks ends in here, and ``ended`` reads the attributes above.
         super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
 
     def arrived(self) -> bool:
@@ -136,7 +138,7 @@ class WindowJob(Job):
 
         Raises:
             CopyError: a copy failed.
-            RuntimeError: the job of the window before failed, or the state could not be read.
+            RuntimeError: the job of the update window before failed, or the state could not be read.
         """
         for ticket in self._inputs:
             ticket.wait()
@@ -176,6 +178,7 @@ class WindowJob(Job):
             )
         count: int = part.stop - part.start
         number = len(self._coefficients)
+        # Workers may do this at the same time: they store the same number.
         if (touched := host.touched.get(number)) is None:
             touched = host.touched[number] = touched_bytes(plan, number)
         return round(touched * count)
@@ -294,6 +297,7 @@ class HostState:
         self._windows += 1
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         if self.applied is not None and not self.applied.done():
+            # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)
         if before is not None:
             deadline = max(deadline, before.deadline)
@@ -313,6 +317,7 @@ class HostState:
                 flag=Flag(*self.flags, self._windows) if self.flags else None,
             )
             for buffer in buffers:
+                # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
                 self.readers[buffer.index] = job
             window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(window)
@@ -355,6 +360,7 @@ class HostState:
         Jobs that were never queued must have been withdrawn.
         """
         for job in self.jobs:
+            # Not ``wait``: a job that has failed is done while its other tasks may still run.
             job.settle()
         self.drop_window()
         self.flushed, self.applied_job = [], None

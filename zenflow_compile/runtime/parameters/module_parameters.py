@@ -57,6 +57,7 @@ class Holders:
         """
         for root in roots:
             known = self._roots.get(id(root))
+            # Another module may have the id of one that was deleted.
             if known is None or known.module() is not root:
                 known = self._roots[id(root)] = _Root(weakref.ref(root), {})
             for prefix, module in root.named_modules():

@@ -153,6 +153,7 @@ class IncomingGradient(ShownGradient):
             self._add(record, matrix)
             if split_now and self.arrival is not Arrival.IN_PIECES:
                 self._split(self._accumulator_like(matrix))
+                # Last: until here an interrupt leaves a valid gradient, in the accumulator.
                 record.state = _PARTS
         elif self._gradients.visible:
             record.state = GradientState.SPOILED  # DCGAN: the next zero_grad() drops the sum, and no code reads it
@@ -254,7 +255,7 @@ class IncomingGradient(ShownGradient):
     # 3. Copy.
 
     def copy_to_host(self) -> None:
-        """Start the copy of the split gradient into the window's next buffer; a pending one is copied when final."""
+        """Start the copy of the split gradient into a buffer of the update window; a pending one is copied later."""
         if (staged := self._staged) is None:
             return
         try:
@@ -262,12 +263,13 @@ class IncomingGradient(ShownGradient):
         except BaseException:
             self.transport.to_host.settle()  # an interrupt may have come after the submission, whose copy reads it
             raise
+        # The buffer is free while the copy still reads it: the next split into it waits for ``read_by``.
         self._copy, self._staged, staged.in_use, staged.read_by = copy, None, False, copy[1]
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         host, transport = self.host, self.transport
         index = host.next_buffer
-        if (reader := host.readers[index]) is not None:  # the job of an earlier window
+        if (reader := host.readers[index]) is not None:  # the job of an earlier update window
             if not reader.is_set or reader.error is not None:
                 with transport.recorder.stall(True, param=self.plan.name, on_host=True):
                     reader.wait()
@@ -286,6 +288,7 @@ class IncomingGradient(ShownGradient):
 
     def _release_parts(self) -> None:
         """Forget the parts of a gradient. Its buffer was never committed, so the next step's copy uses it again."""
+        # The copy may still run: the lane makes the next one into the same gradient buffer behind it.
         self._copy = None
         if self.pending is not None:
             self.pending.gradient = None
@@ -300,12 +303,14 @@ class IncomingGradient(ShownGradient):
             like = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
             self._accumulator = like.view(self._like.shape[0], -1)
         self._assemble(self._accumulator, record)
+        # Before the parts are released: parts that an interrupt leaves behind are released by the next split.
         record.state, record.norm = _ON_DEVICE, None
         self._release_parts()
 
     def _assemble(self, target: Tensor, record: GradientRecord) -> None:
         if self._copy is not None:
             index, ticket = self._copy
+            # The lane writes the buffer, and nothing else orders that before the read below.
             ticket.wait()
             deferred_in = self.host.gradients[index].to(target.device)
         elif self._staged is not None:
@@ -423,7 +428,7 @@ class OffloadedParam(IncomingGradient):
             self.weights.remember(self.device.selection)
         try:
             window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
-        except BaseException as error:  # the gradients have left the window, and may have no job
+        except BaseException as error:  # the gradients have left the update window, and may have no job
             self._partially_applied, self.transport.interrupted = error, True
             raise
         if self.transport.recorder.timeline is not None:
@@ -457,7 +462,7 @@ class OffloadedParam(IncomingGradient):
     # 6. Upload.
 
     def due(self, now: int) -> int:
-        """How many of the flushed windows, oldest first, a forward after ``now`` steps must see."""
+        """How many of the flushed update windows, oldest first, a forward after ``now`` steps must see."""
         count = 0
         for number, window in enumerate(self.host.flushed, start=1):
             if window.visible_at <= now:
@@ -465,7 +470,7 @@ class OffloadedParam(IncomingGradient):
         return count
 
     def start_upload(self) -> bool:
-        """Queue the upload of the next window, which is due, behind its job. Returns whether an upload is on its way.
+        """Queue the upload of the next update window, which is due, behind its job. Returns whether it was queued.
 
         Where the lane cannot wait for the job, nothing is queued before the job is done. After a failed job, nothing is
         queued.
@@ -489,7 +494,7 @@ class OffloadedParam(IncomingGradient):
     # 7. Apply.
 
     def apply_next(self) -> FlushedWindow:
-        """Make the oldest flushed window, which is due, visible in the weight, waiting for it. Returns the window."""
+        """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""
         recorder = self.transport.recorder
         window = self.host.flushed[0]
         if window.final is not None:
@@ -522,8 +527,10 @@ class OffloadedParam(IncomingGradient):
             deferred = self.device.selection.deferred
             column_ops.merge_columns(weights.matrix, self.plan.dim, deferred, upload.buffer.tensor)
             weights.written()
+        # The device may not have merged yet: the next copy into the buffer waits for the compute stream.
         self.upload, upload.buffer.in_use = None, False
         host.flushed.pop(0)
+        # The job is kept: if a stream has waited for it, and no thread, its error is still to be raised.
         host.applied, host.applied_job = upload.ticket, window.job
         if host.flushed and (weights.counter.shared or weights.counter.exposed):
             weights.remember(self.device.selection)
@@ -532,6 +539,7 @@ class OffloadedParam(IncomingGradient):
                 self._reselect(window.selection)
 
     def _reselect(self, wanted: Tensor) -> None:
+        # A job of this parameter may still update the rows that change sides.
         self.host.wait()
         begin = time.perf_counter_ns()
         if (record := self.record) is not None and record.state is _PARTS:
@@ -550,6 +558,7 @@ class OffloadedParam(IncomingGradient):
 
     def _drop_upload(self) -> None:
         if (upload := self.upload) is not None:
+            # Before the buffer is free: the copy may still write it.
             upload.ticket.settle()
             self.upload, upload.buffer.in_use = None, False
 
@@ -570,6 +579,7 @@ class OffloadedParam(IncomingGradient):
         """
         if not self.weights.written_by_others:
             return False
+        # Jobs write the masters that are compared and re-seeded below.
         self.host.wait()
         if self.weights.are_as_expected(self.device):
             self.weights.accept()
@@ -615,7 +625,7 @@ class OffloadedParam(IncomingGradient):
             ) from self._partially_applied
 
     def abandon(self) -> None:
-        """Drop gradients, windows and uploads, failed ones too, before a state is loaded."""
+        """Drop gradients, update windows and uploads, failed ones too, before a state is loaded."""
         if self._copy is not None:
             self._copy[1].settle()  # it would write into a gradient buffer that is loaded next
         if (record := self.record) is not None:

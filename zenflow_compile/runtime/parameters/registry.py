@@ -257,6 +257,7 @@ class ParamRegistry:
 
         Idempotent; may be repeated after an interrupt.
         """
+        # First: these threads read and write the memory that is freed below.
         self.memory.stop_threads()
         self.offloaded.clear()  # its tensors are views of the arenas
         self.memory.free()

@@ -28,7 +28,7 @@ _CACHES = 2  # the measurement of the host's rate covers this many times the las
 
 
 class ShortestWindow:
-    """Measures the host's rate and one step, then decides how short windows may be.
+    """Measures the host's rate and one step, then decides how short update windows may be.
 
     It measures the first step that compiles no graph and begins without an update in flight, so that the step waits for
     no earlier work. The bound is known in the backward after that step.
@@ -48,7 +48,7 @@ class ShortestWindow:
         self._end: Moment | None = None
 
     def begin_backward(self, graphs: int) -> int | None:
-        """Note the end of a forward. Returns the shortest window, in steps, if the previous step was measured.
+        """Note the end of a forward. Returns the shortest update window, in steps, if the previous step was measured.
 
         Args:
             graphs: number of graphs compiled so far.

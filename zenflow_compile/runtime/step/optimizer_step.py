@@ -29,7 +29,7 @@ class StepContext:
     Attributes:
         step: number of optimizer steps before this one.
         schedule: decides flushes and selections.
-        warming_up: every window is flushed, and applied in the next forward.
+        warming_up: every update window is flushed, and applied in the next forward.
     """
 
     def __init__(self, registry: ParamRegistry, schedule: Schedule, step: int) -> None:
@@ -75,6 +75,7 @@ def update_slices(members: Sequence[Member]) -> None:
         )
     for (coefficients, eps), states in together.items():
         column_ops.adam_columns_(states, coefficients, eps=eps)
+    # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     feed_scores([each.device for each in params], [each.unscale for each in params])
 

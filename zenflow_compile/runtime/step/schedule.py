@@ -41,7 +41,7 @@ class AdaptiveWindow:
 
     Attributes:
         steps: since the last flush.
-        deferred: sum over the window's known steps of the RMS slice norm of the deferred gradient.
+        deferred: sum over the update window's known steps of the RMS slice norm of the deferred gradient.
         selected: sum over the same steps of the RMS slice norm of the selected gradient.
         known: number of those steps.
         latest: (selected, deferred) of the last step, not added yet.
@@ -87,8 +87,8 @@ class Schedule:
     """Decides flushes and re-selections for all parameters of an engine.
 
     Attributes:
-        shortest_window: least length, in steps, of adaptive windows. None until it is measured: windows may have any
-            length then.
+        shortest_window: least length, in steps, of adaptive update windows. None until it is measured: windows may have
+            any length then.
         adaptive: flushes depend on gradients; else a window is flushed at its phase.
     """
 
@@ -107,10 +107,11 @@ class Schedule:
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
         self._take_values()
+        # After the values were taken: a copy in flight would write into memory that is replaced here.
         self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:
-        """Whether every window is flushed at ``step`` and applied before the next forward: synchronous, exact AdamW."""
+        """Whether each update window is flushed at ``step`` and applied before the next forward, as in exact AdamW."""
         return step < self._options.full_warm_up_rounds
 
     def begin_step(self, step: int) -> bool:
@@ -119,7 +120,7 @@ class Schedule:
         return self.warming_up(step)
 
     def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
-        """Whether the parameter's window is flushed after step ``step`` (from 0).
+        """Whether the parameter's update window is flushed after step ``step`` (from 0).
 
         Args:
             present: the parameter has a gradient in this step.
@@ -168,7 +169,7 @@ class Schedule:
         return None
 
     def continue_with(self, shortest_window: int | None) -> None:
-        """Use the shortest window of the resumed run, unless the options set it."""
+        """Use the shortest update window of the resumed run, unless the options set it."""
         if self._measured:
             self.shortest_window = shortest_window
 
@@ -191,12 +192,12 @@ class Schedule:
         self._drifts.clear()
 
     def restart_windows(self) -> None:
-        """Begin all windows anew. Call it between steps."""
+        """Begin all update windows anew. Call it between steps."""
         self._take_values()
         self._windows.clear()
 
     def window(self, index: int) -> AdaptiveWindow:
-        """Return the adaptive window of parameter ``index``."""
+        """Return the adaptive update window of parameter ``index``."""
         return self._windows.setdefault(index, AdaptiveWindow())
 
     def state(self, index: int) -> list[float | None]:
@@ -233,7 +234,7 @@ class Schedule:
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
-        """Bounds of the lengths of adaptive windows; None where windows are of fixed length."""
+        """Bounds of the lengths of adaptive update windows; None where windows are of fixed length."""
         if not self.adaptive:
             return None
         return AdaptiveWindows(self.shortest_window, self._options.longest_window, self._measured)

@@ -20,7 +20,7 @@ class UploadScheduler:
     """Applies updates in the order of a forward's first uses.
 
     Attributes:
-        selections: number of applied windows that brought a new selection.
+        selections: number of applied update windows that brought a new selection.
         read_elsewhere: graphs that fetch nothing read the weights, so every due update is applied in ``step()``.
     """
 
@@ -31,7 +31,7 @@ class UploadScheduler:
         self._registry = registry
         self._recorder = recorder
         self._order: list[int] = []
-        self._in_flight: list[OffloadedParam] = []  # that have flushed windows, the earliest deadline last
+        self._in_flight: list[OffloadedParam] = []  # that have flushed update windows, the earliest deadline last
 
     def declare_order(self, order: Sequence[int]) -> None:
         """Set the order of parameters by first use in a forward graph; jobs and uploads run in this order."""
@@ -61,6 +61,7 @@ class UploadScheduler:
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
         if offloaded.weights.written_by_others:
+            # Before the update is applied: a merge into weights that other code has written would overwrite them.
             offloaded.notice_external_write(now)
         if windows := offloaded.due(now):
             self._prefetch(now)
@@ -99,7 +100,7 @@ class UploadScheduler:
             self._current_at = now  # an update becomes due only when a step ends
 
     def apply(self, offloaded: OffloadedParam, windows: int) -> None:
-        """Make the updates of the oldest flushed windows visible, waiting for them.
+        """Make the updates of the oldest flushed update windows visible, waiting for them.
 
         Args:
             windows: how many: those that are ``due``.
@@ -143,7 +144,7 @@ class UploadScheduler:
                     offloaded.abandon()
                     continue
                 offloaded.raise_if_partially_applied()
-                # Weights written since the last step stay: the window's gradients belong to the old ones.
+                # Weights written since the last step stay: the update window's gradients belong to the old ones.
                 try:
                     written = offloaded.notice_external_write(now)
                 except LostUpdateError as error:
@@ -187,6 +188,7 @@ class UploadScheduler:
         self._in_flight = []
         self._current_at = None
         self._withdraw()
+        # After the jobs were withdrawn: an upload may wait for one of them on its lane.
         self._registry.transport.to_host.settle()
         self._registry.transport.to_device.settle()
 

@@ -92,6 +92,8 @@ class ThreadLane:
     ) -> Ticket:
         assert after is None or behind is None
         first = after if behind is None else behind
+        # A small copy may overtake those in the queue: an earlier copy to the same place has the same size, or has
+        # ended.
         if source.nbytes <= INLINE_BYTES and (first is None or first.done()):
             try:
                 if self._recorder.timeline is None and first is None:
@@ -111,6 +113,7 @@ class ThreadLane:
     def settle(self) -> None:
         """See :meth:`CopyLane.settle`."""
         if self._thread is not None:
+            # An empty copy: the queue keeps the order, so all copies before it have ended with it.
             nothing = torch.empty(0)
             self._hand_over(_Copy(nothing, nothing, 0, "", "", None)).settle()
 
@@ -119,6 +122,7 @@ class ThreadLane:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
+            # Last: an interrupted ``close`` is repeated and waits again; no thread reads a second None.
             self._thread = None
 
     def runs(self, thread: threading.Thread) -> bool:
@@ -151,6 +155,7 @@ class ThreadLane:
             try:
                 self._make(copy)
             except BaseException as error:
+                # Before the ticket ends: a step that then begins looks for failures only if ``failed`` is set.
                 self.failed = True
                 ticket.set(error)
             else:
@@ -180,4 +185,5 @@ def copy_without_gil(target: Tensor, source: Tensor) -> None:
     if not (target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous()):
         ends = ", ".join(f"a tensor on {each.device} with strides {each.stride()}" for each in (source, target))
         raise ValueError(f"cannot copy {ends}")
+    # Addresses keep no memory alive: the two arguments do, also while other threads have the GIL.
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # ctypes releases the GIL around the call

@@ -121,5 +121,6 @@ class StreamLane:
             return None
         self._copies += 1
         flag = Flag(self._flags, 0, self._copies)
+        # Queued after the copy, and the stream keeps the order: a thread that sees the value sees the copied bytes.
         flag.write_from(self._stream)
         return flag

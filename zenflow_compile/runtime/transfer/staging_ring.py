@@ -59,6 +59,7 @@ class StagingRing:
         memory = self.buffers[0].memory
         buffer_bytes = max(buffer_bytes, memory.numel())
         if count != len(self.buffers) or buffer_bytes > memory.numel():
+            # First: the allocator does not know of copies on a lane's stream, and would reuse the old memory.
             self.settle()
             self.buffers = _allocate(count, buffer_bytes, memory.device)
 

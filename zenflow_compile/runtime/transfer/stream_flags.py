@@ -103,5 +103,6 @@ def make_flags(count: int, device: torch.device) -> HostFlags | None:
         return None
     if not one.reached():
         return None
+    # Back to zero: users count from 1, and their first value would count as reached.
     Flag(flags, 0, 0).raise_it()
     return flags
