@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import clipping, gil_gap, op_overhead, profiler_overhead
+from benchmarks import clipping, gil_gap, op_overhead, parts, profiler_overhead
 
 
 def test_gil_gap(results: Path) -> None:
@@ -47,3 +47,13 @@ def test_clipping(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["dense_gradients"] == 0
     assert row["ratio"]["n"] == row["clip_us"]["offloaded"]["n"] == 2
     assert [target["limit"] for target in written["targets"]] == [2.5, 4.0, 0.0]
+
+
+def test_parts(results: Path) -> None:
+    norms_and_split = parts.column_ops.norms_and_split
+    assert parts.main(["--model", "tiny", "--inner", "eager", "--rounds", "2", "--windows", "1"]) == 0
+    written = json.loads((results / "parts.json").read_text())
+    assert [row["variant"] for row in written["rows"]][:3] == ["forward and backward", "resident AdamW", "zenflow"]
+    assert len(written["rows"]) == 3 + len(parts.PARTS) + 1
+    assert all(row["step_ms"]["n"] == 2 for row in written["rows"])
+    assert parts.column_ops.norms_and_split is norms_and_split  # replaced for a turn only
