@@ -152,6 +152,27 @@ def test_interrupt_in_an_updating_backward_stops() -> None:
     optimizer.close()
 
 
+def test_interrupt_between_the_sides_of_an_update_stops() -> None:
+    """Selected slices have taken the gradient in the backward, deferred ones have not."""
+    model = mlp()
+    keywords = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, "update_interval": 2, "topk_ratio": 0.3}
+    call = torch.compile(model, backend="zenflow", options=keywords)
+
+    def backward(step: int) -> None:
+        inputs, targets = batch(step)
+        nn.functional.cross_entropy(call(inputs), targets).backward()
+
+    for step in range(4):
+        backward(step)
+    optimizer = zenflow_compile.optimizer_of(call)
+    with interrupted_at(0, {"_update_on_host"}), pytest.raises(KeyboardInterrupt):
+        backward(4)
+    assert not optimizer.engine._updating  # it came inside the backward, and not in the step at its end
+    with pytest.raises(RuntimeError, match="half-way"):
+        backward(5)
+    optimizer.close()
+
+
 ENDING = {
     "end_backward", "_backward_ended", "begin_update", "check_gradients", "take_from_grad", "clip_gradients",
     "_total_norm", "end_update", "zero_grad", "discard", "drop", "show_consumed",

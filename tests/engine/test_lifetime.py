@@ -73,6 +73,18 @@ def test_close_keeps_loaded_weights() -> None:
     assert_same(training.weights_as_they_are(), list(best.values()))
 
 
+def test_close_keeps_weights_that_a_forward_has_read() -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 10)
+    training.optimizer.synchronize()
+    best = {name: 1.01 * value for name, value in training.model.state_dict().items()}
+    training.model.load_state_dict(best)
+    with torch.no_grad():
+        training.loss(10)
+    with pytest.warns(UserWarning, match="were dropped"):
+        training.optimizer.close()
+    assert_same(training.weights_as_they_are(), list(best.values()))
+
+
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_close_applies_windows_of_a_loaded_state(weights_first: bool, dtype: torch.dtype) -> None:
@@ -256,3 +268,17 @@ def test_optimizer_copy_is_refused() -> None:
         with pytest.raises(TypeError, match=r"state_dict\(\)"):
             copies_it(optimizer)
     optimizer.synchronize()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ended_jobs_are_freed(staleness: int) -> None:
+    """Each job of a parameter waits for the one before it, where updates are stale."""
+
+    def jobs() -> int:
+        gc.collect()
+        return sum(isinstance(each, Job) for each in gc.get_objects())
+
+    before = jobs()
+    training = Training(EAGER_BACKEND, {"update_interval": 1, "staleness": staleness}).run(0, 20)
+    assert jobs() - before <= 4 * len(training.optimizer.engine.offloaded)  # those that read or write a buffer
+    training.optimizer.close()

@@ -167,6 +167,22 @@ def test_write_after_synchronize_changes_nothing(interval: int) -> None:
     assert_same(training.weights(), expected)
 
 
+@pytest.mark.parametrize("interval", [1, 4])
+def test_weights_swapped_for_an_evaluation(interval: int) -> None:
+    """Averaged weights are put in, read by a forward, and taken out again: fp32 masters of bf16 weights stay."""
+    options = {"update_interval": interval}
+    expected = Training(EAGER_BACKEND, options, torch.bfloat16).run(0, 8).weights()
+    training = Training(EAGER_BACKEND, options, torch.bfloat16)
+    for step in range(8):
+        training.step(step)
+        own = training.weights()
+        with torch.no_grad():
+            torch._foreach_mul_(list(training.model.parameters()), 0.5)
+            training.loss(step)
+            torch._foreach_copy_(list(training.model.parameters()), own)
+    assert_same(training.weights(), expected)
+
+
 def test_every_write_bumps_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels write below autograd, so neither of the two writers may count on an operator to tell."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)

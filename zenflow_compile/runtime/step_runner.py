@@ -108,9 +108,13 @@ class StepRunner(OptimizerRuntime):
             self._check_storages(ps, params)
         context = StepContext(self.registry, self.schedule, self.step)
         taking_part = self._taking_part(ps, context)
-        # First: it feeds the scores by which an update window that is flushed below re-selects.
-        self._update_slices(taking_part)
-        self._update_on_host(taking_part, context)
+        try:
+            # First: it feeds the scores by which an update window that is flushed below re-selects.
+            self._update_slices(taking_part)
+            self._update_on_host(taking_part, context)
+        except BaseException as error:  # also an interrupt between the two: slices of one side have taken the gradient
+            self.failure = error
+            raise
 
     def _check_storages(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
         """Check the ``params`` that a graph has for those of ``ps`` that have columns on the device."""

@@ -151,6 +151,8 @@ class WindowJob(Job):
         """See :meth:`Job.ended`."""
         if self._lock_of_state is not None:
             self._lock_of_state.release()
+        # With stale updates each job waits for the one before, which would keep all jobs so far alive.
+        self._before, self._inputs = None, []
 
     @annotated("host_update", lambda job, _: (job.param,))
     def run(self, part: slice) -> int:

@@ -21,7 +21,7 @@ class Weights:
     Attributes:
         counter: the parameter's version counter, which other parameters may share.
         unverified: a state was loaded. Weights may be loaded before or after it, so they are compared with the masters
-            at the first use only.
+            at the first step, or at the first use while an update is in flight.
     """
 
     def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:
@@ -75,7 +75,7 @@ class Weights:
         return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
 
     def expect(self, shown: Tensor | None) -> None:
-        """Compare weights and masters at the first use: weights and state may be loaded in any order.
+        """Compare weights and masters when they are used next: weights and state may be loaded in any order.
 
         Args:
             shown: the deferred weights, [deferred, length] on the host, if an update that is not applied yet leaves
