@@ -367,7 +367,6 @@ class OffloadedParam(IncomingGradient):
 
     Attributes:
         weights: the parameter as a matrix, and whether it was written elsewhere.
-        selects: slices are selected, and the selection may change.
         deadline: position among the first uses of the next forward; jobs and uploads run in this order.
         upload: on its way; None without one.
     """
@@ -384,7 +383,6 @@ class OffloadedParam(IncomingGradient):
     ) -> None:
         super().__init__(plan, param, host, device, transport, gradients)
         self.weights = Weights(plan, param, counter)
-        self.selects = plan.selects
         self.deadline = plan.index
         self.upload: Upload | None = None
         self._partially_applied: BaseException | None = None

@@ -96,5 +96,5 @@ def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | Non
     offloaded.commit(coefficients if present else None)
     if not due:
         return None
-    selection = schedule.selection(plan, offloaded.device, step) if offloaded.selects else None
+    selection = schedule.selection(plan, offloaded.device, step)
     return offloaded.flush(at=step, eps=eps, selection=selection, promptly=context.warming_up)

@@ -150,10 +150,9 @@ class Schedule:
         The first flush selects. Later ones select after every interval that the user gave; under ``"auto"`` only if
         enough steps have passed and, at the previous flush, too small a share of the selected slices would have stayed.
         Then no more slices change sides than the steps since the last re-selection have paid for.
-
-        Args:
-            plan: of a parameter that ``selects``.
         """
+        if not plan.selects:
+            return None
         if device.selected_at is None:
             return device.best_slices()
         steps = step - device.selected_at
