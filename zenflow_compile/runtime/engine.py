@@ -25,7 +25,6 @@ from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.step.optimizer_step import StepContext
 from zenflow_compile.runtime.step_runner import StepRunner
 from zenflow_compile.torch_internals import torch_private
 
@@ -91,8 +90,7 @@ class Engine(StepRunner):
             self.discard()
             if updated:
                 self.begin_update()
-                context = StepContext(self.registry, self.schedule, self.step)
-                self._update_on_host(self._taking_part(list(self.offloaded), context), context)
+                self._update(list(self.offloaded), slices=False)
                 self.end_update()
             self.backward.task = None  # nothing is left of it
 
@@ -257,12 +255,11 @@ class Engine(StepRunner):
     def adam_columns_(self, p: int, param: Tensor) -> None:
         """Update the selected columns, if the gradient is final."""
         self.registry.check_storage(p, param)
-        self._update_slices(self._taking_part([p], StepContext(self.registry, self.schedule, self.step)))
+        self._update([p], deferred=False)
 
     def update_on_host(self, p: int) -> None:
         """Add the gradient to its update window, if it is final; flush the window if it is due."""
-        context = StepContext(self.registry, self.schedule, self.step)
-        self._update_on_host(self._taking_part([p], context), context)
+        self._update([p], slices=False)
 
     def copy_to_device_(self, p: int, param: Tensor) -> None:
         """``fetch_parameters_`` of one parameter."""

@@ -36,8 +36,7 @@ class StepRunner(OptimizerRuntime):
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
             TypeError, RuntimeError: see ``ParamRegistry.check_gradients``.
         """
-        if self.failure is not None or self._closing or self.in_child:
-            self._check()
+        self._check()
         return self.registry.check_gradients()[0]
 
     @annotated("step", lambda engine: ())
@@ -46,8 +45,7 @@ class StepRunner(OptimizerRuntime):
 
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
-        if self.failure is not None or self._closing or self.in_child:
-            self._check()
+        self._check()
         present, untaken = self.registry.check_gradients()
         if not present:
             return False
@@ -106,13 +104,25 @@ class StepRunner(OptimizerRuntime):
         """
         if params is not None:
             self._check_storages(ps, params)
+        self._update(ps)
+
+    def _update(self, ps: Sequence[int], *, slices: bool = True, deferred: bool = True) -> None:
+        """Update those of ``ps`` whose gradients are final.
+
+        Args:
+            slices: the selected slices, now.
+            deferred: the others, in their update windows.
+        """
         context = StepContext(self.registry, self.schedule, self.step)
-        taking_part = self._taking_part(ps, context)
+        members = self._taking_part(ps, context)
         try:
-            # First: it feeds the scores by which an update window that is flushed below re-selects.
-            self._update_slices(taking_part)
-            self._update_on_host(taking_part, context)
-        except BaseException as error:  # also an interrupt between the two: slices of one side have taken the gradient
+            if slices:  # first: it feeds the scores by which an update window that is flushed below re-selects
+                self._update_slices(members)
+            if deferred:
+                self._update_on_host(members, context)
+        except BaseException as error:
+            # Also an interrupt between the two: one side has taken the gradient. ``UploadScheduler`` withdraws jobs
+            # that were not queued, before any wait.
             self.failure = error
             raise
 
@@ -145,25 +155,17 @@ class StepRunner(OptimizerRuntime):
         return whole and not offloaded.weights.counter.shared and self._split_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
-        try:
-            update_slices([each for each in members if each.offloaded.record is not None and each.offloaded.plan.k])
-        except BaseException as error:
-            self.failure = error
-            raise
+        update_slices([each for each in members if each.offloaded.record is not None and each.offloaded.plan.k])
 
     def _update_on_host(self, members: Sequence[Member], context: StepContext) -> None:
         flushed: list[FlushedWindow] = []
-        try:
-            for member in members:
-                if (window := commit_gradient(member, context)) is not None:
-                    flushed.append(window)
-                    if self.recorder.timeline is not None:
-                        self.recorder.mark("flush", param=member.offloaded.plan.name)
-            if flushed:
-                self.registry.transport.workers.submit(*[window.job for window in flushed])
-        except BaseException as error:  # ``UploadScheduler`` withdraws jobs that were not queued, before any wait
-            self.failure = error
-            raise
+        for member in members:
+            if (window := commit_gradient(member, context)) is not None:
+                flushed.append(window)
+                if self.recorder.timeline is not None:
+                    self.recorder.mark("flush", param=member.offloaded.plan.name)
+        if flushed:
+            self.registry.transport.workers.submit(*[window.job for window in flushed])
         self.windows_flushed += len(flushed)
 
     def end_update(self) -> None:

@@ -8,6 +8,7 @@ and at the optimizer step, and nowhere else: ``look``. With the optimizer in bac
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -25,7 +26,7 @@ from zenflow_compile.runtime.gradients.gradient_record import (
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 
 
-class ShownGradient:
+class ShownGradient(ABC):
     """The gradient of one parameter as ``.grad`` shows it.
 
     Attributes:
@@ -41,17 +42,17 @@ class ShownGradient:
         self._like = GradientLike(plan.name, tuple(param.shape), plan.dtype, param.device)
         self._in_backward: OffloadedGradient | None = None
 
+    @abstractmethod
     def _release_parts(self) -> None:
         """Forget the parts of a gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values_of(self, record: GradientRecord) -> Tensor:
         """See :meth:`GradientSource.values_of`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def norm_of(self, record: GradientRecord) -> Tensor | None:
         """See :meth:`GradientSource.norm_of`."""
-        raise NotImplementedError
 
     @property
     def state(self) -> GradientState | None:

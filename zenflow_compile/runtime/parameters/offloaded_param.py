@@ -108,7 +108,7 @@ class IncomingGradient(ShownGradient):
     # 1. Receive.
 
     def asked_again(self) -> torch_private.Asked:
-        """What autograd does with the gradient, before it is dropped because nobody has asked for it.
+        """What autograd does with the gradient, before a gradient that was not asked for is dropped.
 
         ``param.data = ...`` of another dtype or device gives the parameter another node.
         """
@@ -295,7 +295,7 @@ class IncomingGradient(ShownGradient):
         if (staged := self._staged) is not None:  # an error came between split and copy
             self._staged, staged.in_use = None, False
 
-    # The dense gradient, where somebody needs it.
+    # The dense gradient, for code that needs it.
 
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
