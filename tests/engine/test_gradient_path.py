@@ -17,7 +17,9 @@ import zenflow_compile as zf
 _PACKAGE = str(Path(zf.__file__).parent)
 _NOT_CALLS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>"}
 _WARM_UP_STEPS = 5
-MOST_CALLS, MOST_FILES = 174, 41
+# 170 to 177 calls were seen: threads decide whether the upload is handed to the lane or made at once, and how often an
+# idle worker looks. The bound holds in any of these schedules.
+MOST_CALLS, MOST_FILES = 190, 41
 
 
 class CallCounter:
