@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, option_parser, write_results
-from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.resident_adam import ResidentAdam
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.step import optimizer_step, schedule
 

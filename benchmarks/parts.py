@@ -22,10 +22,10 @@ from benchmarks.common import Spread, Target, interleaved, option_parser, ratios
 from benchmarks.systems.case import Case
 from benchmarks.systems.local import Ours, Plain
 from benchmarks.systems.workloads import WORKLOADS
-from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.step import optimizer_step
 from zenflow_compile.runtime.step.schedule import Schedule
-from zenflow_compile.runtime.transfer import cpu_lane
 
 TARGET = 1.15
 WINDOW = 4
@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "split and norms": ((column_ops, "norms_and_split", _norms_alone),),
     "AdamW on selected slices": ((column_ops, "adam_columns_", _nothing),),
     "scores and selection": ((optimizer_step, "feed_scores", _nothing), (Schedule, "selection", _nothing)),
-    "copies": ((cpu_lane, "copy_without_gil", _nothing),),
+    "copies": ((thread_lane, "copy_without_gil", _nothing),),
     "merges": ((column_ops, "merge_columns", _nothing),),
     "host updates": (),  # a kernel belongs to its engine
 }

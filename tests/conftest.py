@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.recording import RecordingEngine
-from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.device import thread_lane
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +49,7 @@ def fresh_start() -> None:
 @pytest.fixture(autouse=True)
 def asynchronous_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of tests are small: their copies are as asynchronous as those of large ones."""
-    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile.options import options as options_module
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
+from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.step import min_window, schedule
-from zenflow_compile.runtime.transfer import cpu_lane
 from zenflow_compile.timeline.events import AdaptiveWindows
 
 SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
@@ -131,7 +131,7 @@ def test_drifting_selections_resume_bitwise(entry: dict[str, Any] | None, option
 def test_delays_leave_selections_unchanged(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(EAGER_BACKEND, options).run(0, 12)
     delays = Delays(0, 4.0)
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", delays.before(cpu_lane.copy_without_gil))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
     late = Training(EAGER_BACKEND, options).run(0, 12)
     assert_same(late.weights(), expected.weights())
     assert late.optimizer.engine.selections == expected.optimizer.engine.selections > 2

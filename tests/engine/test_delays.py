@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tests.support.settings import settings
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.host import host_adam
-from zenflow_compile.runtime.transfer import cpu_lane
 
 SETTINGS = settings(
     "windows", "stale_every_step", "reselecting", "auto", "summed", "compressed_stale", "summed_stale_warm_up"
@@ -25,7 +25,7 @@ THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -> Delays:
     """Make every copy and every task of a worker late."""
     delays = Delays(seed, longest_ms)
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", delays.before(cpu_lane.copy_without_gil))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
     kernel = host_adam.AtenHostAdam
     monkeypatch.setattr(kernel, "__call__", delays.before(kernel.__call__))
     return delays
@@ -90,7 +90,7 @@ def test_slow_copy_survives_reused_gradient_memory(compiled: dict[str, Any], mon
     options = {"update_interval": 1}
     expected = chain_weights(compiled, options)
     delays = Delays(0, 10.0)
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", delays.before(cpu_lane.copy_without_gil))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
     assert_same(chain_weights(compiled, options), expected)
     assert delays.calls > 80
 

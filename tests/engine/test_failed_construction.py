@@ -18,10 +18,10 @@ from torch import nn
 from tests.support.training import ADAM, OFFLOAD_ALL, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import autograd_hooks, ops
-from zenflow_compile.runtime.device import streamed_adam
+from zenflow_compile.runtime.device import staging_ring
+from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.host import arena, host_adam
 from zenflow_compile.runtime.parameters import allocation, capacity, device_state, host_state
-from zenflow_compile.runtime.transfer import staging_ring
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.parameters import offloaded_param
-from zenflow_compile.runtime.transfer import cpu_lane
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,7 +54,7 @@ def break_scratch(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 def break_copy(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", failing_after(calls, cpu_lane.copy_without_gil))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", failing_after(calls, thread_lane.copy_without_gil))
 
 
 def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeError:
@@ -235,16 +235,16 @@ def test_unstarted_copies_keep_their_buffers(policy: dict[str, Any], monkeypatch
     """There are more such copies than buffers."""
     training = Training(None, policy)
     saved = training.saved()
-    submit = cpu_lane.ThreadLane.submit
+    submit = thread_lane.ThreadLane.submit
 
-    def refused(self: cpu_lane.ThreadLane, *args: Any, **keywords: Any) -> Any:
+    def refused(self: thread_lane.ThreadLane, *args: Any, **keywords: Any) -> Any:
         if self._name == "H2D":
             raise RuntimeError("can't start new thread")
         return submit(self, *args, **keywords)
 
     for _ in range(5):
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_lane.ThreadLane, "submit", refused)
+            patch.setattr(thread_lane.ThreadLane, "submit", refused)
             for _ in range(4):
                 with pytest.raises(RuntimeError, match=r"new thread|half-way"):
                     training.step(0)

@@ -8,20 +8,20 @@ import pytest
 
 import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND, Training
-from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.device import thread_lane
 
 SLOW_MS = 30.0
 
 
 def test_slow_copies_count_as_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    copy = cpu_lane.copy_without_gil
+    copy = thread_lane.copy_without_gil
 
     def slowly(target, source):  # type: ignore[no-untyped-def]
         time.sleep(SLOW_MS / 1e3)  # the stall that the report has to show
         copy(target, source)
 
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", slowly)
+    monkeypatch.setattr(thread_lane, "copy_without_gil", slowly)
     with zf.profile(training.optimizer) as profile:
         training.run(3, 9)
     summary = profile.summary()

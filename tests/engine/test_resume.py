@@ -12,7 +12,7 @@ import torch
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.device import thread_lane
 
 SETTINGS = settings(
     "windows",
@@ -88,7 +88,7 @@ def test_state_contains_gradients_of_open_windows(monkeypatch: pytest.MonkeyPatc
     """A copy that is still on its way when the state is taken must be waited for."""
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", Delays(0, 100.0).before(cpu_lane.copy_without_gil))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", Delays(0, 100.0).before(thread_lane.copy_without_gil))
     flushed = training.optimizer.engine.windows_flushed
     training.step(7)
     assert training.optimizer.engine.windows_flushed == flushed  # a flush would wait for copies

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.gradients.compression import scales_and_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.profiling import summary
-from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.device import thread_lane
 
 INTERVAL = 4
 RATIO = 0.1
@@ -47,13 +47,13 @@ class Counted:
         offloaded = training.optimizer.engine.offloaded.values()
         assert len(offloaded) == 4, "everything is offloaded"
         copied: Counter[str] = Counter()
-        copy = cpu_lane.copy_without_gil
+        copy = thread_lane.copy_without_gil
 
         def counting(target: Tensor, source: Tensor) -> None:
             copied["bytes"] += source.nbytes
             copy(target, source)
 
-        monkeypatch.setattr(cpu_lane, "copy_without_gil", counting)
+        monkeypatch.setattr(thread_lane, "copy_without_gil", counting)
         steps = WINDOWS * INTERVAL
         moved = 0
         with zf.profile(training.optimizer) as profile:

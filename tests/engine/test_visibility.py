@@ -21,7 +21,7 @@ from tests.support.training import (
     mlp,
 )
 from zenflow_compile.runtime.checkpoint import save_load as checkpoints
-from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device_updates import column_ops
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters import offloaded_param
 from zenflow_compile.runtime.parameters.device_state import exchange_slices
 

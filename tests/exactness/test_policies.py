@@ -13,7 +13,7 @@ from tests.exactness.test_half_precision import MasterAdamW, trained, zenflow_ad
 from tests.support.trajectories import each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member, generator
 from zenflow_compile.planning.plan import Placement
-from zenflow_compile.runtime.transfer import cpu_lane
+from zenflow_compile.runtime.device import thread_lane
 
 STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states", "sub_group_size": 1}
 TWINFLOW: dict[str, dict[str, Any]] = {
@@ -81,13 +81,13 @@ def test_mixtures_with_one_step_windows_are_adamw(member: Member, case: str, inn
 def test_control_lost_streamed_moments_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the same run whose write-backs are lost differs by orders of magnitude."""
     member = BY_NAME["mlp"]
-    copy = cpu_lane.copy_without_gil
+    copy = thread_lane.copy_without_gil
 
     def lossy(target: torch.Tensor, source: torch.Tensor) -> None:
         if threading.current_thread().name != "zenflow-D2H":
             copy(target, source)
 
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", lossy)
+    monkeypatch.setattr(thread_lane, "copy_without_gil", lossy)
     run = train(member, "eager", 20, **STRIDES["all"])
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) > 1e-3
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.gpu.test_training import make_model, offloading, train
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.readback import Readback
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.readback import Readback
 from zenflow_compile.timeline.events import Timeline
 
 pytestmark = [
@@ -27,9 +28,9 @@ def synchronising_raises() -> Iterator[None]:
 
 def test_start_does_not_wait_and_take_does(synchronising_raises):
     device = torch.device("cuda", torch.cuda.current_device())
-    recorder = Recorder(device)
+    recorder = Recorder(device_of(device).streams)
     recorder.attach(Timeline(max_events=100))
-    values = Readback(2, device, recorder)
+    values = Readback(2, device_of(device), recorder)
     values.grow(3)
     for round_number in range(5):
         torch.cuda._sleep(50_000_000)  # tens of milliseconds, before the cell has its value

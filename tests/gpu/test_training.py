@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device_updates import column_ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,9 +112,9 @@ def test_compression_on_cuda_matches_the_cpu(dtype):
 @pytest.mark.slow
 def test_slow_copies_read_complete_gradients(monkeypatch):
     """Every D2H copy waits for a millisecond of sleep on its stream, so that a reused gradient buffer would show."""
-    from zenflow_compile.runtime.transfer import cuda_lane
+    from zenflow_compile.runtime.device import stream_lane
 
-    submit = cuda_lane.StreamLane.submit
+    submit = stream_lane.StreamLane.submit
 
     def slowly(lane, target, source, **keywords):
         with torch.cuda.stream(lane._stream):
@@ -123,7 +123,7 @@ def test_slow_copies_read_complete_gradients(monkeypatch):
 
     reference = make_model()
     expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), compiled=True, inner="inductor")
-    monkeypatch.setattr(cuda_lane.StreamLane, "submit", slowly)
+    monkeypatch.setattr(stream_lane.StreamLane, "submit", slowly)
     model = make_model()
     with offloading(model, update_interval=1) as optimizer:
         found = train(model, optimizer, compiled=True, inner="inductor")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
-from zenflow_compile.runtime.device.resident_adam import ResidentState
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.host.arena import HostArena

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from zenflow_compile.runtime.device.cpu import CpuDevice
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.host import arena as arena_module
 from zenflow_compile.runtime.host.arena import (
     ALIGNMENT_BYTES,
@@ -24,7 +26,6 @@ from zenflow_compile.runtime.host.arena import (
     require_host_memory,
     touch_pages,
 )
-from zenflow_compile.torch_internals import torch_private
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 PIECES = [((5, 7), torch.float32), ((3,), torch.bfloat16), ((), torch.float32), ((129, 2), torch.float16)]
@@ -179,7 +180,7 @@ def test_closed_arena_allocates_nothing() -> None:
     arena.close()
     arena.close()
     assert not arena.pinned
-    for call in (lambda: arena.take((1,), torch.float32), arena.pin):
+    for call in (lambda: arena.take((1,), torch.float32), lambda: arena.pin(Registering())):
         with pytest.raises(RuntimeError, match="closed"):
             call()
 
@@ -207,16 +208,14 @@ def test_touch_makes_pages_resident_and_keeps_contents() -> None:
     assert tensor.sum() == 7.0
 
 
-class FakeCuda:
-    """Stands for CUDA's registration; refuses when told to."""
+class Registering(CpuDevice):
+    """A device that registers host memory; refuses when told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusal: str = "") -> None:
+    def __init__(self, refusal: str = "") -> None:
+        super().__init__(torch.device("cpu"))
         self.registered: dict[int, int] = {}
         self.calls = 0
         self.refusal = refusal
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch_private, "register_host_memory", self.register)
-        monkeypatch.setattr(torch_private, "unregister_host_memory", self.registered.pop)
 
     def register(self, address: int, size_bytes: int) -> None:
         self.calls += 1
@@ -224,55 +223,50 @@ class FakeCuda:
             raise RuntimeError(self.refusal)
         self.registered[address] = size_bytes
 
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
 
-def test_pin_registers_once_and_close_unregisters(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
+
+def test_pin_registers_once_and_close_unregisters() -> None:
+    device = Registering()
     arena = HostArena(10_000)
     tensor = arena.take((1,), torch.float32)
-    assert arena.pin()
-    assert arena.pin()
+    assert arena.pin(device)
+    assert arena.pin(device)
     assert arena.pinned
-    assert cuda.calls == 1
-    assert cuda.registered == {tensor.data_ptr(): 3 * mmap.PAGESIZE}
+    assert device.calls == 1
+    assert device.registered == {tensor.data_ptr(): 3 * mmap.PAGESIZE}
     arena.close()
-    assert cuda.registered == {}
+    assert device.registered == {}
 
 
-def test_unclosed_arena_is_unregistered_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda(monkeypatch)
+def test_unclosed_arena_is_unregistered_first() -> None:
+    device = Registering()
     arena = HostArena(64)
     tensor = arena.take((1,), torch.float32)
-    arena.pin()
+    arena.pin(device)
     del arena
     gc.collect()
-    assert cuda.registered  # the tensor still needs it
+    assert device.registered  # the tensor still needs it
     del tensor
     gc.collect()
-    assert cuda.registered == {}
+    assert device.registered == {}
 
 
-def test_refused_pinning_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch, refusal="cudaHostRegister: out of memory")
+def test_refused_pinning_warns_once() -> None:
+    device = Registering(refusal="cudaHostRegister: out of memory")
     arena = HostArena(64)
     with pytest.warns(RuntimeWarning, match="slower, and the training thread waits") as caught:
-        assert not arena.pin("a smaller model")
+        assert not arena.pin(device, "a smaller model")
     assert len(caught) == 1
     assert "out of memory" in str(caught[0].message)
     assert str(caught[0].message).endswith("make do with less: a smaller model")
-    assert cuda.calls == 1
-    assert not HostArena(64).pin()  # as for a second arena of an engine
+    assert device.calls == 1
+    assert not HostArena(64).pin(device)  # as for a second arena of an engine
     assert len(caught) == 1
     assert arena.take((4,), torch.float32).fill_(1.0).sum() == 4
     arena.close()
-    assert cuda.registered == {}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_nothing_is_pinned_without_cuda(recwarn: pytest.WarningsRecorder) -> None:
-    assert not HostArena(64).pin()
-    assert len(recwarn) == 0
+    assert device.registered == {}
 
 
 @pytest.mark.gpu
@@ -282,7 +276,7 @@ def test_pinned_memory_copies_both_ways_on_cuda() -> None:
     source, target = arena.take((1 << 16,), torch.float32), arena.take((1 << 16,), torch.float32)
     source.copy_(torch.arange(1 << 16))
     assert not source.is_pinned()
-    assert arena.pin()
+    assert arena.pin(device_of(torch.device("cuda", 0)))
     assert source.is_pinned()
     assert target.is_pinned()
     target.copy_(source.to("cuda", non_blocking=True), non_blocking=True)
@@ -297,9 +291,9 @@ def test_pinned_memory_copies_both_ways_on_cuda() -> None:
 def test_refused_pinning_leaves_no_cuda_error() -> None:
     arena = HostArena(mmap.PAGESIZE)
     address = arena.take((1,), torch.float32).data_ptr()
-    assert arena.pin()
+    assert arena.pin(device_of(torch.device("cuda", 0)))
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
-        torch_private.register_host_memory(address, mmap.PAGESIZE)  # registered already
+        device_of(torch.device("cuda", 0)).register(address, mmap.PAGESIZE)  # registered already
     assert torch.ones(4, device="cuda").sum().item() == 4.0
     arena.close()
 

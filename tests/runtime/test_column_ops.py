@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.column_ops import SliceState
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.column_ops import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -173,10 +171,3 @@ def test_selection_positions() -> None:
 def test_selection_lists_each_slice_once(selected: list[int], deferred: list[int] | None) -> None:
     with pytest.raises(ValueError, match="slice"):
         Selection.of(torch.tensor(selected), 6, CPU, deferred=None if deferred is None else torch.tensor(deferred))
-
-
-def test_no_kernels_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    column_ops._kernels.cache_clear()
-    monkeypatch.setitem(sys.modules, "triton", None)  # importing it now raises ImportError
-    assert column_ops._kernels() is None
-    column_ops._kernels.cache_clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.gradients.compression import Residual, expanded, scales_and_values
 
 REST, LENGTH = 24, 10

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.copy_lanes import CopyError
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.make_lane import make_lane
+from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket, copy_without_gil
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer import cpu_lane
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError
-from zenflow_compile.runtime.transfer.cpu_lane import ThreadLane, ThreadTicket, copy_without_gil
-from zenflow_compile.runtime.transfer.make_lane import make_lane
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def lane() -> Iterator[ThreadLane]:
-    made = make_lane("D2H", CPU, Recorder(CPU))
+    made = make_lane("D2H", device_of(CPU), Recorder())
     assert isinstance(made, ThreadLane)
     yield made
     made.close()
@@ -93,10 +94,10 @@ def test_copies_run_in_order_of_submission(lane: ThreadLane) -> None:
 
 
 def test_close_finishes_submitted_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = ThreadLane("H2D", Recorder(CPU))
-    original = cpu_lane.copy_without_gil
+    lane = ThreadLane("H2D", Recorder())
+    original = thread_lane.copy_without_gil
     # Slow, so that most are still queued at ``close()``.
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
     targets = [torch.zeros(2) for _ in range(5)]
     for target in targets:
         lane.submit(target, torch.ones(2), step=0, param="w")
@@ -128,8 +129,8 @@ def test_lane_knows_its_thread(lane: ThreadLane) -> None:
 
 def test_small_copies_run_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is started for them; the ticket keeps an error, as for copies of the thread."""
-    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 16)
-    lane = ThreadLane("D2H", Recorder(torch.device("cpu")))
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 16)
+    lane = ThreadLane("D2H", Recorder())
     target = torch.zeros(4)
     ticket = lane.submit(target, torch.arange(4.0), step=0, param="w")
     assert ticket.done()
@@ -155,12 +156,12 @@ def test_interrupt_of_a_copy_made_at_once_is_raised(
     def interrupted(*ends: torch.Tensor) -> None:
         raise error
 
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", interrupted)
-    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 16)
-    lane = ThreadLane("D2H", Recorder(CPU))
+    monkeypatch.setattr(thread_lane, "copy_without_gil", interrupted)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 16)
+    lane = ThreadLane("D2H", Recorder())
     with pytest.raises(error):
         lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
-    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     ticket = lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
     with pytest.raises(CopyError):
         ticket.wait()
@@ -170,7 +171,7 @@ def test_interrupt_of_a_copy_made_at_once_is_raised(
 def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
     """``settle()`` also waits for a copy behind one that failed."""
     lane.settle()
-    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     gate = ThreadTicket()
     lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w", behind=gate)
     target = torch.zeros(4)
@@ -183,7 +184,7 @@ def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.Monke
 
 
 def test_interrupted_start_leaves_no_second_thread(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     start, started = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:

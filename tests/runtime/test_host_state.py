@@ -12,12 +12,12 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.gradients.compression import scales_and_values
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.parameters import host_state
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
-from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.runtime.test_nvme_cache import plan_of, values
 from tests.runtime.test_workers import job, pool_of
@@ -88,7 +87,7 @@ def test_worker_that_begins_after_close_exits(monkeypatch: pytest.MonkeyPatch) -
 def test_next_use_completes_the_threads_of_the_cache(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
+    cache = NvmeCache(tmp_path, Recorder())
     seen = interrupted_start(monkeypatch, number, runs=True)
     size = 2 * chunk_bytes(plan_of(0))
     with pytest.raises(KeyboardInterrupt):
@@ -103,7 +102,7 @@ def test_next_use_completes_the_threads_of_the_cache(
 
 
 def test_late_thread_of_the_cache_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
+    cache = NvmeCache(tmp_path, Recorder())
     size = 2 * chunk_bytes(plan_of(0))
     with monkeypatch.context() as patch:
         late = interrupted_start(patch, 0, runs=False)

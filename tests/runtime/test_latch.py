@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zenflow_compile.runtime.transfer.latch import Latch
+from zenflow_compile.runtime.device.latch import Latch
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -168,7 +168,7 @@ def test_host_rate_uses_the_kernel_on_all_workers(
         calls.append((threading.current_thread().name, len(arguments[3]), arguments[0].numel()))
         kernel(*arguments, **keywords)
 
-    pool = WorkerPool(workers, Recorder(CPU))
+    pool = WorkerPool(workers, Recorder())
     try:
         assert host_rate(watched, PLAN, pool) > 0  # type: ignore[arg-type]
     finally:

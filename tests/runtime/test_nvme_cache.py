@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[NvmeCache] = []
 
     def cache_with(plans: list[ParamPlan], size: int) -> tuple[NvmeCache, list[CachedState]]:
-        cache = NvmeCache(tmp_path, Recorder(torch.device("cpu")))
+        cache = NvmeCache(tmp_path, Recorder())
         made.append(cache)
         stores = [CachedState(cache, chunk) for chunk in cache.add(plans, "test", size).values()]
         for number, store in enumerate(stores):

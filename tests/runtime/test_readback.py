@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.readback import Readback
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.readback import Readback
 
 CPU = torch.device("cpu")
 
 
 def readback(rows: int = 3) -> Readback:
-    made = Readback(2, CPU, Recorder(CPU))
+    made = Readback(2, device_of(CPU), Recorder())
     made.grow(rows)
     return made
 

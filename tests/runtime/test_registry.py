@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +17,13 @@ from torch import nn
 from tests.support.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.device.cpu import CpuDevice
+from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import cores
 from zenflow_compile.runtime.parameters import allocation, capacity
-from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.cpu_lane import ThreadLane
-from zenflow_compile.runtime.transfer.staging_ring import StagingRing
-from zenflow_compile.torch_internals import torch_private
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -95,27 +94,22 @@ class Listener:
 
 def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of parameters have two arenas, and the device refuses to pin both."""
-    cpu = torch.device("cpu")
     calls: list[int] = []
 
-    def refuse(address: int, size_bytes: int) -> None:
-        calls.append(size_bytes)
-        raise RuntimeError("cudaHostRegister: out of memory")
+    class Refusing(CpuDevice):
+        streams = SimpleNamespace(has_values=False)  # type: ignore[assignment]
 
-    allocate = DeviceState.allocate
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch_private, "register_host_memory", refuse)
-    monkeypatch.setattr(
-        allocation, "make_flags", lambda count, device: None
-    )  # a CUDA build without a driver makes none
+        def register(self, address: int, size_bytes: int) -> None:
+            calls.append(size_bytes)
+            raise RuntimeError("cudaHostRegister: out of memory")
+
+    device = torch.device("cpu")
+    monkeypatch.setattr(allocation, "device_of", Refusing)
     monkeypatch.setattr(allocation, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
-    monkeypatch.setattr(allocation, "StagingRing", lambda count, size, device: StagingRing(count, size, cpu))
-    monkeypatch.setattr(DeviceState, "allocate", lambda plan, device: allocate(plan, cpu))
     listener = Listener()
-    device = torch.device("cuda")
     engine = weakref.ref(listener)
     options = Options(**OFFLOAD_ALL)
-    found = ParamRegistry([{}, {}], options, device, Recorder(cpu), engine, visible_gradients=True)
+    found = ParamRegistry([{}, {}], options, device, Recorder(), engine, visible_gradients=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for group in (0, 1):

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import resident_adam
-from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.device_updates import resident_adam
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 
 DEVICES = [
     "cpu",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import AUTO_SELECT_INTERVAL, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.schedule import ENTRY_MARGIN, RESELECT_BELOW, STATE_BUDGET, Schedule
@@ -40,7 +40,7 @@ class Run:
 
     def __init__(self, plan: ParamPlan = PLAN, **options: Any) -> None:
         self.plan = plan
-        self.schedule = Schedule(Options(**options), CPU, Recorder(CPU))
+        self.schedule = Schedule(Options(**options), CPU, Recorder())
         self.schedule.make_room(3)
         self.device = DeviceState.allocate(plan, CPU)
 

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, group_count
-from zenflow_compile.runtime.device.selection import Selection
-from zenflow_compile.runtime.device.selection_groups import best_slices, better_slices, count_swaps, swaps_per_group
+from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates.selection_groups import (
+    best_slices,
+    better_slices,
+    count_swaps,
+    swaps_per_group,
+)
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
 CPU = torch.device("cpu")

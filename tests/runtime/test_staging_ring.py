@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zenflow_compile.runtime.transfer.copy_lanes import Ticket
-from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
-from zenflow_compile.runtime.transfer.staging_ring import Block, StagingBuffer, StagingRing
+from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.staging_ring import Block, StagingBuffer, StagingRing
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 
 CPU = torch.device("cpu")
 SMALL: Block = (1, 4), torch.float32

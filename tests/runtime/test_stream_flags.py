@@ -7,13 +7,14 @@ import threading
 import pytest
 import torch
 
-from zenflow_compile.runtime.transfer.stream_flags import Flag, HostFlags, make_flags
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags, make_flags
 
 CPU = torch.device("cpu")
 
 
 def test_counters_grow_and_wrap_around() -> None:
-    flags = HostFlags(3, CPU)
+    flags = HostFlags(3, device_of(CPU))
     assert len(flags) == 3
     assert Flag(flags, 1, 0).reached()
     assert not Flag(flags, 1, 1).reached()
@@ -31,7 +32,7 @@ def test_counters_grow_and_wrap_around() -> None:
 
 
 def test_flag_makes_a_thread_wait_for_another() -> None:
-    flags = HostFlags(1, CPU)
+    flags = HostFlags(1, device_of(CPU))
     seen: list[int] = []
     written = [0]
 
@@ -49,7 +50,7 @@ def test_flag_makes_a_thread_wait_for_another() -> None:
 
 
 def test_no_flags_without_a_device() -> None:
-    assert make_flags(4, CPU) is None
+    assert make_flags(4, device_of(CPU)) is None
 
 
 @pytest.mark.gpu

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.plan import STREAM_BUFFERS
-from zenflow_compile.runtime.device import streamed_adam
-from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
-from zenflow_compile.runtime.device.streamed_adam import StreamedAdam
+from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.copy_lanes import CopyError
+from zenflow_compile.runtime.device_updates import streamed_adam
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.host.workers import WorkerPool
-from zenflow_compile.runtime.transfer import cpu_lane
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError
 from zenflow_compile.timeline.events import D2H, H2D, Event, Timeline
 
 pytestmark = pytest.mark.timeout(120)
@@ -212,7 +212,7 @@ def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """State is not read from the host before its write-back has ended, either."""
     busy: list[tuple[int, int]] = []
     lock = threading.Lock()
-    copy = cpu_lane.copy_without_gil
+    copy = thread_lane.copy_without_gil
     together = 0
 
     def watched(target: Tensor, source: Tensor) -> None:
@@ -229,7 +229,7 @@ def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 busy.remove(span)
 
     expected = Training(None, RESIDENT, build=chain).run(0, 5).weights()
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", watched)
+    monkeypatch.setattr(thread_lane, "copy_without_gil", watched)
     assert_same(Training(None, ALL, build=chain).run(0, 5).weights(), expected)
     assert together == 2
 
@@ -238,7 +238,7 @@ def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -
     """Neither copy ends before the other begins, so a runtime that serialized them would wait forever."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy = cpu_lane.copy_without_gil
+    copy = thread_lane.copy_without_gil
     began = {"zenflow-D2H": 0, "zenflow-H2D": 0}
     changed = threading.Condition()
 
@@ -255,7 +255,7 @@ def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_lane, "copy_without_gil", meeting)
+        patch.setattr(thread_lane, "copy_without_gil", meeting)
         assert len(training.optimizer.engine.registry.streamed._loaded) == STREAM_BUFFERS  # prefetched before that
         training.step(2)
         training.optimizer.synchronize()
@@ -267,7 +267,7 @@ def test_step_does_not_wait_for_last_write_backs(monkeypatch: pytest.MonkeyPatch
     """The next forward does not wait, either: the write-backs are stopped until its loss is computed."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy, copies, passed = cpu_lane.copy_without_gil, [0], threading.Event()
+    copy, copies, passed = thread_lane.copy_without_gil, [0], threading.Event()
 
     def stopped(target: Tensor, source: Tensor) -> None:
         if threading.current_thread().name == "zenflow-D2H":
@@ -277,7 +277,7 @@ def test_step_does_not_wait_for_last_write_backs(monkeypatch: pytest.MonkeyPatch
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_lane, "copy_without_gil", stopped)
+        patch.setattr(thread_lane, "copy_without_gil", stopped)
         training.step(2)
         training.loss(3)
         passed.set()
@@ -354,7 +354,7 @@ def test_saved_state_continues_after_a_failed_copy(
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    copy, left = cpu_lane.copy_without_gil, [calls]
+    copy, left = thread_lane.copy_without_gil, [calls]
 
     def broken(target: Tensor, source: Tensor) -> None:
         left[0] -= 1
@@ -363,7 +363,7 @@ def test_saved_state_continues_after_a_failed_copy(
         copy(target, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_lane, "copy_without_gil", broken)
+        patch.setattr(thread_lane, "copy_without_gil", broken)
         with pytest.raises(RuntimeError) as caught:  # noqa: PT012
             training.run(3, 6)
             training.optimizer.synchronize()
@@ -386,7 +386,7 @@ def test_failed_write_back_is_raised_by_close(monkeypatch: pytest.MonkeyPatch) -
         if threading.current_thread().name == "zenflow-D2H":
             raise OSError("on purpose")
 
-    monkeypatch.setattr(cpu_lane, "copy_without_gil", broken)
+    monkeypatch.setattr(thread_lane, "copy_without_gil", broken)
     training.step(2)
     with pytest.raises(CopyError):
         training.optimizer.close()

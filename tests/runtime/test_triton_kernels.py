@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.column_ops import SliceState
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.column_ops import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection
 
 pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,7 +55,7 @@ def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor,
 @shapes
 @dtypes
 def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, fraction: float, device: str) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     matrix = torch.randn(shape, device=device).to(dtype)
     selection = selection_of(shape[dim], fraction, device)
@@ -81,7 +81,7 @@ def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, f
 @on_devices
 @dims
 def test_kernels_take_any_strides(dim: int, device: str) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     matrix = torch.randn(70, 90, device=device)
     selection = selection_of(matrix.shape[dim], 0.3, device)
@@ -105,7 +105,7 @@ def test_kernels_take_any_strides(dim: int, device: str) -> None:
 @dims
 @dtypes
 def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: float, device: str) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     surrounding = torch.randn(66, 3, 70, device=device).to(dtype)
     surrounding[3:5] = float("inf")
@@ -123,7 +123,7 @@ def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: fl
 @dtypes
 @pytest.mark.parametrize("shape", [(7, 130), (70, 35)])
 def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, fraction: float, device: str) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     matrix = torch.randn(shape, device=device).to(dtype)
     before = matrix.clone()
@@ -152,7 +152,7 @@ def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, frac
 @on_devices
 @dims
 def test_results_are_reproducible(dim: int, device: str) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     size = 1500 if device == "cuda" else 200
     matrix = torch.randn(size, size, device=device).bfloat16()
@@ -175,7 +175,7 @@ def test_results_are_reproducible(dim: int, device: str) -> None:
 
 @on_devices
 def test_misfitting_state_is_refused(device: str) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     matrix = torch.zeros(4, 6, device=device)
     good = torch.zeros(2, 4, device=device)
@@ -189,7 +189,7 @@ def test_misfitting_state_is_refused(device: str) -> None:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @dims
 def test_more_elements_than_int32_holds(dim: int) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     rows, columns = 65_537, 32_768  # 2**31 + 2**15 elements
     if torch.cuda.mem_get_info()[0] < 14 << 30:
@@ -213,7 +213,7 @@ def test_more_elements_than_int32_holds(dim: int) -> None:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @dims
 def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     ran: list[str] = []
     for name in ("norms_and_split", "merge_columns", "adam_columns_"):
@@ -263,7 +263,7 @@ def run_here(environment: dict[str, str], *arguments: str) -> subprocess.Complet
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from zenflow_compile.runtime.device import triton_kernels as kernels
+from zenflow_compile.runtime.device_updates import triton_kernels as kernels
 
 def ptx(kernel, **arguments):
     constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}

@@ -3,15 +3,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 
 
 def scheduler_of(params: int) -> tuple[UploadScheduler, dict[int, Any]]:
     offloaded = {p: SimpleNamespace(deadline=p) for p in range(params)}
-    return UploadScheduler(SimpleNamespace(offloaded=offloaded), Recorder(torch.device("cpu"))), offloaded  # type: ignore[arg-type]
+    return UploadScheduler(SimpleNamespace(offloaded=offloaded), Recorder()), offloaded  # type: ignore[arg-type]
 
 
 def order(offloaded: dict[int, Any]) -> list[int]:

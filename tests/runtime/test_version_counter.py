@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.resident_adam import ResidentAdam
-from zenflow_compile.runtime.device.version_counter import bump_versions, counters_of
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
+from zenflow_compile.runtime.device_updates.version_counter import bump_versions, counters_of
 from zenflow_compile.torch_internals import torch_private
 
 COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)

@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
+from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.host.workers import Job, WorkerPool, _Queued, preferred_worker
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def pool_of(workers: int) -> WorkerPool:
-    return WorkerPool(workers, Recorder(torch.device("cpu")))
+    return WorkerPool(workers, Recorder())
 
 
 class GatedJob(Job):
@@ -417,7 +416,7 @@ def test_preferred_workers_are_in_order_and_even(tasks: int, workers: int) -> No
 def test_workers_run_on_their_cores() -> None:
     mine = os.sched_getaffinity(0)
     core = max(mine)
-    pool = WorkerPool(2, Recorder(torch.device("cpu")), cores=[core, core])
+    pool = WorkerPool(2, Recorder(), cores=[core, core])
     seen: list[set[int]] = []
     two = job(*[lambda: seen.append(os.sched_getaffinity(0)) or 0] * 2)
     pool.submit(two)

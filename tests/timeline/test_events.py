@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.timeline import events as timeline_module
 from zenflow_compile.timeline.events import NormSums, Timeline, worker_lane
 
@@ -15,7 +16,6 @@ class FakeDeviceEvent:
     def __init__(self, at_ms, *, done=True):
         self.at_ms = at_ms
         self.done = done
-        self.device = torch.device("cpu")
 
     def query(self):
         return self.done
@@ -29,10 +29,14 @@ class FakeDeviceEvent:
         return other.at_ms - self.at_ms
 
 
-@pytest.fixture
-def device_clock(monkeypatch):
-    """Make a clock whose device time 1000 ms is host time 5 s."""
-    monkeypatch.setattr(timeline_module, "_reference", lambda device: (FakeDeviceEvent(1000.0), 5_000_000_000))
+class FakeClock:
+    """A clock whose device time 1000 ms is host time 5 s."""
+
+    def reference(self):
+        return FakeDeviceEvent(1000.0), 5_000_000_000
+
+
+CLOCK = FakeClock()
 
 
 def test_events_are_sorted_by_start():
@@ -95,10 +99,12 @@ def test_concurrent_recording_loses_nothing():
         assert [event.step for event in events if event.lane == worker_lane(worker)] == list(range(3000))
 
 
-def test_device_events_are_on_the_host_clock(device_clock):
+def test_device_events_are_on_the_host_clock():
     timeline = Timeline()
     timeline.add("compute", "forward", 4_995_000_000, 4_996_000_000, step=0)
-    timeline.add_device("D2H", "copy", FakeDeviceEvent(990.0), FakeDeviceEvent(992.5), step=0, param="w", bytes=9)
+    timeline.add_device(
+        CLOCK, "D2H", "copy", FakeDeviceEvent(990.0), FakeDeviceEvent(992.5), step=0, param="w", bytes=9
+    )
     copy, forward = timeline.events()
     assert (copy.start_ns, copy.end_ns) == (4_990_000_000, 4_992_500_000)
     assert (copy.param, copy.bytes, copy.lane) == ("w", 9, "D2H")
@@ -106,33 +112,33 @@ def test_device_events_are_on_the_host_clock(device_clock):
     assert len(timeline.events()) == 2  # resolved once
 
 
-def test_reading_waits_for_device_events(device_clock):
+def test_reading_waits_for_device_events():
     timeline = Timeline()
     unfinished = FakeDeviceEvent(999.0, done=False)
-    timeline.add_device("H2D", "copy", FakeDeviceEvent(998.0), unfinished, step=0)
+    timeline.add_device(CLOCK, "H2D", "copy", FakeDeviceEvent(998.0), unfinished, step=0)
     (copy,) = timeline.events()
     assert unfinished.done
     assert copy.duration_ns == 1_000_000
 
 
-def test_pending_device_events_stay_bounded(device_clock):
+def test_pending_device_events_stay_bounded():
     timeline = Timeline()
     for i in range(3 * timeline_module._DRAIN_ABOVE):
-        timeline.add_device("D2H", "copy", FakeDeviceEvent(float(i)), FakeDeviceEvent(i + 0.5), step=i)
+        timeline.add_device(CLOCK, "D2H", "copy", FakeDeviceEvent(float(i)), FakeDeviceEvent(i + 0.5), step=i)
         assert len(timeline._device_rows) <= timeline_module._DRAIN_ABOVE + 1
     blocked = FakeDeviceEvent(0.5, done=False)
     slow = Timeline()
     for _ in range(timeline_module._DRAIN_ABOVE + 10):
-        slow.add_device("D2H", "copy", FakeDeviceEvent(0.0), blocked, step=0)
+        slow.add_device(CLOCK, "D2H", "copy", FakeDeviceEvent(0.0), blocked, step=0)
     assert not blocked.done  # recording never waits for the device
     assert len(timeline.events()) == 3 * timeline_module._DRAIN_ABOVE
 
 
-def test_recording_does_not_wait_for_a_reader(device_clock):
+def test_recording_does_not_wait_for_a_reader():
     timeline = Timeline()
     with timeline._reading:
         for _ in range(timeline_module._DRAIN_ABOVE + 2):
-            timeline.add_device("D2H", "copy", FakeDeviceEvent(0.0), FakeDeviceEvent(1.0), step=0)
+            timeline.add_device(CLOCK, "D2H", "copy", FakeDeviceEvent(0.0), FakeDeviceEvent(1.0), step=0)
     assert len(timeline.events()) == timeline_module._DRAIN_ABOVE + 2
 
 
@@ -148,7 +154,7 @@ def test_cuda_spans_lie_between_host_times():
     for _ in range(20):
         work = work @ work / 2048
     end.record()
-    timeline.add_device("compute", "forward", start, end, step=0)
+    timeline.add_device(device_of(torch.device("cuda", 0)).streams, "compute", "forward", start, end, step=0)
     torch.cuda.synchronize()
     after = time.perf_counter_ns()
     (span,) = timeline.events()

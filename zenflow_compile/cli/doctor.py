@@ -17,6 +17,7 @@ from rich.table import Table
 
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure.disk import DiskRates, disk_rates
+from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes, physical_cores, worker_count
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
@@ -154,12 +155,12 @@ def machine(device: torch.device) -> Machine:
         memory_limit=memory_limit,
         lockable_bytes=_lockable_bytes(),
         compiler=torch_private.cpp_compiler(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=device_of(device).name,
         versions={
             "zenflow-compile": _version("zenflow-compile"),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none",
+            **_device_versions(),
             "triton": _version("triton"),
         },
     )
@@ -224,21 +225,23 @@ def _table(title: str, note: str, numbers: Sequence[str], *, name: str | None = 
 
 
 def _device(name: str | None) -> torch.device:
-    """The device of this name; None: CUDA if available.
+    """The device of this name; None: an accelerator if there is one.
 
     Raises:
         ValueError: this machine has no such device.
     """
+    counts = {kind: implementation_of(kind).count() for kind in device_types()}
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(next((kind for kind, count in counts.items() if count and kind != "cpu"), "cpu"))
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
+    if (device.index or 0) < counts.get(device.type, 0):
         return device
-    valid = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    valid = ", ".join(
+        "cpu" if kind == "cpu" else f"{kind}:{index}" for kind, count in counts.items() for index in range(count)
+    )
     raise ValueError(f"--device {name} must be one of {valid}")
 
 
@@ -254,6 +257,13 @@ def _lockable_bytes() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _device_versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for served in device_types():
+        versions.update(implementation_of(served).versions())
+    return versions
 
 
 def _version(package: str) -> str:

@@ -21,13 +21,14 @@ from torch.nn import Parameter
 
 from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.resident_adam import ResidentState, update_on_device
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, update_on_device
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
-from zenflow_compile.runtime.transfer.cpu_lane import copy_without_gil
 from zenflow_compile.torch_internals import torch_private
 
 WINDOW_GRADIENTS = 4
@@ -50,7 +51,7 @@ _SMALLEST_MATRIX, _LARGEST_MATRIX = 256, 4096  # width: the largest takes 100 MB
 _MATMUL_SECONDS = 0.01  # a product that takes this long is large enough; the next would take eight times as long
 _COLUMNS_PER_SELECTED = 10
 # Of a resident parameter: beyond the caches, and long next to a kernel's start.
-_CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 22, 1 << 26
+_CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 22, 1 << 26
 _RESIDENT_ROUNDS = 15  # short ones; the first few wait for pages
 _RESIDENT_BYTES = 16  # memory per element: weight, gradient and moments, and an fp32 master or wider weights
 _COEFFICIENTS = StepCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
@@ -146,14 +147,15 @@ def host_kernel() -> HostAdam:
 def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkRates]:
     """Measure the link between ``device`` and the host, pinned memory first; the directions take turns.
 
-    Pinned memory is left out if CUDA refuses to pin it. Where the device is the CPU, one thread's memmove stands for
-    the link, and there is one entry.
+    Pinned memory is left out if the driver refuses to pin it. Where the device is the CPU, one thread's memmove stands
+    for the link, and there is one entry.
     """
-    if device.type != "cuda":
+    served = device_of(device)
+    if served.streams is None:
         return [_link(device, HostArena(2 * size_bytes), "memmove", size_bytes, rounds)]
     found = []
     pinned, unpinned = HostArena(size_bytes), HostArena(size_bytes)
-    if pinned.pin():
+    if pinned.pin(served):
         found.append(_link(device, pinned, "pinned", size_bytes, rounds))
     pinned.close()
     return [*found, _link(device, unpinned, "unpinned", size_bytes, rounds)]
@@ -165,7 +167,7 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     Args:
         slices: None takes more than a GPU's cache holds, and less where the device is the CPU.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu = device_of(device).streams is not None
     calls = 10 if on_gpu else 1  # a call on a GPU is short next to the wait for it
     slices = slices or (16384 if on_gpu else 4096)
     k = max(1, slices // _COLUMNS_PER_SELECTED)
@@ -190,7 +192,7 @@ def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> 
         dtype: of the weights.
         free_bytes: free memory of the device; at most half of it is used.
     """
-    elements = _CUDA_ELEMENTS if device.type == "cuda" else _CPU_ELEMENTS
+    elements = _CPU_ELEMENTS if device_of(device).streams is None else _GPU_ELEMENTS
     elements = max(1, min(elements, free_bytes // (2 * _RESIDENT_BYTES)))
     param = Parameter(torch.ones(elements, dtype=dtype, device=device))
     resident = (param, torch.ones_like(param), ResidentState.zeros_like(param))
@@ -282,7 +284,7 @@ class _Host:
 def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, rounds: int) -> LinkRates:
     on_host = arena.take((size_bytes,), torch.uint8).fill_(1)
     copy: Callable[[Tensor, Tensor], object]
-    if device.type == "cuda":
+    if device_of(device).streams is not None:
         on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device)
         copy = partial(Tensor.copy_, non_blocking=True)
     else:
@@ -303,8 +305,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()
 
 
 def _in_threads(cores: Sequence[int], work: Callable[[int], None]) -> float:

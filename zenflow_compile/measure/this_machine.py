@@ -15,6 +15,7 @@ from zenflow_compile.performance.hardware import LEFT_FREE, Hardware
 from zenflow_compile.performance.workload import HOST_PASS_BYTES
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.planning.planners import OFFLOADABLE_DTYPES
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cores import physical_cores
 from zenflow_compile.runtime.host.host_adam import make_host_adam
@@ -43,7 +44,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     dtype = largest.dtype if largest.dtype in OFFLOADABLE_DTYPES else torch.float32
     device = largest.device
     cores = worker_cores(options)
-    free = _unused_device_bytes(device)
+    free = free_device_bytes(device) + device_of(device).unused_bytes()
     memory = rates(device, tuple(core.logical for core in physical_cores()))
     per_worker = _host_rate(options, dtype, device, cores) / len(cores)
     path = options.nvme_path if options.policy == "auto" or options.in_files else None
@@ -59,21 +60,13 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
         host_bytes=available_host_memory()[0],
         host_bandwidth=max(memory.host, per_worker * len(cores)),  # an update mostly reads, and may be faster
         cores=len(cores) + LEFT_FREE,
-        device_cores=torch.get_num_threads() if device.type == "cpu" else None,
+        device_cores=device_of(device).compute_threads,
         adam_per_core=per_worker / HOST_PASS_BYTES,
         disk_read=None if disk is None else disk.read,
         disk_write=None if disk is None else disk.write,
         disk_bytes=None if disk is None else disk.free_bytes,
         sources={},
     )
-
-
-def _unused_device_bytes(device: torch.device) -> int:
-    """Free memory, and memory that PyTorch's allocator reserves for no tensor."""
-    reserved = 0
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_device_bytes(device) + reserved
 
 
 def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores: Sequence[int]) -> float:
@@ -85,7 +78,7 @@ def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps
     )
     kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_gradients=steps)
-    pool = WorkerPool(len(cores), Recorder(device), cores)
+    pool = WorkerPool(len(cores), Recorder(), cores)
     try:
         return host_rate(kernel, plan, pool)
     finally:

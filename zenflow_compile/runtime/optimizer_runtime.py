@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import errors, ops
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.module_parameters import Holders
@@ -57,7 +58,7 @@ class OptimizerRuntime:
         self.options = options
         self.in_backward = in_backward
         self.device = device
-        self.recorder = Recorder(device)
+        self.recorder = Recorder(device_of(device).streams)
         self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )

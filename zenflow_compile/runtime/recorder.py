@@ -6,14 +6,23 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-
-from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, SLACK, STEP, WINDOWS, Timeline
+from zenflow_compile.timeline.events import (
+    COMPUTE,
+    D2H,
+    GRADIENTS,
+    H2D,
+    SLACK,
+    STEP,
+    WINDOWS,
+    DeviceClock,
+    DeviceEvent,
+    Timeline,
+)
 
 _NOTHING = nullcontext()  # shared: making a generator's context costs as much as an operator
 
-Moment = int | torch.cuda.Event
-"""Nanoseconds of the host's clock, or an event of a CUDA stream with timing."""
+Moment = int | DeviceEvent
+"""Nanoseconds of the host's clock, or a timed event of a device's stream."""
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
@@ -32,15 +41,18 @@ class Recorder:
 
     Events of the device's stream time its work; the host's clock times waits of the host.
 
+    Args:
+        clock: of the device; None where operators are complete when they return.
+
     Attributes:
         timeline: where events go; None without a profiler.
         step: number of optimizer steps so far.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, clock: DeviceClock | None = None) -> None:
         self.timeline: Timeline | None = None
         self.step = 0
-        self._on_stream = device.type == "cuda"
+        self._clock = clock
         self._phase: tuple[str, Moment] | None = None
         self._step_began: int | None = None
 
@@ -122,8 +134,8 @@ class Recorder:
         now = self.now()
         if isinstance(final, int) and isinstance(now, int):
             self.timeline.add(SLACK, "slack", final, now, step=step, param=param)
-        elif not isinstance(final, int) and not isinstance(now, int):
-            self.timeline.add_device(SLACK, "slack", final, now, step=step, param=param)
+        elif self._clock is not None and not isinstance(final, int) and not isinstance(now, int):
+            self.timeline.add_device(self._clock, SLACK, "slack", final, now, step=step, param=param)
 
     def moved_state(self, size: int, begin_ns: int, *, param: str) -> None:
         """Record that a re-selection moved ``size`` bytes of state each way; the training thread waited for it."""
@@ -133,17 +145,13 @@ class Recorder:
                 self.timeline.add(lane, "state", begin_ns, end, step=self.step, param=param, bytes=size)
 
     def now(self) -> Moment:
-        """This moment of the training thread, or of its stream on CUDA."""
-        if not self._on_stream:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        """This moment of the training thread, or of its stream where the device has streams."""
+        return time.perf_counter_ns() if self._clock is None else self._clock.now()
 
     def _add(self, kind: str, begin: Moment, end: Moment, param: str) -> None:
         if self.timeline is None:
             return
         if isinstance(begin, int) and isinstance(end, int):
             self.timeline.add(COMPUTE, kind, begin, end, step=self.step, param=param)
-        elif not isinstance(begin, int) and not isinstance(end, int):
-            self.timeline.add_device(COMPUTE, kind, begin, end, step=self.step, param=param)
+        elif self._clock is not None and not isinstance(begin, int) and not isinstance(end, int):
+            self.timeline.add_device(self._clock, COMPUTE, kind, begin, end, step=self.step, param=param)

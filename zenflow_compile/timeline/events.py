@@ -23,16 +23,14 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:  # importing torch takes seconds, and simulated events need none of it
-    import torch
     from torch import Tensor
 
 COMPUTE = "compute"
@@ -102,9 +100,41 @@ class NormSums:
     total: float
 
 
+class DeviceEvent(Protocol):
+    """A moment of a device's stream: ``torch.cuda.Event``, or an object with its methods."""
+
+    def record(self, stream: Any) -> None:
+        """Queue it behind the work that ``stream`` has now."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it has happened; raises if the device has failed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread, without the GIL, until it has happened; raises if the device has failed."""
+        ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to ``end``; both are timed and have happened."""
+        ...
+
+
+class DeviceClock(Protocol):
+    """Tells moments of a device's work, and relates them to the host's clock."""
+
+    def now(self) -> DeviceEvent:
+        """This moment of the stream that the calling thread queues work on: a recorded event with timing."""
+        ...
+
+    def reference(self) -> tuple[DeviceEvent, int]:
+        """A timed event that has happened, and the host time (``time.perf_counter_ns``) at which it did."""
+        ...
+
+
 _T = TypeVar("_T")
 _Row = tuple[str, str, int, int, int, str, int]
-_DeviceRow = tuple[str, str, "torch.cuda.Event", "torch.cuda.Event", int, str, int]
+_DeviceRow = tuple[DeviceClock, str, str, DeviceEvent, DeviceEvent, int, str, int]
 
 
 class Timeline:
@@ -126,21 +156,22 @@ class Timeline:
 
     def add_device(
         self,
+        clock: DeviceClock,
         lane: str,
         kind: str,
-        start: torch.cuda.Event,
-        end: torch.cuda.Event,
+        start: DeviceEvent,
+        end: DeviceEvent,
         *,
         step: int,
         param: str = "",
         bytes: int = 0,
     ) -> None:
-        """Record a span between two recorded events of one device, both made with ``enable_timing=True``.
+        """Record a span between two recorded timed events of the device that ``clock`` belongs to.
 
         The timeline owns both events from here on.
         """
         # The times are read later: recording one of the events again (from a pool) would silently move this span.
-        self._device_rows.append((lane, kind, start, end, step, param, bytes))
+        self._device_rows.append((clock, lane, kind, start, end, step, param, bytes))
         if len(self._device_rows) > _DRAIN_ABOVE:
             self._resolve(wait=False)
 
@@ -176,21 +207,18 @@ class Timeline:
         if not self._reading.acquire(blocking=wait):
             return  # another thread is reading, and a recording thread must not wait for it
         try:
-            import torch
-
-            references: dict[torch.device, tuple[torch.cuda.Event, int]] = {}
+            references: dict[DeviceClock, tuple[DeviceEvent, int]] = {}
             for _ in range(len(self._device_rows) if wait else _DRAIN_BATCH):
-                lane, kind, start, end, step, param, size = self._device_rows[0]
+                clock, lane, kind, start, end, step, param, size = self._device_rows[0]
                 if wait:
                     end.synchronize()
-                elif not end.query():  # type: ignore[no-untyped-call]
+                elif not end.query():
                     return
-                device = torch.device(end.device)
                 # One reference per batch: the two clocks drift, and ``elapsed_time`` is a float32 of milliseconds that
                 # loses precision over long distances.
-                if device not in references:
-                    references[device] = _reference(device)
-                reference, reference_ns = references[device]
+                if clock not in references:
+                    references[clock] = clock.reference()
+                reference, reference_ns = references[clock]
                 start_ns = reference_ns - round(start.elapsed_time(reference) * 1e6)
                 end_ns = start_ns + max(0, round(start.elapsed_time(end) * 1e6))
                 self._rows.append((lane, kind, start_ns, end_ns, step, param, size))
@@ -213,19 +241,6 @@ def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
         yield
     finally:
         _ATTACH_NEW.reset(token)
-
-
-def _reference(device: torch.device) -> tuple[torch.cuda.Event, int]:
-    """Return an event of ``device`` and the host time at which it happened."""
-    import torch
-
-    with torch.cuda.device(device):
-        # A new stream: on a busy one the event would come after all queued work, and its wait would stall the run.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        event.synchronize()
-    return event, time.perf_counter_ns()
 
 
 def _snapshot(rows: deque[_T]) -> list[_T]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -180,66 +179,6 @@ def compile_host_kernel(
     # Hazard: ``compiled(...)`` uses process-wide bookkeeping of compilations, which may run while workers run kernels.
     kernel: Callable[[list[Tensor]], object] = compiled.current_callable
     return kernel
-
-
-def register_host_memory(address: int, size_bytes: int) -> None:
-    """Page-lock host memory, so that CUDA copies from and to it asynchronously. Releases the GIL.
-
-    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
-
-    Raises:
-        RuntimeError: CUDA's reason for refusing.
-    """
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = cudart.cudaHostRegister(address, size_bytes, 1)  # 1: cudaHostRegisterPortable, for every device
-    if int(error) != 0:
-        # Hazard: CUDA reports the error again at the check after the next kernel launch. Clear it here.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
-
-
-def unregister_host_memory(address: int) -> None:
-    """Undo ``register_host_memory``. Ignores errors: then the memory was not registered.
-
-    ``torch.cuda.cudart()`` seen in torch 2.11 and 2.13.
-    """
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-def has_stream_values() -> bool:
-    """Whether the driver's stream memory operations can be called; PyTorch's CUDA builds install ``cuda-bindings``."""
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
-
-
-def stream_write_value(stream: int, address: int, value: int) -> None:
-    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all earlier work in it.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
-    from cuda.bindings import driver
-
-    default = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-    _check_driver("cuStreamWriteValue32", driver.cuStreamWriteValue32(stream, address, value, default))
-
-
-def stream_wait_value(stream: int, address: int, value: int) -> None:
-    """``cuStreamWaitValue32``: the stream waits until the number at ``address`` reaches ``value``, modulo 2**32.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
-    from cuda.bindings import driver
-
-    beyond = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    _check_driver("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, beyond))
-
-
-def _check_driver(call: str, result: Any) -> None:
-    error = result[0] if isinstance(result, tuple) else result
-    if int(error) != 0:
-        raise RuntimeError(f"{call}: {error}")
 
 
 def fused_adamw_multi_(

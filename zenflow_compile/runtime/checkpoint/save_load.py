@@ -27,15 +27,15 @@ from zenflow_compile.runtime.checkpoint.format import (
     window_places,
 )
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
-from zenflow_compile.runtime.device.resident_adam import ResidentState
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.gradients.compression import Residual, scales_and_values
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.transfer.cpu_lane import ThreadTicket
 
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import column_ops
+from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.torch_internals import torch_private
 
 EXPANDED_ELEMENTS = 1 << 16

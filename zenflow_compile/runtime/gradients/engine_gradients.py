@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import zenflow_compile
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.gradients.gradient_record import Factors, GradientRecord, GradientState
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -56,7 +57,7 @@ class Gradients:
         visible: bool,
     ) -> None:
         self.visible = visible
-        self.factors = Factors(device, deferred=device.type != "cpu")
+        self.factors = Factors(device, deferred=device_of(device).streams is not None)
         self.dense = 0
         self.engine = engine
         self.process = os.getpid()

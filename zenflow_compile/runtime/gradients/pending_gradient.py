@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
-from zenflow_compile.runtime.transfer.copy_lanes import Ticket
 
 Outgoing = tuple[Tensor, Sequence[StepCoefficients]]
 """A block of the plan's ``buffer_shape`` and ``buffer_dtype``, and the coefficients of its gradients."""

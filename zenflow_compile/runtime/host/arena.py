@@ -1,6 +1,6 @@
 """Host memory of one engine: whether there is enough, and one mapping of exactly the size needed.
 
-PyTorch's pinned allocator rounds each request up to a power of two, so memory is mapped here and registered with CUDA.
+PyTorch's pinned allocator rounds each request up to a power of two, so memory is mapped here and registered.
 
 [Note: lifetime] Tensors keep the mapping alive, and the last of them frees it. It is never closed by hand:
 ``torch.frombuffer`` holds a reference to the mapping but no buffer export, so ``mmap.close()`` would succeed under
@@ -26,8 +26,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.host.cgroups import CGROUPS, MEMBERSHIP, groups_of
-from zenflow_compile.torch_internals import torch_private
 
 ALIGNMENT_BYTES = 64
 """A cache line, and the widest vector load of current CPUs: no two tensors share a cache line."""
@@ -114,8 +114,8 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether CUDA can copy from and to this memory asynchronously."""
-        return self._mapping is not None and self._mapping.registered
+        """Whether a device can copy from and to this memory asynchronously."""
+        return self._mapping is not None and self._mapping.registered_with is not None
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Take a contiguous tensor of zeros, aligned to 64 bytes, with its own storage over the next bytes.
@@ -137,23 +137,23 @@ class HostArena:
         self.used_bytes += needed
         return flat.view(tuple(shape))
 
-    def pin(self, remedies: str | None = None) -> bool:
-        """Register the whole arena with CUDA; return whether it is pinned now. Idempotent.
+    def pin(self, device: Device, remedies: str | None = None) -> bool:
+        """Register the whole arena with ``device``; return whether it is pinned now. Idempotent.
 
-        It is one registration, because a copy may not span two. Without CUDA this does nothing. If CUDA refuses, a
-        warning says what that costs, and everything works on unpinned memory.
+        It is one registration, because a copy may not span two. If the driver refuses, a warning says what that costs,
+        and everything works on unpinned memory.
 
         Args:
             remedies: settings that need less host memory, for the warning; None: no warning.
         """
         mapping = self._open_mapping()
-        if not mapping.registered and len(mapping) and torch.cuda.is_available():
+        if mapping.registered_with is None and len(mapping):
             try:
-                torch_private.register_host_memory(mapping.address, len(mapping))
+                device.register(mapping.address, len(mapping))
             except RuntimeError as error:
                 if remedies is not None:
                     warnings.warn(
-                        f"CUDA refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
+                        f"the driver refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
                         "correct, but copies between host and device go through the driver's small buffers now: "
                         "slower, and the training thread waits for them. Raise the limit on locked memory (ulimit -l), "
                         f"free host memory, or make do with less: {remedies}",
@@ -161,8 +161,8 @@ class HostArena:
                         stacklevel=2,
                     )
             else:
-                mapping.registered = True
-        return mapping.registered
+                mapping.registered_with = device
+        return mapping.registered_with is not None
 
     def close(self) -> None:
         """Unregister the memory, which is unmapped with its last tensor. Idempotent.
@@ -193,16 +193,16 @@ def touch_pages(tensor: Tensor) -> None:
 
 
 class _Mapping(mmap.mmap):
-    """A private anonymous mapping, with its registration with CUDA and the process that owns it."""
+    """A private anonymous mapping, with the device that it is registered with and the process that owns it."""
 
     address = 0
-    registered = False
+    registered_with: Device | None = None
     owner = 0
 
     def unregister(self) -> None:
-        if self.registered:
-            self.registered = False
-            torch_private.unregister_host_memory(self.address)
+        device, self.registered_with = self.registered_with, None
+        if device is not None:
+            device.unregister(self.address)
 
     def __del__(self) -> None:
         if os.getpid() != self.owner:
@@ -210,7 +210,7 @@ class _Mapping(mmap.mmap):
             # would free that memory, so the object is leaked.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
-        with suppress(Exception):  # at interpreter exit CUDA may be gone, and its registrations with it
+        with suppress(Exception):  # at interpreter exit the driver may be gone, and its registrations with it
             self.unregister()
 
 

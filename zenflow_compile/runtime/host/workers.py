@@ -16,12 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from zenflow_compile.runtime.device.copy_lanes import CopyError
+from zenflow_compile.runtime.device.latch import Latch
+from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError
-from zenflow_compile.runtime.transfer.latch import Latch
-from zenflow_compile.runtime.transfer.stream_flags import Flag
 from zenflow_compile.timeline.events import worker_lane
 
 

@@ -13,7 +13,11 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan
-from zenflow_compile.runtime.device.streamed_adam import StreamedAdam, Subgroup, arena_bytes
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.make_lane import make_lane
+from zenflow_compile.runtime.device.staging_ring import StagingRing
+from zenflow_compile.runtime.device.stream_flags import make_flags
+from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.cores import nodes_of, run_pinned
@@ -31,9 +35,6 @@ from zenflow_compile.runtime.parameters.capacity import (
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.make_lane import make_lane
-from zenflow_compile.runtime.transfer.staging_ring import StagingRing
-from zenflow_compile.runtime.transfer.stream_flags import make_flags
 
 
 class Allocated(NamedTuple):
@@ -62,9 +63,10 @@ class EngineMemory:
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
         cores = worker_cores(options)
+        self._device = device_of(device)
         self.transport = Transport(
-            to_host=make_lane("D2H", device, recorder),
-            to_device=make_lane("H2D", device, recorder),
+            to_host=make_lane("D2H", self._device, recorder),
+            to_device=make_lane("H2D", self._device, recorder),
             down_ring=StagingRing(GRADIENT_RING, 0, device),
             up_ring=StagingRing(UPLOAD_RING, 0, device),
             workers=WorkerPool(len(cores), recorder, cores),
@@ -74,7 +76,6 @@ class EngineMemory:
         self.kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
         self.files: NvmeCache | None = None
         self._options = options
-        self._device = device
         self._arenas: list[HostArena] = []
 
     def allocate(self, plan: Plan, new: Sequence[ParamPlan], params: Sequence[Parameter], undo: ExitStack) -> Allocated:
@@ -104,9 +105,9 @@ class EngineMemory:
         streamed = [(each, param) for each, param in zip(new, params, strict=True) if each.streamed]
         subgroups = self.streamed.make(streamed, arena)
         self._touch_first(list(hosts.values()))
-        if arena.total_bytes and self._device.type == "cuda":
+        if arena.total_bytes and self._device.streams is not None:
             warned = any(each.total_bytes and not each.pinned for each in self._arenas)
-            arena.pin(None if warned else less_host_memory(self._options))
+            arena.pin(self._device, None if warned else less_host_memory(self._options))
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
         self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
         self.streamed.fit(subgroups)
@@ -150,7 +151,7 @@ class EngineMemory:
         nodes, and before pinning, which would touch every page on one core. Elsewhere pages cost nothing until used.
         """
         cores = self.transport.workers.cores
-        if self._device.type != "cuda" and len(nodes_of(cores)) < 2:
+        if self._device.streams is None and len(nodes_of(cores)) < 2:
             return
 
         def touch(worker: int) -> None:

@@ -13,6 +13,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import UPLOAD_RING, ParamPlan, Plan
 from zenflow_compile.planning.planners import ParamSpec, extend_plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
 from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
@@ -98,10 +99,9 @@ def nvme_cache_bytes(plan: Plan, options: Options) -> int:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device; free host memory for the CPU, which acts as the device in tests."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_host_memory()[0]
+    """Free memory of a device; free host memory where the device has none of its own."""
+    free = device_of(device).free_bytes()
+    return available_host_memory()[0] if free is None else free
 
 
 def worker_cores(options: Options) -> tuple[int, ...]:

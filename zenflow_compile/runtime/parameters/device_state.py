@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.device import column_ops, selection_groups
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device_updates import column_ops, selection_groups
+from zenflow_compile.runtime.device_updates.selection import Selection
 
 SCORE_DECAY = 0.9
 """Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten

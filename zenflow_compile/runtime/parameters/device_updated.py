@@ -11,9 +11,9 @@ from torch.nn import Parameter
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.resident_adam import ResidentAdam, ResidentState
-from zenflow_compile.runtime.device.streamed_adam import StreamedAdam
-from zenflow_compile.runtime.device.version_counter import VersionCounter
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.parameters.param_groups import coefficients_of
 
 

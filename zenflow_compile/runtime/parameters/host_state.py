@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.gradients.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.host.host_adam import HostAdam
@@ -17,8 +19,6 @@ from zenflow_compile.runtime.host.state_store import InMemoryState, State, State
 from zenflow_compile.runtime.host.workers import Job, preferred_worker
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
-from zenflow_compile.runtime.transfer.copy_lanes import Ticket
-from zenflow_compile.runtime.transfer.stream_flags import Flag, HostFlags
 
 TASK_ELEMENTS = 1 << 20
 """Most elements per task of a worker: so many that the overhead of a call vanishes, so few that other workers find

@@ -27,8 +27,10 @@ from torch.nn import Parameter
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.version_counter import VersionCounter
+from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
+from zenflow_compile.runtime.device.staging_ring import StagingBuffer
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
@@ -39,8 +41,6 @@ from zenflow_compile.runtime.parameters.host_state import FlushedWindow, Gradien
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.trace_annotations import annotated
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError, Ticket
-from zenflow_compile.runtime.transfer.staging_ring import StagingBuffer
 from zenflow_compile.torch_internals import torch_private
 
 _PARTS, _ON_DEVICE = GradientState.PARTS, GradientState.ON_DEVICE

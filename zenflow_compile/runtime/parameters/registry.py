@@ -17,7 +17,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.version_counter import VersionCounter, counters_of
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.capacity import checked_plan

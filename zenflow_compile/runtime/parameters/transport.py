@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zenflow_compile.runtime.device.copy_lanes import CopyLane
+from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.host.workers import WorkerPool
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.copy_lanes import CopyLane
-from zenflow_compile.runtime.transfer.staging_ring import StagingRing
 
 
 @dataclass(slots=True)

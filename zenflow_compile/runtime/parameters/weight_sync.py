@@ -8,8 +8,8 @@ from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
-from zenflow_compile.runtime.device.selection import Selection
-from zenflow_compile.runtime.device.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.torch_internals.torch_private import storage_identity

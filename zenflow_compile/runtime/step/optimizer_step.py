@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import column_ops
-from zenflow_compile.runtime.device.version_counter import bump_versions
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam

@@ -1,6 +1,6 @@
 """Decides when update windows are flushed and selections change, from the step, the options and gradient values alone.
 
-Values of the device are used at a fixed lag, when their copy to the host is long done (``transfer/readback.py``): norms
+Values of the device are used at a fixed lag, when their copy to the host is long done (``device/readback.py``): norms
 one step after they were computed, the drift of a selection one update window after. Measured time is used one time, for
 the shortest window that ``update_interval="auto"`` may choose (``min_window.py``).
 """
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
-from zenflow_compile.runtime.device.selection import Selection
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.readback import Readback
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.readback import Readback
 from zenflow_compile.timeline.events import AdaptiveWindows
 
 RESELECT_BELOW = 0.8
@@ -102,7 +103,7 @@ class Schedule:
         self._drifts: dict[int, _Drift] = {}
         self._least_steps: dict[int, int] = {}  # between re-selections, by the plan's interval
         self._unscale: dict[int, tuple[ParamPlan, float]] = {}
-        self._readback = Readback(3, device, recorder)
+        self._readback = Readback(3, device_of(device), recorder)
 
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""

@@ -18,7 +18,7 @@ This module imports Triton, so it is imported only where Triton is installed.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
-from zenflow_compile.runtime.device.selection import Selection, row_major
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device_updates.selection import Selection, row_major
 
 if TYPE_CHECKING:
     # Under these names mypy sees plain functions; the decorators of Triton are untyped.
@@ -362,4 +363,4 @@ def adam_columns_(
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current: Triton launches on the current one, which may differ in autograd's threads."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return device_of(tensor.device).use()

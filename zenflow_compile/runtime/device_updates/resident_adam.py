@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.device.column_ops import bounded_batches
-from zenflow_compile.runtime.device.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.runtime.device_updates.column_ops import bounded_batches
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.torch_internals import torch_private
 
 # Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.

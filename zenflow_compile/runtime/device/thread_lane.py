@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.device.copy_lanes import CopyError, HostWork, Ticket
+from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.copy_lanes import CopyError, HostWork, Ticket
-from zenflow_compile.runtime.transfer.latch import Latch
 
 INLINE_BYTES = 1 << 16
 """Copies up to this size run at once in the calling thread: handing one over costs its ticket, its place in the queue

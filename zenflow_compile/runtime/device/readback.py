@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline.events import DeviceEvent
 
 
 class Readback:
@@ -15,21 +17,22 @@ class Readback:
     that decisions depend on the data alone: ``take`` waits for a late copy.
     """
 
-    def __init__(self, columns: int, device: torch.device, recorder: Recorder) -> None:
+    def __init__(self, columns: int, device: Device, recorder: Recorder) -> None:
+        self._device = device
         self._recorder = recorder
-        self._table = torch.zeros((0, columns), dtype=torch.float32, device=device)
-        self._host = self._host_like(self._table)  # pinned, or its copy would block
+        self._table = torch.zeros((0, columns), dtype=torch.float32, device=device.torch_device)
+        self._host = device.host_zeros((0, columns), torch.float32)
         self._cells: dict[tuple[int, int], Tensor] = {}  # views: making one costs as much as an operator
         self._filled: list[tuple[int, int]] = []
         self._copied: list[tuple[int, int]] = []
-        self._event: torch.cuda.Event | None = None
+        self._event: DeviceEvent | None = None
 
     def grow(self, rows: int) -> None:
         """Have at least ``rows`` rows; filled cells stay. No copy may be in flight: call ``take`` before."""
         if (missing := rows - len(self._table)) > 0:
             self._cells.clear()
             self._table = torch.cat([self._table, self._table.new_zeros((missing, self._table.shape[1]))])
-            self._host = self._host_like(self._table)
+            self._host = self._device.host_zeros(self._table.shape, torch.float32)
 
     def cell(self, row: int, column: int) -> Tensor:
         """The 0-d cell on the device that the caller fills in this step."""
@@ -45,9 +48,9 @@ class Readback:
             return
         # On the current stream, as are the writes of cells: a cell is filled again only after this copy has read it.
         self._host.copy_(self._table, non_blocking=True)
-        if self._table.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(self._table.device))
+        if (streams := self._device.streams) is not None:
+            self._event = streams.event()
+            self._event.record(streams.current())
         self._copied, self._filled = self._filled, []
 
     @property
@@ -60,7 +63,7 @@ class Readback:
         if not self._copied:
             return {}
         if (event := self._event) is not None:
-            late = not event.query()  # type: ignore[no-untyped-call]
+            late = not event.query()
             with self._recorder.stall(late, param="", on_host=True):
                 if late:
                     event.synchronize()
@@ -73,7 +76,3 @@ class Readback:
         """Drop filled cells, and those in flight."""
         self.take()
         self._filled = []
-
-    @staticmethod
-    def _host_like(table: Tensor) -> Tensor:
-        return torch.zeros(table.shape, dtype=table.dtype, pin_memory=table.is_cuda)

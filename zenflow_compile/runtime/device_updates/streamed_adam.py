@@ -20,10 +20,10 @@ from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import FP32_BYTES, STREAM_BUFFERS, ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.resident_adam import ResidentState, Update, update_on_device
+from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, Update, update_on_device
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.transfer.copy_lanes import CopyLane, Ticket
 
 CoefficientsOf = Callable[[int], tuple[StepCoefficients, float]]
 """Returns a parameter's current coefficients and eps, by its index."""

@@ -1,9 +1,9 @@
-"""Flags in host memory by which threads and CUDA streams wait for each other, so that no thread waits for a stream.
+"""Flags in host memory by which threads and streams of a device wait for each other; no thread waits for a stream.
 
 An event cannot say that a worker thread will be done: a stream passes an event that was not recorded yet at once. A
 counter in pinned memory can: a stream stops at ``wait_on`` until a thread has raised the counter, and a thread sees in
-it what a stream has written. Both are operations of the stream (``cuStreamWaitValue32``, ``cuStreamWriteValue32``), so
-that the thread that queues them goes on.
+it what a stream has written. Both are operations of the stream (on CUDA ``cuStreamWaitValue32`` and
+``cuStreamWriteValue32``), so that the thread that queues them goes on.
 
 [Note: progress] A stream that waits may stall the streams that share its hardware queue. So a stream that waits for a
 thread has another priority than the stream whose copies that thread needs.
@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from zenflow_compile.torch_internals import torch_private
+from zenflow_compile.runtime.device.device import Device, Stream, Streams
 
 _POLL_SECONDS = 20e-6
 
@@ -28,12 +28,11 @@ class HostFlags:
 
     Args:
         count: number of counters.
-        device: the CUDA device whose streams use them.
+        device: its streams use them.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        # cudaHostAlloc memory: the device knows it by the host's address.
-        self._memory = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+    def __init__(self, count: int, device: Device) -> None:
+        self._memory = device.host_zeros((count,), torch.int32)
         self._address = self._memory.data_ptr()
         self.fence = threading.Lock()
 
@@ -58,16 +57,19 @@ class Flag:
 
     def raise_it(self) -> None:
         """Set the counter to the value. A thread that sees it sees all earlier writes of the calling thread."""
-        with self._flags.fence:  # orders memory; a plain store would do so on x86 alone
+        # Orders memory; a plain store would do so on x86 alone. Twice: the first release orders all earlier writes
+        # before the second acquire, which comes before the store.
+        with self._flags.fence:
             pass
-        self._word.value = self._value
+        with self._flags.fence:
+            self._word.value = self._value
 
     def reached(self) -> bool:
         """Whether the counter is at the value or beyond."""
         return (self._word.value - self._value) & 0xFFFFFFFF < 1 << 31
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Block the calling thread until the value is reached; no CUDA call, and no GIL while it sleeps.
+        """Block the calling thread until the value is reached; no call of the driver, and no GIL while it sleeps.
 
         Returns:
             Whether it was reached within ``seconds``.
@@ -79,28 +81,31 @@ class Flag:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def write_from(self, stream: torch.cuda.Stream) -> None:
+    def write_from(self, streams: Streams, stream: Stream) -> None:
         """Make ``stream`` set the counter to the value when it gets there."""
-        torch_private.stream_write_value(stream.cuda_stream, self._address, self._value)
+        streams.write_value(stream, self._address, self._value)
 
-    def wait_on(self, stream: torch.cuda.Stream) -> None:
+    def wait_on(self, streams: Streams, stream: Stream) -> None:
         """Make ``stream`` wait at this place until the value is reached."""
-        torch_private.stream_wait_value(stream.cuda_stream, self._address, self._value)
+        streams.wait_value(stream, self._address, self._value)
 
 
-def make_flags(count: int, device: torch.device) -> HostFlags | None:
+def make_flags(count: int, device: Device) -> HostFlags | None:
     """Make flags for ``device``; None where its driver has no such operations, and threads must wait instead."""
-    if device.type != "cuda" or not torch_private.has_stream_values():
+    streams = device.streams
+    if streams is None or not streams.has_values:
         return None
-    flags = HostFlags(max(1, count), device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    one = Flag(flags, 0, 1)
+    stream = streams.acquire(urgent=False)
     try:
-        Flag(flags, 0, 0).wait_on(stream)
-        one.write_from(stream)
+        flags = HostFlags(max(1, count), device)
+        one = Flag(flags, 0, 1)
+        Flag(flags, 0, 0).wait_on(streams, stream)
+        one.write_from(streams, stream)
         stream.synchronize()
     except (RuntimeError, ImportError, AttributeError):  # no such driver, or bindings of another version
         return None
+    finally:
+        streams.release(stream, urgent=False)
     if not one.reached():
         return None
     # Back to zero: users count from 1, and their first value would count as reached.

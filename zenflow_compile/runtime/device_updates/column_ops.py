@@ -1,4 +1,4 @@
-"""Split gradients into slices, merge slices into weights, and update slices: Triton on CUDA, PyTorch elsewhere.
+"""Split gradients into slices, merge slices into weights, and update slices: in Triton if the device has it.
 
 A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, columns]``. Blocks of slices are laid out
 ``[slice, length]``, whatever the dim, so that one slice is contiguous.
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients
-from zenflow_compile.runtime.device.selection import Selection, row_major
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device_updates.selection import Selection, row_major
 from zenflow_compile.torch_internals import torch_private
 
 _T = TypeVar("_T")
@@ -32,7 +33,7 @@ _CHUNK_ELEMENTS = 1 << 20
 _SQUARES_ELEMENTS = 1 << 18
 # Up to this size an operation costs as much as its operator calls, whatever its order of memory accesses.
 _SMALL_ELEMENTS = 1 << 14
-_CUDA_CHUNK_ELEMENTS = 1 << 24  # fewer launches, for 64 MB of fp32 per temporary
+_LAUNCH_ELEMENTS = 1 << 24  # fewer launches, for 64 MB of fp32 per temporary
 
 
 def norms_and_split(
@@ -47,7 +48,7 @@ def norms_and_split(
     Returns:
         Squared L2 norm of every slice, f32[slices], accumulated in fp32 in an order that depends on the shape alone.
     """
-    if matrix.is_cuda and (kernels := _kernels()):
+    if (kernels := _kernels(matrix.device)) is not None:
         norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, deferred_out)
         return norms
     reference_split_columns(matrix, dim, selection, selected_out, deferred_out)
@@ -58,7 +59,7 @@ def unsplit_columns(
     matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
 ) -> None:
     """Inverse of :func:`norms_and_split`: put the slices of both blocks back into ``matrix_out`` [rows, columns]."""
-    if matrix_out.is_cuda and (kernels := _kernels()):
+    if (kernels := _kernels(matrix_out.device)) is not None:
         kernels.unsplit_columns(matrix_out, dim, selection, selected_in, deferred_in)
     else:
         reference_merge_columns(matrix_out, dim, selection.selected, selected_in)
@@ -72,7 +73,7 @@ def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> N
         slices: without duplicates.
         values: contiguous, of the matrix's dtype.
     """
-    if matrix.is_cuda and (kernels := _kernels()):
+    if (kernels := _kernels(matrix.device)) is not None:
         kernels.merge_columns(matrix, dim, slices, values)
     else:
         reference_merge_columns(matrix, dim, slices, values)
@@ -104,7 +105,7 @@ def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, 
     The result of one parameter does not depend on the others.
     """
     params = [each for each in params if each.gradient.numel()]
-    if params and params[0].matrix.is_cuda and (kernels := _kernels()):
+    if params and (kernels := _kernels(params[0].matrix.device)) is not None:
         for matrix, dim, selection, gradient, master, exp_avg, exp_avg_sq, step in params:
             kernels.adam_columns_(
                 matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, coefficients, step=step, eps=eps
@@ -120,7 +121,7 @@ def quantize_slices_(
     """Write ``gradient * grad_scale + residual`` as int8 with a scale per slice; ``residual`` takes the rounding error.
 
     Values are rounded to the nearest multiple of the slice's scale, 1/127 of its maximum magnitude. A slice with inf or
-    NaN becomes NaN as a whole. Uses PyTorch's operators on CUDA too: it runs once per parameter and step, outside of
+    NaN becomes NaN as a whole. Uses PyTorch's operators everywhere: it runs once per parameter and step, outside of
     the backward.
 
     Args:
@@ -129,7 +130,9 @@ def quantize_slices_(
         scales_out: f32[deferred]. The written gradient is ``values_out * scales_out``.
         values_out: int8[deferred, length].
     """
-    slices = max(1, (_CUDA_CHUNK_ELEMENTS if gradient.is_cuda else _CHUNK_ELEMENTS) // max(1, gradient.shape[1]))
+    # Temporaries that fit into a cache, or few launches.
+    chunk = _CHUNK_ELEMENTS if device_of(gradient.device).streams is None else _LAUNCH_ELEMENTS
+    slices = max(1, chunk // max(1, gradient.shape[1]))
     for first in range(0, gradient.shape[0], slices):
         part = slice(first, first + slices)
         exact = (gradient[part].float() * grad_scale).add_(residual[part])
@@ -271,12 +274,10 @@ def _rows_per_chunk(matrix: Tensor, elements: int) -> int:
 
 
 @cache
-def _kernels() -> ModuleType | None:
-    """The module of Triton kernels; None where Triton is missing (its wheels are for Linux only)."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The module of Triton kernels; None where Triton does not compile for ``device``."""
+    if not device_of(device).has_triton:
         return None
-    from zenflow_compile.runtime.device import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels
 
     return triton_kernels

@@ -1,8 +1,8 @@
 """Asynchronous copies between device and host: one lane per direction.
 
 A lane runs all copies to one place in order. It touches only engine memory, which is allocated one time: so there is no
-``record_stream``, and no race with PyTorch's allocator. ``cuda_lane`` makes a lane of a stream. Where the device is the
-CPU itself, ``cpu_lane`` makes it of a thread that copies without the GIL, so that copies are as asynchronous there.
+``record_stream``, and no race with PyTorch's allocator. ``stream_lane`` makes a lane of a stream. Where the device
+has none, ``thread_lane`` makes it of a thread that copies without the GIL, so that copies are as asynchronous there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zenflow_compile.runtime.transfer.stream_flags import Flag
+from zenflow_compile.runtime.device.stream_flags import Flag
 
 
 class CopyError(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.transfer.copy_lanes import Ticket
+from zenflow_compile.runtime.device.copy_lanes import Ticket
 
 Block = tuple[tuple[int, int], torch.dtype]
 """Shape and dtype of what passes through a buffer."""

@@ -1,0 +1,55 @@
+"""The CPU as the device: operators are complete when they return, and threads make copies asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.device.device import Device
+
+
+class CpuDevice(Device):
+    """See :class:`Device`."""
+
+    streams = None
+    has_triton = False
+
+    @classmethod
+    def count(cls) -> int:
+        return 1
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return {}
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def unused_bytes(self) -> int:
+        return 0
+
+    @property
+    def compute_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Nothing to do: threads copy, and need no page locks."""
+
+    def unregister(self, address: int) -> None:
+        """Nothing to do."""
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""

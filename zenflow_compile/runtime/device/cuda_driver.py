@@ -1,0 +1,67 @@
+"""Calls of the CUDA driver that PyTorch does not offer, through ``cuda-bindings``, which its CUDA builds install.
+
+Where the bindings are missing, :func:`has_bindings` is False and nothing else in here may be called.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+@cache
+def has_bindings() -> bool:
+    """Whether the driver can be called."""
+    try:
+        # Not find_spec("cuda.bindings"): it raises where an unrelated module is called ``cuda``.
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all earlier work in it.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    default = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+    _check("cuStreamWriteValue32", driver.cuStreamWriteValue32(stream, address, value, default))
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """``cuStreamWaitValue32``: the stream waits until the number at ``address`` reaches ``value``, modulo 2**32.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    beyond = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    _check("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, beyond))
+
+
+def create_stream(priority: int) -> int:
+    """``cuStreamCreateWithPriority`` in the current context, without implicit waits for the default stream.
+
+    Returns:
+        The handle. The stream lives as long as the process.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    not_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    result = driver.cuStreamCreateWithPriority(not_blocking, priority)
+    _check("cuStreamCreateWithPriority", result)
+    return int(result[1])
+
+
+def _check(call: str, result: Any) -> None:
+    error = result[0] if isinstance(result, tuple) else result
+    if int(error) != 0:
+        raise RuntimeError(f"{call}: {error}")

@@ -1,0 +1,200 @@
+"""What the package asks of a device. No other file names a kind of accelerator.
+
+An implementation is a :class:`Device`, for a device type that PyTorch has. ``cpu.py`` and ``cuda.py`` implement two;
+``devices.register_device`` adds another one. Decisions follow capabilities: ``device.streams is None``, never a type.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.timeline.events import DeviceEvent
+
+
+class Stream(Protocol):
+    """A queue of the device: ``torch.cuda.Stream``, or an object with its methods."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Queue a wait for the work that ``stream`` has now."""
+        ...
+
+    def wait_event(self, event: Any) -> None:
+        """Queue a wait for the work before the last ``record`` of ``event``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread, without the GIL, until the queue is empty; raises if the device has failed."""
+        ...
+
+
+class Streams(ABC):
+    """Streams and events of a device whose operators run after the call that queues them.
+
+    Calls that may block (on a full queue, too) must release the GIL. Those of ``torch.Stream`` and ``torch.Event`` do
+    not, those of ``torch.cuda`` do.
+
+    Attributes:
+        has_values: whether a stream can write and wait for numbers in host memory.
+    """
+
+    has_values: bool
+
+    @abstractmethod
+    def current(self) -> Stream:
+        """The stream on which the calling thread queues operators."""
+
+    @abstractmethod
+    def acquire(self, *, urgent: bool) -> Stream:
+        """Take a stream that no other code uses.
+
+        Args:
+            urgent: of higher priority. Streams of different priority do not share a queue of the hardware.
+        """
+
+    @abstractmethod
+    def release(self, stream: Stream, *, urgent: bool) -> None:
+        """Give an acquired stream back; the next ``acquire`` may return it."""
+
+    @abstractmethod
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make ``stream``, and its device, the current one of the calling thread inside the block."""
+
+    @abstractmethod
+    def event(self, *, timed: bool = False) -> DeviceEvent:
+        """Make an event.
+
+        Args:
+            timed: ``elapsed_time`` can be asked.
+        """
+
+    @abstractmethod
+    def write_value(self, stream: Stream, address: int, value: int) -> None:
+        """Make ``stream`` write the 32-bit ``value`` to host memory at ``address`` after all earlier work in it.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+
+    @abstractmethod
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        """Make ``stream`` wait until the 32-bit number at ``address`` reaches ``value``, modulo 2**32.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+
+    @abstractmethod
+    def reference(self) -> tuple[DeviceEvent, int]:
+        """A timed event that has happened, and the host time (``time.perf_counter_ns``) at which it did.
+
+        Does not wait for work in other streams.
+        """
+
+    def now(self) -> DeviceEvent:
+        """This moment of the current stream: a recorded event with timing."""
+        event = self.event(timed=True)
+        # The stream is named: an event would be recorded on a stream of the thread's current device, which may differ.
+        event.record(self.current())
+        return event
+
+
+class Device(ABC):
+    """One device: its memory, its streams, and what its driver can do.
+
+    Attributes:
+        torch_device: with an index, unless it is the CPU.
+        streams: None where operators are complete when they return.
+        has_triton: Triton compiles kernels for it.
+        blocking: number of blocking copies so far, by reason. Each waits until the device has done all earlier work.
+    """
+
+    streams: Streams | None
+    has_triton: bool
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self.blocking: Counter[str] = Counter()
+
+    @classmethod
+    @abstractmethod
+    def count(cls) -> int:
+        """Number of devices of this type in this machine."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the vendor calls it."""
+
+    @classmethod
+    @abstractmethod
+    def versions(cls) -> dict[str, str]:
+        """Versions of the software that drives it, by name."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Memory that no process has allocated; None where the device shares the host's memory."""
+
+    @abstractmethod
+    def unused_bytes(self) -> int:
+        """Memory that PyTorch's allocator has reserved and no tensor uses."""
+
+    @property
+    @abstractmethod
+    def compute_threads(self) -> int | None:
+        """Threads of this machine's cores that compute the model; None where the device does."""
+
+    @abstractmethod
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a small tensor of zeros in host memory that the device copies to and from asynchronously.
+
+        The device knows the memory by its host address, so that its streams can also write values there.
+        """
+
+    @abstractmethod
+    def register(self, address: int, size_bytes: int) -> None:
+        """Page-lock host memory, so that the device copies to and from it asynchronously. Releases the GIL.
+
+        Raises:
+            RuntimeError: the driver's reason for refusing.
+        """
+
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Undo ``register``. Ignores errors: then the memory was not registered."""
+
+    @abstractmethod
+    def use(self) -> AbstractContextManager[object]:
+        """Make it the calling thread's current device inside the block."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until all queued work is done."""
+
+    def to_host(self, tensor: Tensor, why: str) -> Tensor:
+        """Copy a tensor of this device to the host, and wait for it. On the CPU it is the tensor itself.
+
+        Args:
+            why: counted in ``blocking``.
+        """
+        if self.streams is None:
+            return tensor
+        self.blocking[why] += 1
+        return tensor.cpu()
+
+    def from_host(self, tensor: Tensor, why: str) -> Tensor:
+        """Copy a tensor of the host to this device, and wait for it. On the CPU it is the tensor itself.
+
+        Args:
+            why: counted in ``blocking``.
+        """
+        if self.streams is None:
+            return tensor
+        self.blocking[why] += 1
+        return tensor.to(self.torch_device)

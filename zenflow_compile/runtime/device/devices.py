@@ -1,0 +1,49 @@
+"""The devices of this process: which types are served, and the one object per device."""
+
+from __future__ import annotations
+
+import torch
+
+from zenflow_compile.runtime.device.cpu import CpuDevice
+from zenflow_compile.runtime.device.cuda import CudaDevice
+from zenflow_compile.runtime.device.device import Device
+
+_IMPLEMENTATIONS: dict[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}
+_DEVICES: dict[torch.device, Device] = {}
+
+
+def register_device(device_type: str, implementation: type[Device]) -> None:
+    """Serve devices whose ``torch.device.type`` is ``device_type``."""
+    _IMPLEMENTATIONS[device_type] = implementation
+
+
+def device_types() -> list[str]:
+    """The served device types; the CPU is the first."""
+    return list(_IMPLEMENTATIONS)
+
+
+def implementation_of(device_type: str) -> type[Device]:
+    """The implementation for a device type.
+
+    Raises:
+        ValueError: there is none; says what one needs.
+    """
+    if (found := _IMPLEMENTATIONS.get(device_type)) is None:
+        raise ValueError(
+            f"device type {device_type!r} must be one of {', '.join(_IMPLEMENTATIONS)}. To serve another type, "
+            "subclass Device in zenflow_compile/runtime/device/device.py (memory queries, page-locked host memory and, "
+            "if its operators run asynchronously, streams, events and stream values), and pass the class to "
+            "register_device()"
+        )
+    return found
+
+
+def device_of(device: torch.device) -> Device:
+    """The one object that stands for ``device`` in this process.
+
+    Raises:
+        ValueError: its type is not served; says what an implementation needs.
+    """
+    if (found := _DEVICES.get(device)) is None:
+        found = _DEVICES.setdefault(device, implementation_of(device.type)(device))
+    return found
