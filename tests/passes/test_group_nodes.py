@@ -48,7 +48,7 @@ def test_gradients_and_updates_are_grouped(in_backward: bool, recording: Callabl
     offloads = graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENTS)
     assert [node.args[-1] for node in offloads] == engine.offloads == [[0, 3, 1]]
     for node in offloads:
-        token, grads, *_ = node.args
+        grads, token, *_ = node.args
         assert token.target is ops.BEGIN_BACKWARD
         assert node.prev is grads[-1], "the last gradient is offloaded as soon as it exists"
     for p in OFFLOADED:
@@ -141,7 +141,7 @@ class Written:
                 p = next(offloaded)
                 norms = graph.call_function(ops.COLUMN_NORMS, (grads[p], engine.id, p))
                 selected = graph.call_function(ops.SELECT_COLUMNS, (norms, engine.id, p))
-                graph.call_function(ops.SPLIT_COLUMNS, (token, grads[p], selected, engine.id, p))
+                graph.call_function(ops.SPLIT_COLUMNS, (grads[p], token, selected, engine.id, p))
                 graph.call_function(ops.COPY_TO_HOST, (token, engine.id, p))
             elif step == "w":
                 graph.call_function(torch.ops.aten.zero_.default, (grads[0],))

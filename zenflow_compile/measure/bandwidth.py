@@ -172,7 +172,7 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     slices = slices or (16384 if on_gpu else 4096)
     k = max(1, slices // _COLUMNS_PER_SELECTED)
     matrix = torch.zeros(length, slices, dtype=torch.bfloat16, device=device)
-    spread = torch.arange(k, dtype=torch.int32) * (slices // k)  # selections spread over the matrix, too
+    spread = torch.arange(k, dtype=torch.int32, device="cpu") * (slices // k)  # selections spread over the matrix, too
     selection = Selection.of(spread, slices, device)
     gradient = torch.ones(k, length, dtype=torch.bfloat16, device=device)
     master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))

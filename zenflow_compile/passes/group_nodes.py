@@ -37,7 +37,7 @@ def group_nodes(gm: GraphModule, ctx: PassContext) -> int:
 
         norms = zenflow.column_norms(grad, engine, p)
         selected = zenflow.select_columns(norms, engine, p)
-        zenflow.split_columns(token, grad, selected, engine, p)
+        zenflow.split_columns(grad, token, selected, engine, p)
         zenflow.copy_to_host(token, engine, p)
 
         zenflow.adam_columns_(a, token, engine, 0)
@@ -47,7 +47,7 @@ def group_nodes(gm: GraphModule, ctx: PassContext) -> int:
 
     After::
 
-        zenflow.offload_gradients(token, [grad], engine, [p])
+        zenflow.offload_gradients([grad], token, engine, [p])
 
         zenflow.update_parameters([a, b], token, engine, [0, 1])
 
@@ -107,7 +107,7 @@ def group_offloads(graph: Graph, ctx: PassContext) -> int:
         grads = [norms.args[0] for norms, *_ in group]
         ps = [index_of(norms) for norms, *_ in group]
         with graph.inserting_before(place):
-            insert(graph, ops.OFFLOAD_GRADIENTS, (copy.args[0], grads, ctx.engine_id, ps), serves=place)
+            insert(graph, ops.OFFLOAD_GRADIENTS, (grads, copy.args[0], ctx.engine_id, ps), serves=place)
         for chain in group:
             erase(chain)
     return len(groups)
@@ -158,7 +158,7 @@ def gradient_chains(graph: Graph, engine_id: int) -> list[Chain]:
         select = only_user(norms, ops.SELECT_COLUMNS)
         split = only_user(select, ops.SPLIT_COLUMNS) if select else None
         copy = copies.get(index_of(norms))
-        if select is not None and split is not None and copy is not None and split.args[1] is norms.args[0]:
+        if select is not None and split is not None and copy is not None and split.args[0] is norms.args[0]:
             chains.append((norms, select, split, copy))
     return chains
 

@@ -22,7 +22,7 @@ def offload_gradients(gm: GraphModule, ctx: PassContext) -> int:
     After::
 
         selected = zenflow.select_columns(norms, engine, p)
-        zenflow.split_columns(token, grad, selected, engine, p)
+        zenflow.split_columns(grad, token, selected, engine, p)
         zenflow.copy_to_host(token, engine, p)
         ...
         return (..., None, ...)
@@ -43,7 +43,7 @@ def offload_gradients(gm: GraphModule, ctx: PassContext) -> int:
     output = graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
     for p, grad, position, selected in todo:
-        split = insert_after(graph, selected, ops.SPLIT_COLUMNS, (start, grad, selected, ctx.engine_id, p), grad)
+        split = insert_after(graph, selected, ops.SPLIT_COLUMNS, (grad, start, selected, ctx.engine_id, p), grad)
         insert_after(graph, split, ops.COPY_TO_HOST, (start, ctx.engine_id, p), grad)
         values[position] = None
     output.args = (tuple(values),)

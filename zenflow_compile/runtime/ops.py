@@ -193,7 +193,8 @@ def _names(*args: Any) -> list[str]:
 
 def _begin_backward(engine_id: int) -> Tensor:
     engine(engine_id).begin_backward()
-    return torch.zeros(1)
+    # On the host whatever the default device is: it orders nodes, and no kernel reads it.
+    return torch.zeros(1, device="cpu")
 
 
 @annotated("column_norms", _names)
@@ -207,7 +208,7 @@ def _select_columns(norms: Tensor, engine_id: int, p: int) -> Tensor:
 
 
 @annotated("split", _names)
-def _split_columns(token: Tensor, grad: Tensor, selected: Tensor, engine_id: int, p: int) -> None:
+def _split_columns(grad: Tensor, token: Tensor, selected: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).split_columns(p, grad, selected)
 
 
@@ -234,7 +235,7 @@ def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
 
 
 @annotated("offload", _names)
-def _offload_gradients(token: Tensor, grads: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
+def _offload_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).offload_gradients(ps, grads)
 
 
@@ -264,17 +265,19 @@ def _fake_selection(norms: Tensor, engine_id: int, p: int) -> Tensor:
     return norms.new_empty((k,), dtype=torch.int32)
 
 
+# The device of an op's first tensor is the op's for Inductor: gradients and parameters come before the token, which is
+# on the host. Otherwise generated code would leave and enter the device around each call.
 _NODES = (
-    ("begin_backward(int engine) -> Tensor", _begin_backward, lambda engine_id: torch.empty(1)),
+    ("begin_backward(int engine) -> Tensor", _begin_backward, lambda engine_id: torch.empty(1, device="cpu")),
     ("column_norms(Tensor grad, int engine, int p) -> Tensor", _column_norms, _fake_norms),
     ("select_columns(Tensor norms, int engine, int p) -> Tensor", _select_columns, _fake_selection),
-    ("split_columns(Tensor(a!) token, Tensor grad, Tensor selected, int engine, int p) -> ()", _split_columns, None),
+    ("split_columns(Tensor grad, Tensor(a!) token, Tensor selected, int engine, int p) -> ()", _split_columns, None),
     ("copy_to_host(Tensor(a!) token, int engine, int p) -> ()", _copy_to_host, None),
     ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
     # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
-    ("offload_gradients(Tensor(a!) token, Tensor[] grads, int engine, int[] ps) -> ()", _offload_gradients, None),
+    ("offload_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
     ("fetch_parameters_(Tensor(a!)[] params, int engine, int[] ps) -> ()", _fetch_parameters_, None),
 )

@@ -306,8 +306,8 @@ def _references(param: Tensor) -> tuple[int, int, int]:
 
 @cache
 def _references_of_parameter() -> tuple[int, int, int]:
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
     return _references(param)
 
 

@@ -45,8 +45,10 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     if engine.in_child:
         errors.refuse_in_child()
     index_of = {id(param): index for index, param in enumerate(engine.params)}
+    with torch.device("cpu"):  # whatever the default device is
+        entries = {index: _entries(engine, index) for index in range(len(engine.params))}
     return {
-        "state": {index: _entries(engine, index) for index in range(len(engine.params))},
+        "state": entries,
         "param_groups": [
             {
                 **{key: _own(value) for key, value in group.items() if key != "params"},
@@ -64,13 +66,14 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         ValueError: the state is damaged, not complete, or of another model or plan; nothing has been changed then.
             After any other error, such as one of memory or disk, the engine has failed.
     """
-    checked = check_state(engine, groups, state)
-    try:
-        engine.abandon()
-        _load(engine, groups, checked)
-    except BaseException as error:
-        engine.failure = error
-        raise
+    with torch.device("cpu"):  # whatever the default device is
+        checked = check_state(engine, groups, state)
+        try:
+            engine.abandon()
+            _load(engine, groups, checked)
+        except BaseException as error:
+            engine.failure = error
+            raise
 
 
 def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[tuple[Tensor, int]]:
@@ -87,7 +90,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
         for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
             entry.setdefault(name, None)
         if not isinstance(entry["step"], Tensor):
-            entry["step"] = torch.zeros(())
+            entry["step"] = torch.zeros((), device="cpu")
         if index in engine.offloaded:
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
         elif (state := engine.registry.device_updated.state(index)) is not None:

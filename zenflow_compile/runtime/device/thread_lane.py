@@ -114,7 +114,7 @@ class ThreadLane:
         """See :meth:`CopyLane.settle`."""
         if self._thread is not None:
             # An empty copy: the queue keeps the order, so all copies before it have ended with it.
-            nothing = torch.empty(0)
+            nothing = torch.empty(0, device="cpu")
             self._hand_over(_Copy(nothing, nothing, 0, "", "", None)).settle()
 
     def close(self) -> None:

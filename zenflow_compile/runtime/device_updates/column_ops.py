@@ -154,7 +154,9 @@ def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoef
         grads = [each.gradient.float() for each in batch]
         if coefficients.grad_scale != 1.0:
             grads = list(torch._foreach_mul(grads, coefficients.grad_scale))
-        counts = {step: torch.tensor(float(step)) for step in {each.step for each in batch}}
+        counts = {
+            step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
+        }
         parts: list[tuple[Tensor, ...]] = []
         cuts: list[PaddedTail] = []
         for each, grad in zip(batch, grads, strict=True):

@@ -36,17 +36,17 @@ class Selection:
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < slices:
             raise ValueError(f"selected has slices outside [0, {slices - 1}]: {selected.tolist()[:8]}...")
         if deferred is None:
-            others = torch.ones(slices, dtype=torch.bool)
+            others = torch.ones(slices, dtype=torch.bool, device="cpu")
             others[chosen] = False
             deferred = torch.nonzero(others).flatten()
         order = torch.cat([chosen, deferred.cpu().long()])
-        if not torch.equal(order.sort().values, torch.arange(slices)):
+        if not torch.equal(order.sort().values, torch.arange(slices, device="cpu")):
             raise ValueError(
                 f"selected ({chosen.numel()}) and deferred ({deferred.numel()}) must list each of {slices} slices "
                 "once; a slice is missing or listed twice"
             )
-        position = torch.empty(slices, dtype=torch.int32)
-        position[order] = torch.arange(slices, dtype=torch.int32)
+        position = torch.empty(slices, dtype=torch.int32, device="cpu")
+        position[order] = torch.arange(slices, dtype=torch.int32, device="cpu")
         return cls(
             selected=chosen.to(device=device, dtype=torch.int32),
             deferred=deferred.to(device=device, dtype=torch.int32),

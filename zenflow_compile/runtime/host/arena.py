@@ -132,7 +132,7 @@ class HostArena:
                 f"only {self.total_bytes - self.used_bytes} are left; the plan counted this arena too small"
             )
         if needed == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         flat = torch.frombuffer(mapping, dtype=dtype, count=prod(shape), offset=self.used_bytes)
         self.used_bytes += needed
         return flat.view(tuple(shape))

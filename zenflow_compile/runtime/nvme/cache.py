@@ -71,7 +71,7 @@ class NvmeCache:
     def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
         self._recorder = recorder
         self._arena = HostArena(0)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._chunks: list[Chunk] = []
         self._to_write: list[Chunk] = []  # those in state CHANGED, oldest first
         self._lock = threading.RLock()
@@ -137,7 +137,7 @@ class NvmeCache:
         for chunk in self._chunks:
             chunk.evict()
         self._chunks = []
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena.close()
 
     def close_in_child(self) -> None:

@@ -53,7 +53,7 @@ class DeviceState:
         state = [torch.zeros(block, dtype=torch.float32, device=device) for _ in range(3)]
         return cls(
             plan=plan,
-            selection=Selection.of(torch.arange(plan.k, dtype=torch.int32), plan.slices, device),
+            selection=Selection.of(torch.arange(plan.k, dtype=torch.int32, device="cpu"), plan.slices, device),
             gradient=torch.zeros(block, dtype=plan.dtype, device=device),
             master=state[0],
             exp_avg=state[1],
@@ -147,7 +147,7 @@ def exchange_slices(
     device = selection.selected.device
     # Clones: for a selection on the CPU, .cpu() returns the tensor itself, which a loaded state dict may share.
     selected, deferred, position = (each.cpu().clone() for each in selection.tensors())
-    chosen = torch.zeros(selection.slices, dtype=torch.bool)
+    chosen = torch.zeros(selection.slices, dtype=torch.bool, device="cpu")
     chosen[wanted.cpu()] = True
     device_rows = torch.nonzero(~chosen[selected]).flatten()
     host_rows = torch.nonzero(chosen[deferred]).flatten()

@@ -269,13 +269,16 @@ class IncomingGradient(ShownGradient):
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         host, transport = self.host, self.transport
         index = host.next_buffer
-        if (reader := host.readers[index]) is not None:  # the job of an earlier update window
+        reader = host.readers[index]  # the job of an earlier update window
+        # A lane that can wait for its flag does, and not this thread, which is ahead of the device. That is no
+        # deadlock: the job needs only copies that were submitted before.
+        if reader is not None and (reader.flag is None or reader.error is not None):
             if not reader.is_set or reader.error is not None:
                 with transport.recorder.stall(True, param=self.plan.name, on_host=True):
                     reader.wait()
-            host.readers[index] = None
+            host.readers[index] = reader = None
         step, name = transport.recorder.step, self.plan.name
-        return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name)
+        return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name, after=reader)
 
     def _send_pending(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
         """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""

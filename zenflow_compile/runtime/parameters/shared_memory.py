@@ -67,7 +67,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     sizes = one.element_size(), other.element_size()
     unit = math.gcd(*sizes, one.data_ptr() - begin, other.data_ptr() - begin)
     units = max(extent.end for extent in _extents((one, other))) - begin
-    mask = torch.zeros(units // unit, dtype=torch.bool)
+    mask = torch.zeros(units // unit, dtype=torch.bool, device="cpu")
     _through(mask, one, begin, unit).fill_(True)
     return bool(_through(mask, other, begin, unit).any())
 
