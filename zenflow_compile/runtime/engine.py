@@ -55,6 +55,8 @@ class Engine(StepRunner):
         if task == backward.task:
             return
         self.used = True
+        if self.order is not None:
+            self.order.follow()
         self.registry.check_unchanged()
         backward.enter_thread()
         if self.in_backward:
@@ -123,6 +125,8 @@ class Engine(StepRunner):
         """
         split_now, chosen = self._split_now, [self.offloaded[p] for p in ps]
         with self.backward.lock:
+            if self.order is not None:
+                self.order.follow()
             # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
             usual = torch_private.accumulates_all([offloaded.accumulate_node for offloaded in chosen])
@@ -179,6 +183,8 @@ class Engine(StepRunner):
             known = torch_private.current_graph_task() == backward.task
             if not known or self.failure is not None or self._closing or self.in_child:
                 self.begin_backward(p)
+            if self.order is not None:
+                self.order.follow()
             if self.streamed.params:
                 self.streamed.prefetch()
             param, offloaded = self.params[p], self.offloaded.get(p)
@@ -209,6 +215,8 @@ class Engine(StepRunner):
         """Add ``grad``, which autograd accumulates into the gradient of parameter ``p`` in ``.grad``."""
         with self.backward.lock:
             self.begin_backward(p)
+            if self.order is not None:
+                self.order.follow()
             self.backward.contributed = True
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
@@ -237,6 +245,8 @@ class Engine(StepRunner):
     def column_norms(self, p: int, grad: Tensor) -> Tensor:
         """Squared norms f32[slices] of the gradient that was split last: of ``grad``, unless it accumulates."""
         offloaded = self.offloaded[p]
+        if self.order is not None:
+            self.order.follow()
         if self._takes(offloaded, grad):
             offloaded.receive(grad, split_now=self._split_now)
         return offloaded.device.norms.clone()  # a graph's values must not be engine memory
@@ -289,6 +299,8 @@ class Engine(StepRunner):
             weights = offloaded.weights
             # Without an update in flight the step notices writes in time, unless updates run in the backward.
             if offloaded.host.flushed or weights.counter.shared or (self.in_backward and weights.written_by_others):
+                if self.order is not None:
+                    self.order.follow()
                 uploads.before_use(offloaded, step)
 
     def inference(self) -> AbstractContextManager[None]:

@@ -62,6 +62,7 @@ class OptimizerRuntime:
         self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )
+        self.order = self.registry.transport.order
         self.params = self.registry.params
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
@@ -304,13 +305,15 @@ class OptimizerRuntime:
         self.registry.abandon()
 
     def _check(self) -> None:
-        """Raise if the engine must not be used: forked, closed, or failed."""
+        """Raise if the engine must not be used: forked, closed, or failed. Its work follows that of the last call."""
         if self.in_child:
             errors.refuse_in_child()
         if self.closed or self._closing:
             errors.refuse_closed()
         if self.failure is not None:
             errors.refuse_failed(self.failure)
+        if self.order is not None:
+            self.order.follow()
 
     def enter_child(self) -> None:
         """Refuse everything but reading weights: this process was forked from the engine's."""
@@ -357,6 +360,8 @@ class OptimizerRuntime:
 
     def _finish(self, *, flush: bool) -> None:
         if not self._finished:
+            if self.order is not None:
+                self.order.follow()
             try:
                 self.uploads.finish(self.step, flush=flush and self.failure is None)
                 self.streamed.wait()

@@ -67,6 +67,8 @@ class StepRunner(OptimizerRuntime):
         Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
         """
         self.used = True
+        if self.order is not None:
+            self.order.follow()
         self.registry.check_groups()
         if self.streamed.params:
             self.streamed.raise_failures()
@@ -113,6 +115,8 @@ class StepRunner(OptimizerRuntime):
             slices: the selected slices, now.
             deferred: the others, in their update windows.
         """
+        if self.order is not None:
+            self.order.follow()
         context = StepContext(self.registry, self.schedule, self.step)
         members = self._taking_part(ps, context)
         try:

@@ -17,6 +17,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.make_lane import make_lane
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_flags import make_flags
+from zenflow_compile.runtime.device.stream_order import StreamOrder
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena
@@ -71,6 +72,7 @@ class EngineMemory:
             up_ring=StagingRing(UPLOAD_RING, 0, device),
             workers=WorkerPool(len(cores), recorder, cores),
             recorder=recorder,
+            order=None if self._device.streams is None else StreamOrder(self._device.streams),
         )
         self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self.kernels: dict[tuple[torch.dtype, int], HostAdam] = {}

@@ -343,6 +343,8 @@ class IncomingGradient(ShownGradient):
             errors.refuse_forked(self.plan.name)
         if record is not self.record:
             record.refuse("read")
+        if (order := self.transport.order) is not None:
+            order.follow()
         values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
         matrix = values.view(self._like.shape[0], -1)
         if record.state is _ON_DEVICE:
@@ -356,6 +358,8 @@ class IncomingGradient(ShownGradient):
         """f32[], L2 norm without factors, also of the gradient that was consumed last."""
         if record is not self.record:
             return None
+        if (order := self.transport.order) is not None:
+            order.follow()
         if record.norm is None:
             if record.state is _ON_DEVICE:
                 assert self._accumulator is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.staging_ring import StagingRing
+from zenflow_compile.runtime.device.stream_order import StreamOrder
 from zenflow_compile.runtime.host.workers import WorkerPool
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -20,6 +21,7 @@ class Transport:
         down_ring: buffers that gradients are split into.
         up_ring: buffers that uploads arrive in, until they are merged into the weights.
         workers: run the host updates.
+        order: of calls on several streams; None where operators are complete when they return.
         state_in_files: some state is in files, whose threads may fail, too.
         interrupted: an update was interrupted half-way.
     """
@@ -30,6 +32,7 @@ class Transport:
     up_ring: StagingRing
     workers: WorkerPool
     recorder: Recorder
+    order: StreamOrder | None = None
     state_in_files: bool = False
     interrupted: bool = False
 
