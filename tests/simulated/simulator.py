@@ -1,7 +1,7 @@
 """Controls the simulated accelerator: how late it runs, what it refuses, when it dies, and what the host waited for.
 
 [Note: The simulated accelerator]
-``torch.device("sim")`` is a device whose operators run later than the call that launches them, on a thread of their own,
+``torch.device("sim")`` is a device whose operators run later than the call that launches them, on their own thread,
 in a seeded random order among all orders that the streams allow. Each operator runs the CPU kernel, so results equal
 those of the CPU bit for bit, unless a wait is missing, memory is reused too early, or the host reads too soon.
 """

@@ -1,6 +1,6 @@
 """Streams and events of the simulated device. Their calls release the GIL.
 
-``torch.Stream`` and ``torch.Event`` hold it in ``record``, ``wait_event`` and ``wait_stream``, where a full launch queue
+``torch.Stream`` and ``torch.Event`` hold it in ``record``, ``wait_event`` and ``wait_stream``, where a full queue
 blocks; ``torch.cuda``'s own classes do not.
 """
 

@@ -1,0 +1,214 @@
+"""Runs functions in a child process that has the simulated device.
+
+[Note: A process of its own]
+The device takes the place of PyTorch's PrivateUse1 for the life of a process, and a hang must be ended from outside. So
+tests run in a child, which lives as long as its calls succeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+_T = TypeVar("_T")
+_STACKS, _DUMP = signal.SIGUSR1, signal.SIGUSR2
+
+
+class SimulatedHang(RuntimeError):  # noqa: N818 - what happened, not a mistake
+    """A call did not return in time; the text has all stacks of the child and the heads of the device's streams."""
+
+
+class SimulatedCrash(RuntimeError):  # noqa: N818
+    """The child process ended during a call; the text has its stacks, if it could write them."""
+
+
+class SimulatedProcess:
+    """A child process with the simulated device; it starts at the first call."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._process: BaseProcess | None = None
+        self._connection: Connection
+        self._folder: Path
+
+    def call(self, function: Callable[..., _T], *arguments: Any, timeout: float = 60, **keywords: Any) -> _T:
+        """Return ``function(*arguments, **keywords)`` of the child. The device is configured anew before it.
+
+        Args:
+            function: of a module that the child can import.
+            timeout: seconds, without the start of the child.
+
+        Raises:
+            SimulatedHang: the function did not return in time. The child was killed.
+            SimulatedCrash: the child ended.
+            Exception: what the function raised, with the traceback as a note.
+        """
+        request = pickle.dumps((function, arguments, keywords))
+        if self._process is None:
+            self._start()
+        try:
+            self._connection.send_bytes(request)
+            if not self._connection.poll(timeout):
+                text = self._diagnose()
+                self._kill()
+                raise SimulatedHang(f"{function.__qualname__} did not return within {timeout:g} s\n{text}")
+            failed, answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as lost:
+            text = self._read("stacks")
+            code = self._kill()
+            raise SimulatedCrash(f"the child ended with code {code} in {function.__qualname__}\n{text}") from lost
+        if failed:
+            # Threads of the failed function may still use the device.
+            self._kill()
+            raise answer
+        result: _T = answer
+        return result
+
+    def close(self) -> int | None:
+        """End the child as a program ends: its exit code, or None if there was no child."""
+        if self._process is None:
+            return None
+        self._connection.close()
+        self._process.join(20)
+        return self._kill()
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="simulated-"))
+        self._connection, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_serve, args=(theirs, str(self._folder)), daemon=True)
+        self._process.start()
+        theirs.close()
+        if not self._connection.poll(120):
+            raise SimulatedHang(f"the child did not start\n{self._diagnose()}")
+        self._connection.recv_bytes()
+
+    def _kill(self) -> int | None:
+        process, self._process = self._process, None
+        assert process is not None
+        process.kill()
+        process.join()
+        self._connection.close()
+        for path in self._folder.iterdir():
+            path.unlink()
+        self._folder.rmdir()
+        return process.exitcode
+
+    def _diagnose(self) -> str:
+        """All stacks of the child and the device's queues, whatever its threads hold."""
+        assert self._process is not None
+        assert self._process.pid is not None
+        for number in (_STACKS, _DUMP):
+            os.kill(self._process.pid, number)
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and not self._read("dump"):
+            time.sleep(0.05)
+        return f"{self._read('stacks')}\n{self._read('dump')}"
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self._folder / name).read_text()
+        except FileNotFoundError:
+            return ""
+
+
+def in_simulator(test: Callable[..., None] | None = None, *, timeout: float = 60) -> Any:
+    """Decorate a test that runs in the child process; its argument ``simulator`` is the child's ``Simulator``."""
+    if test is None:
+        return functools.partial(in_simulator, timeout=timeout)
+
+    @functools.wraps(test)
+    def run(simulated: SimulatedProcess, **keywords: Any) -> None:
+        simulated.call(_run_test, test.__module__, test.__qualname__, timeout=timeout, **keywords)
+
+    parameters = [p for name, p in inspect.signature(test).parameters.items() if name != "simulator"]
+    fixture = inspect.Parameter("simulated", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([fixture, *parameters])  # type: ignore[attr-defined]  # what pytest reads
+    return run
+
+
+def _run_test(module: str, name: str, **keywords: Any) -> None:
+    """Run the function under the decorator."""
+    from tests.simulated.simulator import load_simulator
+
+    getattr(importlib.import_module(module), name).__wrapped__(simulator=load_simulator(), **keywords)
+
+
+def _serve(connection: Connection, folder: str) -> None:
+    """Answer calls until the other end is closed."""
+    stacks = open(f"{folder}/stacks", "w")  # noqa: SIM115 - faulthandler keeps the descriptor
+    faulthandler.enable(stacks)
+    faulthandler.register(_STACKS, stacks, all_threads=True)
+    import torch
+
+    from tests.simulated.simulator import load_simulator
+
+    torch.set_num_threads(1)
+    simulator = load_simulator()
+    simulator.dump_on_signal(_DUMP, f"{folder}/dump")
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            break
+        connection.send_bytes(_answer(request))
+    stacks.flush()
+
+
+def _answer(request: bytes) -> bytes:
+    import torch
+
+    from tests.simulated.simulator import load_simulator
+
+    try:
+        function, arguments, keywords = pickle.loads(request)
+        load_simulator().configure()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        answer = (False, function(*arguments, **keywords))
+    except pytest.skip.Exception as skipped:
+        return pickle.dumps((True, _Skip(str(skipped))))
+    except BaseException as error:
+        answer = (True, _portable(error))
+    with contextlib.suppress(Exception):
+        return pickle.dumps(answer)
+    return pickle.dumps((True, TypeError(f"the result cannot be pickled: {answer[1]!r:.200}")))
+
+
+class _Skip:
+    """Stands for a skipped test, which pytest's own exception cannot do in a pickle."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __reduce__(self) -> Any:
+        return pytest.skip.Exception, (self.reason,)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error with its traceback as a note, or one like it that can be pickled."""
+    note = "in the child process:\n" + "".join(traceback.format_exception(error))
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    try:
+        error = pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
+    return error
