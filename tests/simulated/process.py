@@ -48,7 +48,7 @@ class SimulatedProcess:
         self._connection: Connection
         self._folder: Path
 
-    def call(self, function: Callable[..., _T], *arguments: Any, timeout: float = 60, **keywords: Any) -> _T:
+    def call(self, function: Callable[..., _T], /, *arguments: Any, timeout: float = 60, **keywords: Any) -> _T:
         """Return ``function(*arguments, **keywords)`` of the child. The device is configured anew before it.
 
         Args:
@@ -143,7 +143,7 @@ def in_simulator(test: Callable[..., None] | None = None, *, timeout: float = 60
     return run
 
 
-def _run_test(module: str, name: str, **keywords: Any) -> None:
+def _run_test(module: str, name: str, /, **keywords: Any) -> None:
     """Run the function under the decorator."""
     from tests.simulated.simulator import load_simulator
 
@@ -193,13 +193,18 @@ def _answer(request: bytes) -> bytes:
 
 
 class _Skip:
-    """Stands for a skipped test, which pytest's own exception cannot do in a pickle."""
+    """Pickled in place of pytest's exception, whose class cannot be found by its name."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
     def __reduce__(self) -> Any:
-        return pytest.skip.Exception, (self.reason,)
+        return _skipped, (self.reason,)
+
+
+def _skipped(reason: str) -> BaseException:
+    error: BaseException = pytest.skip.Exception(reason)
+    return error
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -73,7 +73,7 @@ class Simulator:
         registering: bool = True,
         capacity: int = 1 << 33,
     ) -> None:
-        """Revive the device, drop what is queued, reset the counts, and apply these options.
+        """Revive the device, drop what is queued, unregister host memory, reset the counts, and apply these options.
 
         Args:
             seed: of the order in which streams run.

@@ -157,9 +157,9 @@ def test_device_dies_after_some_items(simulator: Simulator) -> None:
     values = torch.zeros(1, device=simulator.device)
     torch.sim.synchronize()
     simulator.die_after(3)
+    host.copy_(values.add_(1))
     with pytest.raises(RuntimeError, match="simulated device error"):
-        for _ in range(1000):
-            host.copy_(values.add_(1))
+        host.copy_(values.add_(1))
     assert host.item() == 1
 
 
@@ -168,15 +168,16 @@ def test_error_of_a_kernel_kills_the_device(simulator: Simulator) -> None:
     """As a device-side assertion does."""
     table = torch.zeros(4, 2, device=simulator.device)
     index = torch.tensor([7], device=simulator.device)
-    torch.nn.functional.embedding(index, table)
-    with pytest.raises(RuntimeError, match="simulated device error: embedding"):
+    table.index_select(0, index)
+    with pytest.raises(RuntimeError, match="simulated device error: index_select: index out of range"):
         torch.sim.synchronize()
 
 
 @in_simulator
 def test_error_in_backward_is_raised(simulator: Simulator) -> None:
     weight = torch.ones(64, 64, device=simulator.device, requires_grad=True)
-    simulator.die_after(10)
-    with pytest.raises(RuntimeError, match="simulated device error"):
-        for _ in range(20):
-            weight.matmul(weight).sum().backward()
+    loss = weight.matmul(weight).sum()
+    simulator.configure(in_order=True)
+    simulator.die_after(3)
+    with pytest.raises(RuntimeError, match="simulated device error: died by request"):
+        loss.backward()

@@ -237,6 +237,7 @@ class HostMemory final : public c10::Allocator {
     std::lock_guard<std::mutex> lock(mutex_);
     can_pin_ = can_pin;
     can_register_ = can_register;
+    registered_.clear();
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }

@@ -73,7 +73,13 @@ inline at::Tensor meta_like(const at::Tensor& tensor) {
 inline uint64_t launch(std::string name, std::function<void()> run) {
   Item item;
   item.name = std::move(name);
-  item.run = std::move(run);
+  item.run = [run = std::move(run)] {
+    try {
+      run();
+    } catch (const c10::Error& error) {
+      throw std::runtime_error(error.what_without_backtrace());
+    }
+  };
   return Queues::get().launch(current_stream(), std::move(item));
 }
 
