@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-import torch._meta_registrations  # shapes of operators whose Meta kernels are written in Python
 
 from tests.simulated import device_module
 from tests.simulated.library import library, library_with_gil

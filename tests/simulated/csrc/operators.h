@@ -1,4 +1,4 @@
-// Runs any operator: shapes from its Meta kernel now, values from its CPU kernel when the stream gets there.
+// Runs any operator by its CPU kernel: shapes now, from a rehearsal; values when the stream gets there.
 
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 
 #include "copies.h"
 
@@ -28,7 +29,6 @@ struct OperatorInfo {
       written.push_back(alias && alias->isWrite());
       is_out.push_back(written.back() && argument.is_out());
       is_generator.push_back(argument.type()->str().find("Generator") != std::string::npos);
-      has_out |= is_out.back();
       has_generator |= is_generator.back();
     }
     for (const auto& result : schema.returns()) {
@@ -42,7 +42,6 @@ struct OperatorInfo {
       returned_argument.push_back(same);
       const std::string type = result.type()->str();
       returns_tensors &= type == "Tensor" || type == "Tensor[]" || type == "Tensor?";
-      is_functional |= same < 0;
     }
     is_index = base_name == "index" || base_name == "_unsafe_index";
     is_index_put = base_name.find("index_put") != std::string::npos;
@@ -56,10 +55,9 @@ struct OperatorInfo {
   std::string name, base_name;
   std::vector<bool> written, is_out, is_generator;
   std::vector<int> returned_argument;  // per return: the argument that it is, or -1
-  bool is_view = false, has_out = false, has_generator = false, returns_tensors = true, is_functional = false;
+  bool is_view = false, has_generator = false, returns_tensors = true;
   bool is_index = false, is_index_put = false, size_from_scalars = false, size_from_data = false;
   bool draws_without_generator = false;
-  std::atomic<bool> has_no_meta{false};
 };
 
 inline OperatorInfo& info_of(const OperatorHandle& op) {
@@ -158,19 +156,26 @@ class Arguments {
     return mapped;
   }
 
-  std::vector<IValue> for_meta() const {
+  // New tensors of the same shapes, on another device. Numbers of the host stay what they are.
+  std::vector<IValue> of_zeros(c10::DeviceType type) const {
     std::vector<IValue> mapped;
-    for (const IValue& value : values_) {
-      // Numbers of the host stay what they are: Meta kernels in Python take them as numbers.
-      mapped.push_back(map_tensors(
-          value, [](const at::Tensor& tensor) { return on_device(tensor) ? meta_like(tensor) : tensor; }));
-      if (mapped.back().isDevice()) mapped.back() = c10::Device(c10::DeviceType::Meta);
-      if (mapped.back().isGenerator()) mapped.back() = IValue();
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const IValue& value = values_[i];
+      mapped.push_back(map_tensors(value, [&](const at::Tensor& tensor) {
+        if (!on_device(tensor)) return tensor;
+        at::Tensor zeros = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(type));
+        if (type == c10::DeviceType::CPU) std::memset(zeros.storage().mutable_data(), 0, zeros.storage().nbytes());
+        keep_wrapped_number(zeros, tensor);
+        return zeros;
+      }));
+      if (value.isDevice()) mapped.back() = c10::Device(type);
+      // The device's generator is drawn from by the launch, not by a rehearsal.
+      if (info_.is_generator[i]) mapped.back() = at::Generator(at::make_generator<at::CPUGeneratorImpl>(0));
     }
     return mapped;
   }
 
-  // Equal strings: the Meta kernel returns tensors of equal shapes.
+  // Equal strings: the operator returns tensors of equal shapes.
   std::string key() const {
     std::string text;
     const auto number = [&](int64_t value) { text.append(reinterpret_cast<const char*>(&value), sizeof value); };
@@ -255,7 +260,19 @@ struct Shapes {
   std::vector<std::pair<size_t, Shape>> outs;
 };
 
-// Results of Meta kernels. Many of those are written in Python, which takes longer than all the rest of a launch.
+inline void call_kernel(const OperatorHandle& op, Stack& stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::NoGradGuard no_grad;
+  op.callBoxed(stack);
+}
+
+// What operators return, by the shapes of their arguments.
+//
+// [Note: Rehearsals]
+// The first call with some shapes runs the CPU kernel on zeros, in the calling thread: its results have the very dtypes
+// and strides of the CPU's, which those of Meta kernels may not be (a layer norm of bf16 values saves a bf16 mean on the
+// CPU and an fp32 one elsewhere). Wrong arguments raise in the call, as on any device. Where zeros are refused, as by a
+// Cholesky decomposition, the Meta kernel is asked.
 class ShapeCache {
  public:
   static std::shared_ptr<const Shapes> get(OperatorInfo& info, const Arguments& arguments) {
@@ -267,7 +284,7 @@ class ShapeCache {
       auto found = cache->find(key);
       if (found != cache->end()) return found->second;
     }
-    auto shapes = compute(info, arguments);  // without the lock: Python may run
+    auto shapes = compute(info, arguments);  // without the lock: it takes long
     std::lock_guard<std::mutex> lock(mutex);
     if (cache->size() > 20000) cache->clear();
     (*cache)[key] = shapes;
@@ -276,12 +293,16 @@ class ShapeCache {
 
  private:
   static std::shared_ptr<const Shapes> compute(OperatorInfo& info, const Arguments& arguments) {
-    const std::vector<IValue> metas = arguments.for_meta();
-    Stack stack = metas;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      info.op.callBoxed(stack);
+    try {
+      return call(info, arguments.of_zeros(c10::DeviceType::CPU));
+    } catch (const std::exception&) {
+      return call(info, arguments.of_zeros(c10::DeviceType::Meta));
     }
+  }
+
+  static std::shared_ptr<const Shapes> call(OperatorInfo& info, const std::vector<IValue>& inputs) {
+    Stack stack = inputs;
+    call_kernel(info.op, stack);
     auto shapes = std::make_shared<Shapes>();
     for (size_t i = 0; i < stack.size(); ++i) {
       Shapes::Return result;
@@ -295,18 +316,12 @@ class ShapeCache {
       }
       shapes->returns.push_back(std::move(result));
     }
-    for (size_t i = 0; i < metas.size(); ++i) {
-      if (info.is_out[i] && metas[i].isTensor()) shapes->outs.emplace_back(i, Shape::of(metas[i].toTensor()));
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (info.is_out[i] && inputs[i].isTensor()) shapes->outs.emplace_back(i, Shape::of(inputs[i].toTensor()));
     }
     return shapes;
   }
 };
-
-inline void call_cpu_kernel(const OperatorHandle& op, Stack& stack) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  at::NoGradGuard no_grad;
-  op.callBoxed(stack);
-}
 
 // Tensors that the call made, in the order of the schema, without those that are arguments.
 inline std::vector<at::Tensor> made_by(const OperatorInfo& info, const Stack& results) {
@@ -326,7 +341,7 @@ inline void write_result(const OperatorInfo& info, const at::Tensor& to, const a
   if (!to.defined() && !from.defined()) return;
   TORCH_CHECK(
       to.defined() && from.defined() && to.sizes() == from.sizes() && to.scalar_type() == from.scalar_type(),
-      "the Meta kernel of ", info.name, " returns another tensor than its CPU kernel");
+      "other shapes or dtypes than in the rehearsal");
   if (from.numel() == 0) return;
   if (same_layout(to, from)) {
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
@@ -344,7 +359,7 @@ inline void call_view(OperatorInfo& info, const Arguments& arguments, Stack& res
     if (!base.defined() && value.isTensor()) base = value.toTensor();
   }
   results = arguments.for_cpu();
-  call_cpu_kernel(info.op, results);
+  call_kernel(info.op, results);
   for (IValue& result : results) {
     result = map_tensors(result, [&](const at::Tensor& view) {
       return make_tensor(
@@ -366,7 +381,7 @@ inline void call_synchronously(OperatorInfo& info, const Arguments& arguments, c
     }
   }
   results = inputs;
-  call_cpu_kernel(info.op, results);
+  call_kernel(info.op, results);
   Counts::get().add(why);
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!info.is_out[i] || !inputs[i].isTensor()) continue;
@@ -389,12 +404,10 @@ inline void call_synchronously(OperatorInfo& info, const Arguments& arguments, c
   }
 }
 
-inline void call_queued(OperatorInfo& info, const Arguments& arguments, const Shapes* shapes, Stack& results) {
-  if (shapes) {
-    for (const auto& [i, shape] : shapes->outs) {
-      const at::Tensor& out = arguments.values()[i].toTensor();
-      if (out.sizes() != shape.sizes) resize_tensor(out, shape.sizes, shape.strides);
-    }
+inline void call_queued(OperatorInfo& info, const Arguments& arguments, const Shapes& shapes, Stack& results) {
+  for (const auto& [i, shape] : shapes.outs) {
+    const at::Tensor& out = arguments.values()[i].toTensor();
+    if (out.sizes() != shape.sizes) resize_tensor(out, shape.sizes, shape.strides);
   }
   results.clear();
   std::vector<at::Tensor> outputs;  // CPU views of what is returned
@@ -404,12 +417,12 @@ inline void call_queued(OperatorInfo& info, const Arguments& arguments, const Sh
       continue;
     }
     c10::List<at::Tensor> made;
-    for (const Shape& shape : shapes->returns[i].tensors) {
+    for (const Shape& shape : shapes.returns[i].tensors) {
       at::Tensor tensor = shape.defined ? new_tensor(shape.dtype, shape.sizes, shape.strides) : at::Tensor();
       outputs.push_back(tensor.defined() ? cpu_view(tensor) : tensor);
       made.push_back(tensor);
     }
-    if (shapes->returns[i].is_list) {
+    if (shapes.returns[i].is_list) {
       results.emplace_back(made);
     } else {
       results.emplace_back(made.get(0));
@@ -418,7 +431,7 @@ inline void call_queued(OperatorInfo& info, const Arguments& arguments, const Sh
   // After the allocations: they may queue the poisoning of memory that this call is given.
   launch(info.name, [&info, inputs = arguments.for_cpu(), outputs = std::move(outputs)]() mutable {
     Stack stack = std::move(inputs);
-    call_cpu_kernel(info.op, stack);
+    call_kernel(info.op, stack);
     const std::vector<at::Tensor> made = made_by(info, stack);
     for (size_t i = 0; i < made.size(); ++i) write_result(info, outputs[i], made[i]);
   });
@@ -437,23 +450,13 @@ inline void call_operator(OperatorInfo& info, c10::ArrayRef<IValue> values, Stac
     return call_synchronously(info, arguments, "nonzero", results);
   }
   std::shared_ptr<const Shapes> shapes;
-  if (!info.has_no_meta) {
-    try {
-      shapes = ShapeCache::get(info, arguments);
-    } catch (const c10::NotImplementedError&) {
-      info.has_no_meta = true;
-    } catch (const DeviceError&) {
-      throw;
-    } catch (const std::exception& error) {
-      if (std::getenv("SIM_DEBUG")) std::fprintf(stderr, "%s: %s\n", info.name.c_str(), error.what());
-      // The CPU kernel raises a better error, if it is one: Meta kernels also refuse what only they cannot do.
-      return call_synchronously(info, arguments, "SLOW " + info.name, results);
-    }
-  }
-  if (!shapes && (info.is_functional || info.has_out)) {
+  try {
+    shapes = ShapeCache::get(info, arguments);
+  } catch (const std::exception&) {
+    // Here the CPU kernel gets the values, too: it succeeds, or raises the right error.
     return call_synchronously(info, arguments, "SLOW " + info.name, results);
   }
-  call_queued(info, arguments, shapes.get(), results);
+  call_queued(info, arguments, *shapes, results);
 }
 
 inline void fallback(const OperatorHandle& op, Stack* stack) {

@@ -59,17 +59,6 @@ class CpuViews {
 
 inline at::Tensor cpu_view(const at::Tensor& tensor) { return CpuViews()(tensor); }
 
-inline at::Tensor meta_like(const at::Tensor& tensor) {
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), c10::DataPtr(nullptr, c10::Device(c10::kMeta)),
-      c10::GetAllocator(c10::kMeta), /*resizable=*/true);
-  auto meta = make_tensor(
-      std::move(storage), c10::DispatchKey::Meta, tensor.dtype(), tensor.sizes(), tensor.strides(),
-      tensor.storage_offset());
-  keep_wrapped_number(meta, tensor);
-  return meta;
-}
-
 inline uint64_t launch(std::string name, std::function<void()> run) {
   Item item;
   item.name = std::move(name);
