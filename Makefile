@@ -8,10 +8,12 @@
 # make docs       build the documentation site in docs/_build/html; warnings are errors
 # make picture    train a little and draw docs/report.svg
 # make bench      every benchmark; results go to benchmarks/results
+# make gpu-evidence  what only a GPU can show, in parts of at most nine minutes; without a GPU it prints the parts
 # make deepspeed  a second environment with DeepSpeed, which benchmarks compare with
 #
 # Options of a job go after `--`, or in ARGS:
 #   make train -- --compare
+#   make gpu-evidence -- --part peers_4k --missing
 #   make train ARGS="--policy zenflow --steps 100"
 #   make bench ARGS="peers --model gpt"
 #
@@ -26,8 +28,10 @@ PYTHON := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 
-# GNU make reads words after `--` as goals, and `--name=value` as variables: pass both on to the job.
-OPTION_GOALS := $(filter --%,$(MAKECMDGOALS))
+# GNU make reads words after `--` as goals, and `--name=value` as variables: pass both on to the job. Words after the first
+# option belong to the options.
+from_option = $(if $(filter-out --%,$(firstword $1)),$(call from_option,$(wordlist 2,$(words $1),$1)),$1)
+OPTION_GOALS := $(call from_option,$(MAKECMDGOALS))
 OPTIONS := $(or $(ARGS),$(OPTION_GOALS) $(filter --%,$(MAKEOVERRIDES)))
 
 # Two test processes on two cores: one thread each, and no processes that compile in parallel.
@@ -36,7 +40,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train test test-long test-gpu check format docs picture bench deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train test test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -74,6 +78,9 @@ picture: $(READY)
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks $(or $(strip $(OPTIONS)),all)
+
+gpu-evidence: $(READY)
+	$(PYTHON) -m benchmarks gpu_evidence $(OPTIONS)
 
 deepspeed: $(READY)
 	scripts/setup_deepspeed.sh

@@ -36,7 +36,13 @@ Name = TypeVar("Name", bound=str)
 
 
 def option_parser(
-    name: str, doc: str, *, rounds: int | None = None, seed: bool = False, epilog: str | None = None
+    name: str,
+    doc: str,
+    *,
+    rounds: int | None = None,
+    seed: bool = False,
+    epilog: str | None = None,
+    folder: str | None = None,
 ) -> argparse.ArgumentParser:
     """Make the parser of benchmark ``name`` with the options that benchmarks share.
 
@@ -46,6 +52,7 @@ def option_parser(
         rounds: default of ``--rounds``; None for benchmarks that have none, or a default of their own.
         seed: whether ``--seed`` sets weights and data.
         epilog: text below the options.
+        folder: of the results, in benchmarks/results, for a benchmark with several results files.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
@@ -53,7 +60,10 @@ def option_parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, metavar="PATH", help=f"results file (benchmarks/results/{name}.json)")
+    where = f"results file (benchmarks/results/{name}.json)"
+    if folder is not None:
+        where = f"folder of the results files (benchmarks/results/{folder})"
+    parser.add_argument("--out", type=Path, metavar="PATH", help=where)
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help="(%(default)s)")
     if seed:
@@ -198,30 +208,35 @@ def write_results(
         targets: claims that the rows decide.
     """
     path = out or RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     results = {
         "benchmark": name,
         "command": shlex.join(["python", "-m", "benchmarks", name, *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "seed": seed,
         "machine": machine(),
         "rows": list(rows),
         "targets": [target.row() for target in targets],
     }
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(unfinished, path)  # atomic: an interrupt leaves the last whole file
+    write_json(path, results)
     return path
 
 
-def _commit() -> str | None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` to ``path``, whose folder is made if it is missing. An interrupt leaves the last whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(unfinished, path)  # atomic
+
+
+def commit() -> str | None:
     """Commit of the sources, with ``+changes`` where the tree differs from it; None outside of a git checkout."""
     try:
-        commit = _git("rev-parse", "--short=12", "HEAD").strip()
+        head = _git("rev-parse", "--short=12", "HEAD").strip()
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + "+changes" * bool(changed)
+    return head + "+changes" * bool(changed)
 
 
 def _git(*arguments: str) -> str:

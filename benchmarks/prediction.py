@@ -49,7 +49,6 @@ class Predictor:
             model: one of ``WORKLOADS``; threads: intra-op threads of the training.
             directory: on the disk that state in files will be on.
         """
-        shape, tokens = shape_of(model, dtype), tokens_of(model)
         counts = sorted({1, len(physical_cores())})
         before = torch.get_num_threads()
         torch.set_num_threads(threads)  # which the device is made of
@@ -64,7 +63,25 @@ class Predictor:
             )
         finally:
             torch.set_num_threads(before)
-        return cls(replace(hardware_of(asdict(found)), device_cores=threads), shape, tokens)
+        return cls.of(asdict(found), model, threads=threads, dtype=dtype)
+
+    @classmethod
+    def of(
+        cls, findings: Mapping[str, Any], model: str, *, threads: int, dtype: str, tokens: int | None = None
+    ) -> Predictor:
+        """The machine of ``findings``, an output of ``zenflow-compile doctor --json``.
+
+        Args:
+            model: one of ``WORKLOADS``; tokens: per step, None for the workload's.
+            threads: intra-op threads of the training, which are the device if that is the CPU.
+        """
+        on_cpu = findings["machine"]["device"] == "cpu"
+        # Doctor does not measure the memory of a GPU.
+        device_bytes = None if on_cpu else torch.cuda.get_device_properties(0).total_memory
+        hardware = hardware_of(findings, device_bytes=device_bytes)
+        if on_cpu:
+            hardware = replace(hardware, device_cores=threads)
+        return cls(hardware, shape_of(model, dtype), tokens_of(model) if tokens is None else tokens)
 
     def computing(self, seconds: float) -> Predictor:
         """The same machine, on which a forward and backward takes ``seconds``."""
@@ -98,7 +115,8 @@ class Predictor:
 def shape_of(model: str, dtype: str) -> ModelShape:
     """The parameters of a workload, as planning sees them."""
     workload = WORKLOADS[model]
-    named = list(workload.build().named_parameters())
+    with torch.device("meta"):  # shapes alone: a model of billions of parameters takes minutes to initialize
+        named = list(workload.build().named_parameters())
     specs = tuple(ParamSpec(name, tuple(param.shape), DTYPES[dtype]) for name, param in named)
     matrices = [spec for spec in specs if len(spec.shape) == 2]
     return ModelShape(

@@ -46,6 +46,8 @@ def test_makefile_passes_options_on() -> None:
     passed_on = dry_run("train", "--", "--compare", "--steps=9").splitlines()[0].split()
     assert passed_on[:3] == ["python", "-m", "examples.train_gpt"]
     assert sorted(passed_on[3:]) == ["--compare", "--steps=9"]
+    evidence = "python -m benchmarks gpu_evidence --part peers_4k trace --missing"
+    assert dry_run("gpu-evidence", "--", "--part", "peers_4k", "trace", "--missing").splitlines()[0].strip() == evidence
 
 
 def test_make_bench_runs_all_or_one() -> None:
