@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -368,3 +369,29 @@ def test_prediction_stands_next_to_measurement(tmp_path: Path) -> None:
         "zenflow", setting.case("zenflow", "tiny"), rounds_ms=[2.0], companions_ms={compared.ALONE: [1.0]}
     )
     assert compared.predicted(setting, each) == {"predicted": None}
+
+
+@pytest.mark.slow
+def test_prediction_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5-3B's shapes on a machine with doctor's numbers of one, without that machine."""
+    pytest.importorskip("transformers")
+    memory = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
+    doctor = {
+        "machine": {"device": "a GPU", "memory_bytes": 128 * 10**9, "nodes": {"0": list(range(16))}},
+        "host": [{"threads": 1, "add": 1e10, "adam": 1e10}, {"threads": 16, "add": 1.5e11, "adam": 1.5e11}],
+        "link": [{"memory": "pinned", "to_host": 5e10, "to_device": 5e10}],
+        "resident": {"parameters": 5e10, "bytes": 1.5e12},
+        "matmul_flops": 6e14,
+        "disk": None,
+    }
+    setting = Setting("cuda", False, doctor, tmp_path)
+    found = {}
+    for tokens, ms in ((4096, 200.0), (32768, 1600.0)):
+        case = setting.case("zenflow", "qwen2.5-3b", tokens=tokens)
+        each = turns.Turns("zenflow", case, rounds_ms=[2 * ms], companions_ms={compared.ALONE: [ms]})
+        found[tokens] = compared.predicted(setting, each)
+        assert found[tokens]["predicted"]["step_ms"] > ms  # forward and backward as measured, and the updates
+        assert 0.5 < found[tokens]["predicted_over_measured"] < 1
+    host = [each["predicted"]["host_update_ms"] for each in found.values()]
+    assert host[0] == pytest.approx(host[1], rel=0.1)  # does not depend on the tokens
