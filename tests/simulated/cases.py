@@ -1,0 +1,297 @@
+"""Trains small models on the simulated accelerator and on the CPU: the runs that the tests compare."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from examples.gpt import GPT, GPTConfig
+from tests.simulated.accelerator import serve
+from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
+from tests.simulated.streams import Stream
+from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.parameters.host_state import WindowJob
+
+SELECTING: dict[str, Any] = {"topk_ratio": 0.25, "workers": 2}
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "exact": {**SELECTING, "update_interval": 1},
+    "windows": SELECTING,
+    "staleness": {**SELECTING, "update_interval": 2, "staleness": 1},
+    "late every step": {**SELECTING, "update_interval": 1, "staleness": 1},
+    "no overlap": {**SELECTING, "update_interval": 2, "overlap_step": False},
+    "summed": {**SELECTING, "update_interval": 3, "accumulate_on_device": True},
+    "int8": {**SELECTING, "update_interval": 2, "gradient_compression": "int8"},
+    "auto windows": {**SELECTING, "update_interval": "auto", "max_update_interval": 3, "min_update_interval": 1},
+    "reselect often": {**SELECTING, "update_interval": 1, "select_strategy": "step", "select_interval": 1},
+    "reselect stale": {
+        **SELECTING, "update_interval": 2, "select_strategy": "step", "select_interval": 2, "staleness": 1,
+    },
+    "warm-up": {**SELECTING, "update_interval": 4, "full_warm_up_rounds": 3},
+    "zero_offload": {"policy": "zero_offload"},
+    "twinflow": {"policy": "twinflow", "ratio": 0.5},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
+    "streamed in parts": {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1},
+    "zenflow streamed": {**SELECTING, "update_stride": 2},
+    "files": {"policy": "zero_infinity"},
+    "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
+    "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
+}  # fmt: skip
+"""Options of the optimizer, by name: each takes other ways through the runtime."""
+
+HABITS = ("plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled")
+"""What a training loop does besides forward, backward and step."""
+
+LATE = ("D2H late", "H2D late", "jobs late")
+"""Delay patterns in addition to those of the simulator: one lane, or the workers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        options: a key of ``OPTION_SETS``.
+        model: a key of ``MODELS``.
+        entry: "hooks" or "graph".
+        habit: one of ``HABITS``.
+        delays: a key of the simulator's ``PATTERNS``, or one of ``LATE``.
+        values: whether the device has stream values.
+        limit: of the launch queue; 0: any length.
+    """
+
+    options: str = "windows"
+    model: str = "mlp"
+    entry: str = "graph"
+    habit: str = "plain"
+    delays: str = "none"
+    seed: int = 0
+    values: bool = True
+    limit: int = 0
+    steps: int = 9
+
+
+@dataclass
+class Outcome:
+    """What a run leaves.
+
+    Attributes:
+        losses: of every step.
+        weights: at the end, on the host, and gradients that the loop has read.
+        syncs: how often the host waited for the device during the steps, by reason and step.
+        copies: blocking copies that the package made during the steps, by reason and step.
+    """
+
+    losses: list[float]
+    weights: list[Tensor]
+    syncs: list[dict[str, int]] = field(default_factory=list)
+    copies: list[dict[str, int]] = field(default_factory=list)
+
+    def equals(self, other: Outcome) -> bool:
+        """Whether losses and weights have the same bits."""
+        same = len(self.weights) == len(other.weights) and torch.equal(
+            torch.tensor(self.losses), torch.tensor(other.losses)
+        )
+        return same and all(map(torch.equal, self.weights, other.weights))
+
+
+def gpt() -> nn.Module:
+    """Two blocks of width 32: the same weights at every call."""
+    torch.manual_seed(1)
+    return GPT(GPTConfig(vocabulary=61, context=16, layers=2, heads=2, width=32))
+
+
+def data(model: str, step: int) -> tuple[Tensor, Tensor]:
+    """The batch of a step, on the CPU."""
+    if model != "gpt":
+        return batch(step)
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 61, (2, 17), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def matrices() -> nn.Module:
+    """Without a bias: no gradient gets to autograd's accumulation, which would join streams."""
+    torch.manual_seed(1)
+    linears = [nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False), nn.Tanh()]
+    return nn.Sequential(*linears, nn.Linear(32, 10, bias=False))
+
+
+MODELS = {"mlp": mlp, "gpt": gpt, "matrices": matrices}
+
+
+class Loop:
+    """A training loop on one device."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch._dynamo.reset()
+        self.case = case
+        self.device = device
+        self.model = MODELS[case.model]().to(device)
+        options = {"host_kernel": "aten", "min_offload_size": 100, **OPTION_SETS[case.options]}
+        if options.get("policy", "zenflow") == "zenflow":
+            options["device_share"] = 0.0
+        self._folder = tempfile.TemporaryDirectory()
+        if options.get("policy") == "zero_infinity":
+            options["nvme_path"] = self._folder.name
+        compiled = torch.compile(self.model, **EAGER_BACKEND)
+        self.in_backward = case.habit == "optimizer in backward"
+        if self.in_backward:
+            settings = {**EAGER_BACKEND["options"], **ADAM, **options}
+            self.call = torch.compile(self.model, backend="zenflow", options=settings)
+            self.optimizer: Any = None
+        else:
+            self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **options})
+            self.call = compiled if case.entry == "graph" else self.model
+        self.scale = torch.tensor(1024.0, device=device)
+        self.saved: dict[str, Any] = {}
+        self.reads: list[Tensor] = []
+        # Made before training, as real loops load data: a copy of pageable memory would count as a wait of the step.
+        self.batches = [tuple(each.to(device) for each in data(case.model, step)) for step in range(case.steps)]
+
+    def loss(self, step: int) -> Tensor:
+        inputs, targets = self.batches[step]
+        if self.case.model == "gpt":
+            loss: Tensor = self.call(inputs, targets)
+            return loss
+        return F.cross_entropy(self.call(inputs), targets)
+
+    def step(self, step: int) -> Tensor:
+        habit, loss = self.case.habit, self._backward(step)
+        if habit == "clip":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        if habit == "scaled":
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            found = torch.zeros((), device=self.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, self.scale.reciprocal())
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        if habit == "reads":
+            for param in self.model.parameters():
+                if param.grad is not None and param.dim() > 1:
+                    self.reads.append(param.grad.detach().clone())
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if habit == "reload" and step % 4 == 1:
+            self.saved = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            self.saved["model"] = {name: value.clone() for name, value in self.saved["model"].items()}
+        if habit == "reload" and step % 4 == 3:
+            self.model.load_state_dict(self.saved["model"])
+            self.optimizer.load_state_dict(self.saved["optimizer"])
+        return loss.detach()
+
+    def _backward(self, step: int) -> Tensor:
+        habit = self.case.habit
+        if habit == "side stream" and self.device.type != "cpu":
+            side = Stream()
+            side.wait_stream(torch.sim.current_stream())  # type: ignore[attr-defined]
+            with side:
+                loss = self.loss(step)
+            # Called from another stream than the forward's: PyTorch joins the two where it accumulates gradients.
+            loss.backward()
+            return loss
+        loss = self.loss(step)
+        if habit == "accumulate":
+            (loss / 2).backward()
+            (self.loss((step + 1) % self.case.steps) / 2).backward()
+        elif habit == "scaled":
+            (loss * self.scale).backward()
+        else:
+            loss.backward()
+        return loss
+
+    def weights(self) -> list[Tensor]:
+        if self.optimizer is not None:
+            self.optimizer.synchronize()
+        else:
+            self.call.zero_grad()
+            from zenflow_compile.runtime import ops
+
+            for engine in ops.live_engines():
+                engine.synchronize()  # type: ignore[attr-defined]
+        weights = [param.detach() for param in self.model.parameters()]
+        return [each.cpu().clone() for each in (*weights, *self.reads)]
+
+    def close(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.close()
+        self._folder.cleanup()
+
+
+@contextmanager
+def slow_jobs() -> Iterator[None]:
+    """Make every task of a host update late."""
+    run = WindowJob.run
+
+    def late(job: WindowJob, part: slice) -> int:
+        time.sleep(random.random() * 0.008)
+        return run(job, part)
+
+    WindowJob.run = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WindowJob.run = run  # type: ignore[method-assign]
+
+
+def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) -> Outcome:
+    """Train from the same weights with the same data.
+
+    Args:
+        on: "sim" or "cpu".
+        hazard: a context in which the run happens, such as a mutant.
+    """
+    simulator = load_simulator()
+    serve()
+    if on == "sim":
+        pattern = case.delays if case.delays in PATTERNS else "none"
+        simulator.configure(seed=case.seed, delays=pattern, stream_values=case.values, limit=case.limit)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the CPU's fused attention has no counterpart on the device
+        stack.enter_context(hazard())
+        if case.delays == "jobs late" and on == "sim":
+            stack.enter_context(slow_jobs())
+        return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)
+
+
+def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
+    loop = Loop(case, device)
+    losses, syncs, copies = [], [], []
+    try:
+        for step in range(case.steps):
+            if step == 1 and device.type != "cpu" and loop.optimizer is not None and case.delays in LATE:
+                transport = loop.optimizer.engine.registry.transport
+                lanes = {"D2H late": transport.to_host, "H2D late": transport.to_device}
+                if (lane := lanes.get(case.delays)) is not None:
+                    simulator.delay(lane._stream, 0.997)
+            simulator.reset_counts()
+            blocking = device_of(device).blocking
+            blocking.clear()
+            losses.append(loop.step(step))
+            syncs.append(simulator.counts())
+            copies.append(dict(blocking))
+        weights = loop.weights()
+        device_of(device).synchronize()  # losses of a side stream are read from this one
+        return Outcome([float(each) for each in losses], weights, syncs, copies)
+    finally:
+        loop.close()
+
+
+def stacks() -> str:
+    """Names of the threads that run, for the message of a hang."""
+    return ", ".join(thread.name for thread in threading.enumerate())

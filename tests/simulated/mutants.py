@@ -1,0 +1,169 @@
+"""Deliberate hazards: each removes a wait, or releases memory early, and names a run that shows it.
+
+A mutant replaces pieces of functions' source. If a piece is gone, the mutant fails: then it belongs elsewhere, or has
+become another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulated.cases import Case
+
+SEEDS = range(8)
+"""Every hazard shows under one of these."""
+
+
+Change = tuple[str, str, str]
+"""``module:function`` below ``zenflow_compile.runtime``, a piece of its source, and what stands there instead."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Changed functions, and a run that shows it.
+
+    Attributes:
+        changes: made together.
+        shown_by: differs from the run on the CPU, or fails, for at least one of ``SEEDS`` seeds.
+    """
+
+    changes: tuple[Change, ...]
+    shown_by: Case
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the block with the hazard."""
+        with ExitStack() as stack:
+            for where in dict.fromkeys(where for where, _, _ in self.changes):
+                pieces = [(piece, instead) for place, piece, instead in self.changes if place == where]
+                stack.enter_context(_changed(where, pieces))
+            yield
+
+
+@contextmanager
+def _changed(where: str, pieces: Sequence[tuple[str, str]]) -> Iterator[None]:
+    module_name, _, path = where.partition(":")
+    module = importlib.import_module(f"zenflow_compile.runtime.{module_name}")
+    owner: Any = module
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    original = inspect.getattr_static(owner, name)
+    source = textwrap.dedent(inspect.getsource(original))
+    for piece, instead in pieces:
+        if source.count(piece) != 1:
+            raise LookupError(f"{where} has {piece!r} {source.count(piece)} times")
+        source = source.replace(piece, instead)
+    made: dict[str, Any] = {}
+    exec(compile(source, f"<mutant of {where}>", "exec"), vars(module), made)
+    setattr(owner, name, made[name])
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def without(where: str, piece: str, shown_by: Case, instead: str = "pass") -> Mutant:
+    """A mutant of one piece."""
+    return Mutant(((where, piece, instead),), shown_by)
+
+
+LANE = "device.stream_lane:StreamLane.submit"
+PARAM = "parameters.offloaded_param:"
+HOST = "parameters.host_state:HostState."
+STREAMED = "device_updates.streamed_adam:StreamedAdam."
+PENDING = "gradients.pending_gradient:PendingGradient."
+
+MUTANTS = {
+    "copy before the gradient is split": without(
+        LANE, "stream.wait_stream(streams.current())", Case("windows", delays="compute late")
+    ),
+    "upload before its job": without(
+        LANE, "after.flag.wait_on(streams, stream)", Case("exact", delays="jobs late")
+    ),
+    "state in before it is written back": without(
+        LANE, "behind.wait_on_device()  # the current", Case("streamed", delays="D2H late"), "pass  #"
+    ),
+    "flag before its copy": Mutant(
+        ((LANE, "with streams.use(stream):", "early = self._raise_flag()\n    with streams.use(stream):"),
+         (LANE, "(target, source), self._raise_flag())", "(target, source), early)")),
+        Case("exact", delays="D2H late"),
+    ),
+    "flag of the copy before": without(
+        "device.stream_lane:StreamLane._raise_flag", "return flag", Case("exact", delays="D2H late"),
+        "return Flag(self._flags, 0, self._copies - 1)",
+    ),
+    "flag of a job before it has run": without(
+        HOST + "flush_window", "window = FlushedWindow(job,", Case("exact", delays="jobs late"),
+        "window = (job.flag and job.flag.raise_it()) or FlushedWindow(job,",
+    ),
+    "upload over one that is being merged": without(
+        LANE, "stream.wait_stream(streams.current())", Case("one upload buffer", delays="compute late"),
+        "stream.wait_stream(streams.current()) if self._name == 'D2H' else None",
+    ),
+    "block released while it is copied": Mutant(
+        (("device.stream_lane:StreamTicket.__init__", "self._tensors = tensors", "self._tensors = None"),
+         (PENDING + "sent", "self._sent = block, ticket", "pass")),
+        Case("int8", delays="D2H late"),
+    ),
+    "sum released while it is copied": Mutant(
+        (("device.stream_lane:StreamTicket.__init__", "self._tensors = tensors", "self._tensors = None"),
+         (PENDING + "sent", "self._sent = block, ticket", "pass")),
+        Case("summed", model="gpt", delays="D2H late"),
+    ),
+    "split into a buffer that is being copied": without(
+        PARAM + "IncomingGradient._split", "self._wait_on_device(reader)", Case("exact", delays="D2H late")
+    ),
+    "ring buffer without its reader": without(
+        PARAM + "IncomingGradient.copy_to_host", "staged.read_by = copy, None, False, copy[1]",
+        Case("exact", delays="D2H late"), "staged.read_by = copy, None, False, None",
+    ),
+    "read of a gradient before its copy": without(
+        PARAM + "IncomingGradient._assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H late")
+    ),
+    "merge before the upload": without(
+        PARAM + "OffloadedParam.apply_next", "self._wait_on_device(upload.ticket)", Case("exact", delays="H2D late")
+    ),
+    "upload buffer free while it is in use": without(
+        PARAM + "OffloadedParam.start_upload", "buffer.in_use = upload, True", Case("exact", delays="compute late"),
+        "buffer.in_use = upload, False",
+    ),
+    "job before its gradients": without(
+        HOST + "flush_window", "[buffer.copied for buffer in buffers if not buffer.copied.done()]",
+        Case("windows", delays="D2H late"), "[]",
+    ),
+    "job before the one ahead of it": without(
+        HOST + "flush_window", "before = self.flushed[-1].job if self.flushed else None",
+        Case("late every step", delays="jobs late"), "before = None",
+    ),
+    "one upload buffer for two windows": without(
+        HOST + "next_upload", "(self._next_upload + 1) % len(self.uploads)",
+        Case("late every step", delays="H2D late"), "0",
+    ),
+    "window cleared before its jobs": without(
+        HOST + "clear_windows", "job.settle()", Case("late every step", habit="reload", delays="jobs late")
+    ),
+    "state saved before its job": without(
+        HOST + "wait", "window.job.wait()", Case("late every step", habit="reload", delays="jobs late")
+    ),
+    "streamed update before its state": without(
+        STREAMED + "_update", "ticket.wait_on_device()", Case("streamed", model="gpt", delays="H2D late")
+    ),
+    "state in over one that is written back": without(
+        STREAMED + "_load", "behind=_last(buffer.write_back, subgroup.write_back)",
+        Case("streamed in parts", delays="D2H late"), "behind=None",
+    ),
+    "numbers read before their copy": without(
+        "device.readback:Readback.take", "event.synchronize()", Case("auto windows", delays="compute late")
+    ),
+    "calls on two streams": without(
+        "device.stream_order:StreamOrder.follow", "current.wait_stream(last)",
+        Case("exact", model="matrices", habit="side stream", delays="others late"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,56 @@
+"""Training on the simulated accelerator equals training on the CPU, bit for bit, in whatever order the device runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from tests.simulated.cases import HABITS, LATE, MODELS, OPTION_SETS, Case, Outcome, train
+from tests.simulated.process import SimulatedProcess
+from tests.simulated.simulator import PATTERNS
+
+DRAWN = 5
+
+
+@cache
+def on_cpu(case: Case) -> Outcome:
+    return train(case, "cpu")
+
+
+def differing(cases: list[Case]) -> list[Case]:
+    """Those of ``cases`` whose outcome is not that of the CPU; runs in the child process."""
+    found = []
+    for case in cases:
+        expected = on_cpu(replace(case, delays="none", seed=0, values=True))
+        if not train(case).equals(expected):
+            found.append(case)
+    return found
+
+
+def every_case(options: str, model: str, habit: str) -> list[Case]:
+    entries = ["graph"] if habit == "optimizer in backward" else ["graph", "hooks"]
+    return [
+        Case(options, model, entry, habit, delays, seed=number, values=values)
+        for number, (entry, delays, values) in enumerate(product(entries, (*PATTERNS, *LATE), (True, False)))
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", OPTION_SETS)
+def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str, model: str) -> None:
+    """A seeded draw from all habits, entries, delays, with and without stream values."""
+    cases = [case for habit in HABITS for case in every_case(options, model, habit)]
+    drawn = random.Random(f"{options} {model}").sample(cases, DRAWN)
+    assert simulated.call(differing, drawn, timeout=120) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", OPTION_SETS)
+def test_every_case_equals_the_cpu(simulated: SimulatedProcess, options: str, model: str, habit: str) -> None:
+    assert simulated.call(differing, every_case(options, model, habit), timeout=600) == []

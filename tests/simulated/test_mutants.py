@@ -1,0 +1,40 @@
+"""Each hazard of the catalog is found: its run differs from the CPU's, and the run without the hazard does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulated.cases import train
+from tests.simulated.mutants import MUTANTS, SEEDS
+from tests.simulated.process import SimulatedProcess
+
+IN_EVERY_RUN = 5  # of the catalog, one in so many
+
+
+def seed_that_shows(name: str) -> int | None:
+    """The first seed under which the hazard shows; runs in the child process."""
+    mutant = MUTANTS[name]
+    expected = train(replace(mutant.shown_by, delays="none", seed=0), "cpu")
+    for seed in SEEDS:
+        case = replace(mutant.shown_by, seed=seed)
+        if not train(case, hazard=mutant.active).equals(expected):
+            assert train(case).equals(expected), "it differs without the hazard, too"
+            return seed
+    return None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if number % IN_EVERY_RUN == 0 else pytest.mark.long)
+        for number, name in enumerate(MUTANTS)
+    ],
+)
+def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
+    assert simulated.call(seed_that_shows, name, timeout=240) is not None
+
+
+def test_catalog_is_large_enough() -> None:
+    assert len(MUTANTS) >= 25
