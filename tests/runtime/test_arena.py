@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -226,6 +227,11 @@ class Registering(CpuDevice):
     def unregister(self, address: int) -> None:
         del self.registered[address]
 
+    def pinned_buffer(self, size_bytes: int) -> Any:
+        if self.refusal.endswith("at all"):
+            raise RuntimeError(self.refusal)
+        return bytearray(size_bytes)
+
 
 def test_pin_registers_once_and_close_unregisters() -> None:
     device = Registering()
@@ -267,6 +273,27 @@ def test_refused_pinning_warns_once() -> None:
     assert arena.take((4,), torch.float32).fill_(1.0).sum() == 4
     arena.close()
     assert device.registered == {}
+
+
+def test_drivers_own_memory_where_registering_is_refused() -> None:
+    device = Registering(refusal="not in this container")
+    arena = HostArena(10_000, device)
+    assert arena.pinned
+    assert arena.pin(device, "a smaller model")  # without a warning
+    first, second = arena.take((5,), torch.float32), arena.take((3,), torch.int64)
+    first.fill_(2.0)
+    assert second.tolist() == [0, 0, 0]
+    arena.close()
+    gc.collect()
+    assert first.sum() == 10.0
+
+
+def test_refused_everywhere_is_unpinned() -> None:
+    device = Registering(refusal="not at all")
+    arena = HostArena(10_000, device)
+    with pytest.warns(RuntimeWarning, match="not at all"):
+        assert not arena.pin(device, "a smaller model")
+    assert arena.take((5,), torch.float32).fill_(1.0).sum() == 5
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -94,6 +95,12 @@ class SimulatedDevice(Device):
 
     def unregister(self, address: int) -> None:
         self._simulator.unregister(address)
+
+    def pinned_buffer(self, size_bytes: int) -> Any:
+        memory = self.host_zeros((size_bytes,), torch.uint8)
+        buffer: Any = (ctypes.c_char * size_bytes).from_address(memory.data_ptr())
+        buffer.keep = memory
+        return buffer
 
     def use(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import platform
 import sys
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from rich.table import Table
 
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure.disk import DiskRates, disk_rates
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of
+from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import available_host_memory
-from zenflow_compile.runtime.host.cores import last_level_cache_bytes, physical_cores, worker_count
+from zenflow_compile.runtime.host.cores import last_level_cache_bytes, may_pin, physical_cores, worker_count
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
 
@@ -37,6 +40,7 @@ class Machine:
         memory_bytes: memory that this process can still use; ``memory_limit`` names the limit.
         lockable_bytes: RLIMIT_MEMLOCK; None without a limit.
         compiler: C++ compiler of the fused host kernel; None if there is none.
+        abilities: what the device's driver and the system allow, with what is lost where they do not.
         versions: of the software that the measurements depend on.
     """
 
@@ -48,6 +52,7 @@ class Machine:
     lockable_bytes: int | None
     compiler: str | None
     device: str
+    abilities: dict[str, str]
     versions: dict[str, str]
 
 
@@ -156,6 +161,7 @@ def machine(device: torch.device) -> Machine:
         lockable_bytes=_lockable_bytes(),
         compiler=torch_private.cpp_compiler(),
         device=device_of(device).name,
+        abilities=_abilities(device_of(device)),
         versions={
             "zenflow-compile": _version("zenflow-compile"),
             "python": platform.python_version(),
@@ -178,6 +184,7 @@ def tables(findings: Findings) -> list[Table]:
         ("lockable memory", "no limit" if has.lockable_bytes is None else f"{_gib(has.lockable_bytes)} (ulimit -l)"),
         ("C++ compiler", has.compiler or 'none: host updates fall back to the slower "aten" kernel'),
         ("device", has.device),
+        *has.abilities.items(),
         ("versions", ", ".join(f"{name} {number}" for name, number in has.versions.items())),
     ):
         about.add_row(name, value)
@@ -257,6 +264,23 @@ def _lockable_bytes() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _abilities(device: Device) -> dict[str, str]:
+    found = {"threads on cores": "yes" if may_pin() else "no: host updates are slower where threads move between cores"}
+    if device.streams is None:
+        return found
+    values = make_flags(1, device) is not None
+    found["stream values"] = "yes" if values else "no: each forward waits on the host for late updates"
+    if device.refusal is None:
+        found["pinned memory"] = "yes"
+        return found
+    try:
+        device.pinned_buffer(mmap.PAGESIZE)
+        found["pinned memory"] = f"only the driver's own ({device.refusal})"
+    except RuntimeError as error:
+        found["pinned memory"] = f"no: copies are slower, and the training thread waits for them ({error})"
+    return found
 
 
 def _device_versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ class CpuDevice(Device):
 
     def unregister(self, address: int) -> None:
         """Nothing to do."""
+
+    def pinned_buffer(self, size_bytes: int) -> Any:
+        return bytearray(size_bytes)
 
     def use(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -134,6 +136,17 @@ class CudaDevice(Device):
 
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def pinned_buffer(self, size_bytes: int) -> Any:
+        if not cuda_driver.has_bindings():
+            raise RuntimeError("cuda-bindings, which call cuMemHostAlloc, are not installed")
+        with self.use():
+            torch.cuda.current_stream().query()  # the driver needs a context, which the first use of a device makes
+            address = cuda_driver.host_alloc(size_bytes)
+        buffer = (ctypes.c_char * size_bytes).from_address(address)
+        weakref.finalize(buffer, cuda_driver.host_free, address)
+        ctypes.memset(address, 0, size_bytes)
+        return buffer
 
     def use(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.torch_device)

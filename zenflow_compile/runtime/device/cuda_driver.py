@@ -61,6 +61,26 @@ def create_stream(priority: int) -> int:
     return int(result[1])
 
 
+def host_alloc(size_bytes: int) -> int:
+    """``cuMemHostAlloc``: the address of page-locked host memory of exactly this size, for every device.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    result = driver.cuMemHostAlloc(size_bytes, driver.CU_MEMHOSTALLOC_PORTABLE)
+    _check("cuMemHostAlloc", result)
+    return int(result[1])
+
+
+def host_free(address: int) -> None:
+    """``cuMemFreeHost``. Ignores errors: at interpreter exit the driver may be gone."""
+    from cuda.bindings import driver
+
+    driver.cuMemFreeHost(address)
+
+
 def _check(call: str, result: Any) -> None:
     error = result[0] if isinstance(result, tuple) else result
     if int(error) != 0:

@@ -6,10 +6,13 @@ An implementation is a :class:`Device`, for a device type that PyTorch has. ``cp
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -168,6 +171,29 @@ class Device(ABC):
     @abstractmethod
     def unregister(self, address: int) -> None:
         """Undo ``register``. Ignores errors: then the memory was not registered."""
+
+    @abstractmethod
+    def pinned_buffer(self, size_bytes: int) -> Any:
+        """Allocate page-locked host memory where ``register`` is refused, as in some containers.
+
+        Returns:
+            An object with the buffer protocol over ``size_bytes`` zeros. The last reference to it frees the memory.
+
+        Raises:
+            RuntimeError: the driver's reason for refusing.
+        """
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the driver does not register host memory, asked with one page; None if it does."""
+        page = mmap.mmap(-1, mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        try:
+            self.register(address, mmap.PAGESIZE)
+        except RuntimeError as error:
+            return str(error)
+        self.unregister(address)
+        return None
 
     @abstractmethod
     def use(self) -> AbstractContextManager[object]:

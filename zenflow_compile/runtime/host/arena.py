@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -99,23 +100,30 @@ class HostArena:
 
     Args:
         total_bytes: bytes of all tensors, as ``carved_bytes`` counts them; rounded up to whole pages.
+        device: that copies from and to this memory asynchronously; None: no device does. If its driver does not
+            register memory, it is asked for memory of its own, which is page-locked from the start.
 
     Raises:
         ValueError: ``total_bytes`` is negative.
         MemoryError: the operating system does not map that much.
     """
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, device: Device | None = None) -> None:
         if total_bytes < 0:
             raise ValueError(f"total_bytes={total_bytes} must be >= 0")
         self.total_bytes = total_bytes
         self.used_bytes = 0
-        self._mapping: _Mapping | None = _map(total_bytes)
+        self._from_driver: Any = None
+        if device is not None and total_bytes and device.refusal is not None:
+            with suppress(RuntimeError):  # ``pin`` says why, and what it costs
+                self._from_driver = device.pinned_buffer(total_bytes)
+        self._mapping: _Mapping | None = _map(total_bytes if self._from_driver is None else 0)
 
     @property
     def pinned(self) -> bool:
         """Whether a device can copy from and to this memory asynchronously."""
-        return self._mapping is not None and self._mapping.registered_with is not None
+        mapping = self._mapping
+        return mapping is not None and (mapping.registered_with is not None or self._from_driver is not None)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Take a contiguous tensor of zeros, aligned to 64 bytes, with its own storage over the next bytes.
@@ -133,7 +141,8 @@ class HostArena:
             )
         if needed == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        flat = torch.frombuffer(mapping, dtype=dtype, count=prod(shape), offset=self.used_bytes)
+        memory = mapping if self._from_driver is None else self._from_driver
+        flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=self.used_bytes)
         self.used_bytes += needed
         return flat.view(tuple(shape))
 
@@ -147,7 +156,7 @@ class HostArena:
             remedies: settings that need less host memory, for the warning; None: no warning.
         """
         mapping = self._open_mapping()
-        if mapping.registered_with is None and len(mapping):
+        if not self.pinned and len(mapping):
             try:
                 device.register(mapping.address, len(mapping))
             except RuntimeError as error:
@@ -162,14 +171,14 @@ class HostArena:
                     )
             else:
                 mapping.registered_with = device
-        return mapping.registered_with is not None
+        return self.pinned
 
     def close(self) -> None:
         """Unregister the memory, which is unmapped with its last tensor. Idempotent.
 
         No copy from or to this memory may be in flight.
         """
-        mapping, self._mapping = self._mapping, None
+        mapping, self._mapping, self._from_driver = self._mapping, None, None
         if mapping is not None:
             mapping.unregister()
 

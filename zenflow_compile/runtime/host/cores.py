@@ -129,6 +129,15 @@ def run_pinned(cores: Sequence[int], work: Callable[[int], object]) -> None:
         raise errors[0]
 
 
+def may_pin() -> bool:
+    """Whether the system lets threads choose their cores; asked by choosing what the calling thread has."""
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # another system, or a sandbox
+        return False
+    return True
+
+
 def pin_this_thread(core: int) -> None:
     """Keep the calling thread on logical core ``core``, where the system allows it: pinning is for speed alone."""
     if hasattr(os, "sched_setaffinity"):

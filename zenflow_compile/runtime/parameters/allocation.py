@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
 
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan
 from zenflow_compile.runtime.device.devices import device_of
@@ -21,7 +24,7 @@ from zenflow_compile.runtime.device.stream_order import StreamOrder
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.cores import nodes_of, run_pinned
+from zenflow_compile.runtime.host.cores import may_pin, nodes_of, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
 from zenflow_compile.runtime.host.workers import WorkerPool
 from zenflow_compile.runtime.nvme.cache import NvmeCache
@@ -74,6 +77,11 @@ class EngineMemory:
             recorder=recorder,
             order=None if self._device.streams is None else StreamOrder(self._device.streams),
         )
+        if not may_pin():
+            _warn_once(
+                "the system does not let threads choose their cores (sched_setaffinity). Training is as correct, but "
+                "host updates are slower where threads move between cores or NUMA nodes"
+            )
         self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self.kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
         self.files: NvmeCache | None = None
@@ -95,19 +103,28 @@ class EngineMemory:
         upload_count = upload_buffers(plan, self._options)
         stores = self._file_stores(plan, [param for param in new if param.in_file], undo)
         on_host = [param for param in new if param.offloaded]
-        arena = HostArena(sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new))
+        asynchronous = self._device.streams is not None
+        arena = HostArena(
+            sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new), self._device if asynchronous else None
+        )
         workers = self.transport.workers.workers
         hosts = {
             param.index: HostState.allocate(param, arena, self._kernel(param), workers, stores.get(param.index))
             for param in on_host
         }
-        if (flags := make_flags(len(hosts), self._device)) is not None:
+        flags = make_flags(len(hosts), self._device)
+        if flags is None and asynchronous and hosts:
+            _warn_once(
+                f"the driver of {self._device.name} offers no stream memory operations (on CUDA: install "
+                "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
+            )
+        if flags is not None:
             for number, host in enumerate(hosts.values()):
                 host.flags = flags, number
         streamed = [(each, param) for each, param in zip(new, params, strict=True) if each.streamed]
         subgroups = self.streamed.make(streamed, arena)
         self._touch_first(list(hosts.values()))
-        if arena.total_bytes and self._device.streams is not None:
+        if arena.total_bytes and asynchronous:
             warned = any(each.total_bytes and not each.pinned for each in self._arenas)
             arena.pin(self._device, None if warned else less_host_memory(self._options))
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
@@ -191,18 +208,25 @@ class EngineMemory:
             self.files.close_in_child()
 
     def stop_threads(self) -> None:
-        """Stop workers and lanes. Idempotent."""
-        self.transport.workers.close()
-        self.transport.to_host.close()
-        self.transport.to_device.close()
+        """Stop workers and lanes, each of them even if another one raises. Idempotent."""
+        with ExitStack() as others:
+            others.callback(self.transport.to_device.close)
+            others.callback(self.transport.to_host.close)
+            self.transport.workers.close()
 
     def free(self) -> None:
         """Remove files and free host memory. Idempotent."""
-        self._close_files()
-        for arena in self._arenas:
-            arena.close()
+        with ExitStack() as others:
+            for arena in self._arenas:
+                others.callback(arena.close)
+            self._close_files()
 
     def _close_files(self) -> None:
         if self.files is not None:
             self.files.close()
             self.files = None
+
+
+@cache  # warn once per process: engines come and go
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=user_stacklevel())

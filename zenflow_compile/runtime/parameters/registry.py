@@ -257,7 +257,8 @@ class ParamRegistry:
 
         Idempotent; may be repeated after an interrupt.
         """
-        # First: these threads read and write the memory that is freed below.
-        self.memory.stop_threads()
-        self.offloaded.clear()  # its tensors are views of the arenas
-        self.memory.free()
+        with ExitStack() as others:  # after an error of a device or a thread, too
+            others.callback(self.memory.free)
+            others.callback(self.offloaded.clear)  # its tensors are views of the arenas
+            # First: these threads read and write the memory that is freed afterwards.
+            self.memory.stop_threads()
