@@ -156,6 +156,7 @@ def make_module() -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None
     module.is_initialized = is_available
+    module._initialized = True  # torch.utils.checkpoint asks before it saves the generator's state
     module.is_bf16_supported = lambda including_emulation=True: True
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module

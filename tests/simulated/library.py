@@ -38,6 +38,7 @@ _STATUS = {
     "register": (c_size_t, c_uint64),
     "unregister": (c_size_t,),
     "launch_noop": (c_int64,),
+    "launch_kernel": (c_void_p, POINTER(c_int64), c_uint64),
     "set_rng_state": (c_void_p,),
 }  # functions that may fail, and their arguments
 

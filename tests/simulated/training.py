@@ -62,7 +62,7 @@ def train(
     name: str,
     device: torch.device,
     *,
-    compiled: bool = False,
+    compiled: bool | Callable[[nn.Module], Callable[..., Any]] = False,
     forward_in: AbstractContextManager[object] | None = None,
     step_in: AbstractContextManager[object] | None = None,
     **options: Any,
@@ -70,6 +70,7 @@ def train(
     """Return weights and losses after a few steps of AdamW, on the host.
 
     Args:
+        compiled: by ``GRAPH``, or the function that compiles.
         forward_in: a context for each forward.
         step_in: a context for each optimizer step.
         options: of AdamW.
@@ -78,7 +79,10 @@ def train(
     torch.manual_seed(0)
     model = build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
-    call = torch.compile(model, backend=GRAPH) if compiled else model
+    if callable(compiled):
+        call: Any = compiled(model)
+    else:
+        call = torch.compile(model, backend=GRAPH) if compiled else model
     losses = []
     for step in range(STEPS):
         with forward_in or nullcontext():

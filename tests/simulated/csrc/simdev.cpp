@@ -6,10 +6,12 @@
 // tensors.h    views of device memory as CPU tensors
 // copies.h     copies, with CUDA's rules
 // operators.h  the fallback for all operators
+// autocast.h   torch.autocast
 
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "operators.h"
+#include "autocast.h"
 
 namespace sim {
 
@@ -122,6 +124,32 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   }
 }
 
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  for (const char* name : kLowerPrecision) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_in_lower_precision>());
+  }
+  for (const char* name : kFloat32) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_in_float32>());
+}
+
+// Calls a kernel that takes pointers and integers only: all of them are passed as 64 bits on the platforms we test on.
+using Caller = void (*)(void*, const int64_t*);
+
+template <size_t... Index>
+void call_kernel_with(void* kernel, const int64_t* arguments, std::index_sequence<Index...>) {
+  reinterpret_cast<void (*)(decltype(static_cast<void>(Index), int64_t{})...)>(kernel)(arguments[Index]...);
+}
+
+template <size_t... Count>
+Caller caller_of(size_t count, std::index_sequence<Count...>) {
+  static constexpr Caller callers[] = {[](void* kernel, const int64_t* arguments) {
+    call_kernel_with(kernel, arguments, std::make_index_sequence<Count>());
+  }...};
+  if (count >= sizeof...(Count)) throw std::runtime_error("a kernel with too many arguments");
+  return callers[count];
+}
+
 // The last error of the calling thread, for Python.
 std::string& last_error() {
   static thread_local std::string text;
@@ -169,7 +197,8 @@ void sim_start() {
   c10::SetAllocator(c10::DeviceType::PrivateUse1, &DeviceAllocator::get());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   default_generator();
-  Queues::get();
+  // The executor computes with as many threads as the thread that starts it: other numbers give other bits.
+  launch("start", [] { at::init_num_threads(); });
 }
 
 void sim_stop() { Queues::get().stop(); }
@@ -263,6 +292,16 @@ int sim_launch_noop(int64_t stream) {
     Item item;
     item.name = "noop";
     Queues::get().launch(stream, std::move(item));
+  });
+}
+
+// Queue `kernel(arguments...)` on the current stream. As with pointers on a GPU, nothing keeps their memory.
+int sim_launch_kernel(void* kernel, const int64_t* arguments, uint64_t count) {
+  return guarded([&] {
+    const Caller caller = caller_of(count, std::make_index_sequence<97>());
+    launch("generated kernel", [kernel, caller, copied = std::vector<int64_t>(arguments, arguments + count)] {
+      caller(kernel, copied.data());
+    });
   });
 }
 
