@@ -8,7 +8,7 @@ import torch
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.gradients.compression import Residual
-from zenflow_compile.runtime.gradients.window_sum import WindowSum
+from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -80,7 +80,7 @@ def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str
     lost = Residual.allocate(plan, torch.device("cpu")).lost.nbytes if plan.compressed else 0
     assert sum(tensor.nbytes for tensor in device.state()) + lost == plan.device_bytes
     summed = split(dtype, **{"interval": 4, **sizes, "summed": True})
-    window_sum = WindowSum.allocate(summed, torch.device("cpu"))
+    window_sum = WindowSum.allocate(summed, torch.device("cpu"), Scales())
     assert summed.device_bytes == plan.device_bytes + window_sum.total.nbytes
 
 

@@ -28,9 +28,13 @@ from tests.support.loops import (
 )
 from tests.support.training import Training, assert_same
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
-from zenflow_compile.runtime.gradients.gradient_record import Factors, GradientLike, GradientRecord, GradientState
+from zenflow_compile.runtime.gradients.factors import Factors
+from zenflow_compile.runtime.gradients.gradient_record import GradientLike, GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.recorder import Recorder
 
 PARTS, ON_DEVICE, ZERO = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.ZERO
 DENSE, CONSUMED, SPOILED = GradientState.DENSE, GradientState.CONSUMED, GradientState.SPOILED
@@ -319,7 +323,7 @@ def test_gradients_share_the_product_with_a_tensor() -> None:
     clip = torch.tensor([0.25], dtype=torch.float64)
     again = factors.times(first, clip, divide=True)
     assert isinstance(again, Tensor)
-    assert (again.dtype, again.shape, float(again)) == (torch.float32, (), 2.0)
+    assert (again.dtype, again.shape, float(again)) == (torch.float64, (), 2.0)
     assert again is factors.times(first, clip, divide=True)
     assert float(factors.times(first, clip)) == 0.125
 
@@ -391,7 +395,11 @@ class HostReads:
         return counts
 
 
-def test_all_factors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def finish(factors: Factors, records: list[GradientRecord]) -> None:
+    factors.finish(records, ThreadLane("D2H", Recorder()), device_of(CPU), step=0)
+
+
+def test_factors_are_final_without_a_host_read(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(deferred=True)
     records = [record_in(PARTS, source) for _ in range(5)]
     clip, unscale, own = torch.tensor(0.5), torch.tensor(0.25), torch.tensor(2.0)
@@ -401,14 +409,15 @@ def test_all_factors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         record.scale(clip)
     records[3].scale(own)
     reads = HostReads(monkeypatch)
-    source.factors.read(records)
-    assert reads.take() == {"stack": 1, "tolist": 1}
-    assert [(record.clip, record.unscale) for record in records] == [
-        (1.0, 0.25), (0.5, 0.25), (0.5, 0.25), (1.0, 0.25), (1.0, 1.0),
-    ]  # fmt: skip
-    assert [record.grad_scale for record in records] == [0.25, 0.125, 0.125, 0.25, 1.0]
-    source.factors.read(records)
-    assert reads.take() == {}
+    finish(source.factors, records)
+    assert reads.take() == {"stack": 1}
+    scales, unscales = [[record.grad_scale for record in records], [record.final_unscale for record in records]]
+    assert len(set(scales)) == 4  # (1, 0.25), (0.5, 0.25) two times, (1, 0.25) with its own clip factor, and 1
+    assert scales[1] is scales[2]
+    assert scales[0] is unscales[0] is unscales[3]
+    assert [float(scale) for scale in scales] == [0.25, 0.125, 0.125, 0.25, 1.0]
+    assert [float(unscale) for unscale in unscales] == [0.25] * 4 + [1.0]
+    assert scales[4] == 1.0
 
 
 # Deferred factors in an engine
@@ -487,8 +496,8 @@ def test_deferred_factors_under_every_policy(options: dict[str, Any]) -> None:
     compare(deferring(scaled_and_clipped), None, options, effect=with_tool(None))
 
 
-def test_step_reads_deferred_factors_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unscaling and clipping read nothing on the host; the step reads all factors in one piece."""
+def test_step_waits_for_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unscaling, clipping and the step up to its jobs read no factor on the host."""
     training = Training(None)
     training.optimizer.engine.registry.gradients.factors = deferred()
     offloaded = training.optimizer.engine.offloaded
@@ -500,18 +509,8 @@ def test_step_reads_deferred_factors_once(monkeypatch: pytest.MonkeyPatch) -> No
         scaler.unscale_(training.optimizer)
         clip_grad_norm_([each.param for each in offloaded.values()], 1e-3)
         assert reads.take().keys() <= {"stack"}
-        read = Factors.read
-
-        def counted(factors: Factors, records: list[GradientRecord], read: Callable[..., None] = read) -> None:
-            assert all(isinstance(record.factor, Tensor) for record in records)
-            before = reads.take()
-            assert not before.keys() & {"item", "tolist", "__float__"}
-            read(factors, records)
-            assert reads.take() == {"stack": 1, "tolist": 1}
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Factors, "read", counted)
-            training.optimizer.step()
+        training.optimizer.step()
+        assert not reads.take().keys() & {"tolist", "__float__", "__bool__"}
         training.optimizer.zero_grad()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.gradients.window_sum import WindowSum
+from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
 
 SHAPE = (24, 8)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -22,7 +22,7 @@ def coefficients(grad_scale: float = 1.0, number: int = 0) -> StepCoefficients:
 
 
 def sum_of(gradients: list[Tensor], scales: list[float]) -> WindowSum:
-    window = WindowSum(torch.full(SHAPE, math.nan))  # whatever the window before left there
+    window = WindowSum(torch.full(SHAPE, math.nan), Scales())  # whatever the window before left there
     for number, (gradient, scale) in enumerate(zip(gradients, scales, strict=True)):
         window.add(gradient, coefficients(scale, number))
     return window

@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.device.late_number import Number, for_fp32
+
 VECTOR_ELEMENTS = 16
 """fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements after the last whole vector of a
 tensor by scalar code, which rounds differently."""
@@ -68,7 +70,7 @@ class StepCoefficients(NamedTuple):
     beta1: float
     beta2: float
     weight_decay: float
-    grad_scale: float
+    grad_scale: Number
     """Factor on the stored gradient: clip factor divided by the loss scale, negative under ``maximize``."""
 
 
@@ -162,6 +164,6 @@ def update_moments_(exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, coeff
     """Add one gradient to the moments, in place and in their own dtype."""
     grad = gradient.to(exp_avg.dtype)
     if coefficients.grad_scale != 1.0:
-        grad = grad * coefficients.grad_scale  # not in place: .to() may have returned the caller's tensor
+        grad = grad * for_fp32(coefficients.grad_scale)  # not in place: .to() may have returned the caller's tensor
     exp_avg.lerp_(grad, 1.0 - coefficients.beta1)
     exp_avg_sq.mul_(coefficients.beta2).addcmul_(grad, grad, value=1.0 - coefficients.beta2)

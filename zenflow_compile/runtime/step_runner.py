@@ -90,9 +90,9 @@ class StepRunner(OptimizerRuntime):
         for offloaded in to_take:
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
-        self.registry.read_factors()
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit)
+        self.registry.finish_factors()
         if (timeline := self.recorder.timeline) is not None:
             record_norms(self.registry, timeline, self.step)
         self._updating = True  # last, so that an error above leaves it unset

@@ -217,8 +217,9 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
 def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """The gradients in the update window, oldest first, and zeros in its empty places."""
     host, plan, deferred = offloaded.host, offloaded.plan, offloaded.device.selection.deferred
-    per_gradient = _coefficients(offloaded)
-    empty = (0.0,) * len(StepCoefficients._fields)
+    # A factor may still be on its way to the host: ``float`` waits for it.
+    per_gradient = [[float(number) for number in each] for each in _coefficients(offloaded)]
+    empty = [0.0] * len(StepCoefficients._fields)
     coefficients = torch.tensor(
         [*per_gradient, *([empty] * (window_places(plan) - len(per_gradient)))], dtype=torch.float64
     )

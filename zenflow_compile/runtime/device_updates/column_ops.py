@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device_updates.selection import Selection, row_major
 from zenflow_compile.torch_internals import torch_private
 
@@ -116,7 +117,7 @@ def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, 
 
 @torch.no_grad()
 def quantize_slices_(
-    gradient: Tensor, residual: Tensor, grad_scale: float, scales_out: Tensor, values_out: Tensor
+    gradient: Tensor, residual: Tensor, grad_scale: float | Tensor, scales_out: Tensor, values_out: Tensor
 ) -> None:
     """Write ``gradient * grad_scale + residual`` as int8 with a scale per slice; ``residual`` takes the rounding error.
 
@@ -153,7 +154,7 @@ def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoef
     for batch in bounded_batches(params, [each.gradient.numel() for each in params], _CHUNK_ELEMENTS):
         grads = [each.gradient.float() for each in batch]
         if coefficients.grad_scale != 1.0:
-            grads = list(torch._foreach_mul(grads, coefficients.grad_scale))
+            grads = list(torch._foreach_mul(grads, for_fp32(coefficients.grad_scale)))
         counts = {
             step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
         }

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device_updates.column_ops import bounded_batches
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.torch_internals import torch_private
@@ -157,7 +158,7 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
     if coefficients.grad_scale != 1.0:
-        grads = list(torch._foreach_mul(grads, coefficients.grad_scale))
+        grads = list(torch._foreach_mul(grads, for_fp32(coefficients.grad_scale)))
     torch._foreach_add_([state.step for state in states], 1.0)
     fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
     if fused:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.late_number import on_device
 from zenflow_compile.runtime.device_updates.selection import Selection, row_major
 
 if TYPE_CHECKING:
@@ -346,7 +347,7 @@ def adam_columns_(
             exp_avg,
             exp_avg_sq,
             *shape,
-            coefficients.grad_scale,
+            on_device(coefficients.grad_scale),
             1.0 - coefficients.beta1,
             coefficients.beta2,
             1.0 - coefficients.beta2,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.late_number import on_device
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.torch_internals import torch_private
 
@@ -46,7 +47,7 @@ class Residual:
             The coefficients for the written gradient, which is scaled already.
         """
         scales, values = scales_and_values(block)
-        column_ops.quantize_slices_(gradient, self.lost, coefficients.grad_scale, scales, values)
+        column_ops.quantize_slices_(gradient, self.lost, on_device(coefficients.grad_scale), scales, values)
         return coefficients._replace(grad_scale=1.0)
 
     def drop(self, changed: Tensor) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import zenflow_compile
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.gradients.gradient_record import Factors, GradientRecord, GradientState
+from zenflow_compile.runtime.gradients.factors import Factors
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
+from zenflow_compile.runtime.gradients.window_sum import Scales
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -42,6 +44,7 @@ class Gradients:
         visible: gradients are shown in ``.grad``; False for the optimizer-in-backward form, which consumes them inside
             the backward.
         factors: multiplies the factors of all gradients.
+        scales: arithmetic with the scales of summed gradients.
         dense: number of gradients that became dense so far.
         engine: takes gradients that autograd adds to one in ``.grad``.
         process: id of the process that has the host memory of the gradients.
@@ -58,6 +61,7 @@ class Gradients:
     ) -> None:
         self.visible = visible
         self.factors = Factors(device, deferred=device_of(device).streams is not None)
+        self.scales = Scales()
         self.dense = 0
         self.engine = engine
         self.process = os.getpid()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,9 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+
+from zenflow_compile.runtime.device.late_number import Number
+from zenflow_compile.runtime.gradients.factors import Factor, Factors, FinalFactors, multiply_, product_of
 
 
 class GradientState(enum.Enum):
@@ -45,69 +47,6 @@ class GradientState(enum.Enum):
         # Attributes, since every gradient asks several times per step: a property costs ten times as much.
         self.away = description in ("parts", "on device")
         self.gone = not self.away and description not in ("zero", "dense")
-
-
-Factor = float | Tensor
-"""A factor on a gradient: a number, or f32[] on a device while the host has not read it."""
-
-
-class Factors:
-    """Multiplies factors. Gradients that are multiplied with one tensor share the product.
-
-    On an accelerator a factor stays a tensor, so that clipping does not wait for the device; all factors reach the host
-    with one stacked copy per optimizer step (``read``).
-
-    Args:
-        device: where factors stay until they are read.
-        deferred: keep them there; False reads each one at once, which is free on the CPU.
-    """
-
-    def __init__(self, device: torch.device, *, deferred: bool) -> None:
-        self._device = device
-        self._deferred = deferred
-        self._last: tuple[Factor, Tensor, int, bool, Factor] | None = None
-
-    def times(self, before: Factor, by: float | Tensor, *, divide: bool = False) -> Factor:
-        """``before * by``, or ``before / by``. ``by`` has one element, and may change after the call."""
-        if not (self._deferred and isinstance(by, Tensor)):
-            number = float(by)
-            if not divide:
-                return before * number
-            return before * (1.0 / number if number else math.copysign(math.inf, number))  # as IEEE divides
-        last = self._last
-        version = -1 if by.is_inference() else by._version  # tensors of inference mode have no version
-        # The memo keeps ``by`` alive, so that no other tensor can have its identity. Writes through ``by.data`` between
-        # two calls go unnoticed: they do not move the version.
-        known = last is not None and last[1] is by and last[2:4] == (version, divide) and version >= 0
-        if known and last is not None and _same(last[0], before):
-            return last[4]
-        value = by.detach().reshape(()).to(self._device, torch.float32, copy=True)
-        product = before / value if divide else before * value
-        self._last = before, by, version, divide, product
-        return product
-
-    def read(self, records: list[GradientRecord]) -> None:
-        """Turn the factors of ``records`` into numbers, with one copy to the host for all of them."""
-        self._last = None
-        records = [record for record in records if type(record.clip) is not float or type(record.unscale) is not float]
-        if not records:
-            return
-        found: dict[int, Tensor] = {}
-        for record in records:
-            for factor in (record.clip, record.unscale):
-                if isinstance(factor, Tensor):
-                    # By identity, which is unique only because the records keep all factors alive.
-                    found[id(factor)] = factor
-        numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
-        for record in records:
-            record.clip, record.unscale = (
-                numbers[id(factor)] if isinstance(factor, Tensor) else factor
-                for factor in (record.clip, record.unscale)
-            )
-
-
-def _same(one: Factor, other: Factor) -> bool:
-    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 
 class GradientLike(NamedTuple):
@@ -157,14 +96,15 @@ class GradientRecord:
         contributions: number of gradients added up in it since it was made or zeroed.
         clip: factor on its values from scaling in place, such as clipping.
         unscale: factor from loss scaling. Selection scores use it, but not ``clip``.
+        final: both for the optimizer step that has begun; None if they are numbers already.
         norm: cached f32[] L2 norm without the factors.
         spare: ``norm``, and a copy of it for the next caller of ``l2_norm``.
         handle: the first ``OffloadedGradient`` of this gradient; each further one keeps it alive.
     """
 
     __slots__ = (
-        "__weakref__", "_source", "_values", "clip", "contributions", "handle", "like", "norm", "spare", "state",
-        "unscale",
+        "__weakref__", "_source", "_values", "clip", "contributions", "final", "handle", "like", "norm", "spare",
+        "state", "unscale",
     )  # fmt: skip
 
     def __init__(
@@ -175,6 +115,7 @@ class GradientRecord:
         self.contributions = 0
         self.clip: Factor = 1.0
         self.unscale: Factor = 1.0
+        self.final: FinalFactors | None = None
         self.norm: Tensor | None = None
         self.spare: tuple[Tensor, Tensor] | None = None
         self._source = source
@@ -195,19 +136,23 @@ class GradientRecord:
     @property
     def factor(self) -> Factor:
         """All factors on the values."""
-        clip, unscale = self.clip, self.unscale
-        if isinstance(unscale, float) and (isinstance(clip, float) or unscale == 1.0):
-            return clip * unscale if isinstance(clip, float) else clip
-        if isinstance(clip, float) and clip == 1.0:
-            return unscale
-        return torch.mul(clip, unscale) if isinstance(clip, Tensor) else torch.mul(unscale, clip)
+        return product_of(self.clip, self.unscale)
 
     @property
-    def grad_scale(self) -> float:
-        """The factor on the host; ``Factors.read`` must have run."""
+    def grad_scale(self) -> Number:
+        """All factors, for the optimizer step that has begun."""
+        if self.final is not None:
+            return self.final.grad_scale
         factor = self.clip * self.unscale
-        assert not isinstance(factor, Tensor)
+        assert isinstance(factor, float)
         return factor
+
+    @property
+    def final_unscale(self) -> Number:
+        """The factor from loss scaling, for the optimizer step that has begun."""
+        unscale = self.unscale if self.final is None else self.final.unscale
+        assert not isinstance(unscale, Tensor)
+        return unscale
 
     def read(self) -> Tensor:
         """The gradient as a dense tensor, which callers must not write: a dense gradient returns its own tensor.
@@ -226,7 +171,7 @@ class GradientRecord:
             self.refuse("read")
         factor = self.factor
         if not isinstance(factor, float) or factor != 1.0:
-            values.mul_(factor)
+            multiply_([values], factor)
         return values
 
     def l2_norm(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -251,7 +196,7 @@ class GradientRecord:
             norm = found
         factor: Factor = self.factor
         if isinstance(factor, Tensor):
-            norm = norm * factor.abs()
+            norm = norm * factor.abs().to(norm.dtype)
         elif factor != 1.0:
             norm = norm * abs(factor)
         elif norm is self.norm:

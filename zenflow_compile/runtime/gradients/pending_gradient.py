@@ -17,7 +17,7 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.gradients.compression import Residual
-from zenflow_compile.runtime.gradients.window_sum import WindowSum
+from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
 
 Outgoing = tuple[Tensor, Sequence[StepCoefficients]]
 """A block of the plan's ``buffer_shape`` and ``buffer_dtype``, and the coefficients of its gradients."""
@@ -32,9 +32,9 @@ class PendingGradient:
         residual: error of the compression so far; None unless the plan says ``compressed``.
     """
 
-    def __init__(self, plan: ParamPlan, device: torch.device) -> None:
+    def __init__(self, plan: ParamPlan, device: torch.device, scales: Scales) -> None:
         self.gradient: Tensor | None = None
-        self.window_sum = WindowSum.allocate(plan, device) if plan.summed else None
+        self.window_sum = WindowSum.allocate(plan, device, scales) if plan.summed else None
         self.residual = Residual.allocate(plan, device) if plan.compressed else None
         self._plan = plan
         self._device = device

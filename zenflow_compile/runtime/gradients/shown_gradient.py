@@ -15,9 +15,10 @@ from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
+from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
+from zenflow_compile.runtime.gradients.factors import Factors
 from zenflow_compile.runtime.gradients.gradient_record import (
-    Factors,
     GradientLike,
     GradientRecord,
     GradientSource,
@@ -60,11 +61,9 @@ class ShownGradient(ABC):
         return None if self.record is None else self.record.state
 
     @property
-    def unscale(self) -> float:
-        """The factor that undoes loss scaling; ``Factors.read`` must have run."""
-        unscale = 1.0 if self.record is None else self.record.unscale
-        assert isinstance(unscale, float)
-        return unscale
+    def unscale(self) -> Number:
+        """The factor that undoes loss scaling, in the optimizer step that has begun."""
+        return 1.0 if self.record is None else self.record.final_unscale
 
     def _grad_of_user(self) -> Tensor | None:
         """The tensor in ``.grad``, unless the optimizer-in-backward form has put it there."""

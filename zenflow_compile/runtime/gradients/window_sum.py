@@ -10,12 +10,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.late_number import LateNumber, Number, on_device
+
+
+class Scales:
+    """Arithmetic with the scales of gradients, in fp64 on the host and on the device.
+
+    Parameters share scales, so a step computes few late numbers: they are cached, since a number on the device costs
+    some launches.
+    """
+
+    def __init__(self) -> None:
+        self._largest_late = lru_cache(maxsize=64)(_largest_late)
+        self._late_quotient = lru_cache(maxsize=64)(_late_quotient)
+
+    def largest(self, coefficients: Sequence[StepCoefficients]) -> Number:
+        """Return the largest magnitude of the scales that can be divided by; 1 if there is none.
+
+        Clipping by an infinite norm makes a scale 0, by a NaN norm NaN. ``maximize`` makes scales negative.
+        """
+        scales = tuple(each.grad_scale for each in coefficients)
+        if any(isinstance(scale, LateNumber) for scale in scales):
+            return self._largest_late(scales)
+        return _largest(scales)
+
+    def quotient(self, number: Number, by: Number, count: int = 1) -> float | Tensor:
+        """Return ``number / by / count`` for operators on fp32 tensors: a float, or f32[] on the device."""
+        if isinstance(number, float) and isinstance(by, float):
+            return number / by / count
+        return self._late_quotient(number, by, count)
 
 
 @dataclass(slots=True)
@@ -25,33 +55,42 @@ class WindowSum:
     Attributes:
         total: f32[deferred, length], the sum of ``gradient * grad_scale`` over the window, divided by ``unit``;
             arbitrary while the window is empty.
+        scales: arithmetic with the scales, which the parameters of an engine share.
         coefficients: the coefficients of each gradient, oldest first; a missing gradient has none.
     """
 
     total: Tensor
+    scales: Scales
     coefficients: list[StepCoefficients] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, plan: ParamPlan, device: torch.device) -> WindowSum:
+    def allocate(cls, plan: ParamPlan, device: torch.device, scales: Scales) -> WindowSum:
         """Make an empty update window."""
-        return cls(torch.zeros((plan.deferred, plan.length), dtype=torch.float32, device=device))
+        return cls(torch.zeros((plan.deferred, plan.length), dtype=torch.float32, device=device), scales)
 
     @property
-    def unit(self) -> float:
+    def unit(self) -> Number:
         """Scale of the update window's first gradient: while it stays the same, raw gradients are summed unscaled."""
-        return _largest_scale(self.coefficients[:1])
+        return self.scales.largest(self.coefficients[:1])
 
     def add(self, gradient: Tensor, coefficients: StepCoefficients) -> None:
         """Add a final gradient ``[deferred, length]``, of any floating dtype."""
         # First: the unit is the scale of the update window's first gradient, which may be this one.
         self.coefficients.append(coefficients)
-        factor = coefficients.grad_scale / self.unit
+        factor = self.scales.quotient(coefficients.grad_scale, self.unit)
+        unscaled = isinstance(factor, float) and factor == 1.0
         if len(self.coefficients) == 1:
             self.total.copy_(gradient)
-            if factor != 1.0:
+            if not unscaled:
                 self.total.mul_(factor)
+        elif unscaled:
+            self.total.add_(gradient)
         else:
-            self.total.add_(gradient, alpha=factor)
+            # Not ``add_(alpha=)``, which takes no factor from device memory: one operator for all factors, so that none
+            # rounds otherwise. Its bits are those of ``add_(alpha=)`` where the CPU has fused multiply-adds.
+            if isinstance(factor, float):
+                factor = torch.full((), factor, dtype=torch.float32, device=self.total.device)
+            self.total.addcmul_(gradient, factor)
 
     def take_mean(self, out: Tensor) -> list[StepCoefficients]:
         """Empty the update window, and write the mean gradient into ``out`` [deferred, length] of the model's dtype.
@@ -61,16 +100,29 @@ class WindowSum:
         Returns:
             The coefficients of each gradient of the window, which apply to the mean and have that scale.
         """
-        scale = _largest_scale(self.coefficients)
-        torch.mul(self.total, self.unit / scale / len(self.coefficients), out=out)
+        scale = self.scales.largest(self.coefficients)
+        torch.mul(self.total, self.scales.quotient(self.unit, scale, len(self.coefficients)), out=out)
         coefficients, self.coefficients = [each._replace(grad_scale=scale) for each in self.coefficients], []
         return coefficients
 
 
-def _largest_scale(coefficients: Sequence[StepCoefficients]) -> float:
-    """Return the largest magnitude of the scales that can be divided by; 1 if there is none.
+def _largest(scales: Sequence[Number]) -> float:
+    magnitudes = (abs(float(scale)) for scale in scales)
+    return max((scale for scale in magnitudes if 0.0 < scale < math.inf), default=1.0)
 
-    Clipping by an infinite norm makes a scale 0, by a NaN norm NaN. ``maximize`` makes scales negative.
-    """
-    scales = (abs(each.grad_scale) for each in coefficients)
-    return max((scale for scale in scales if 0.0 < scale < math.inf), default=1.0)
+
+def _largest_late(scales: tuple[Number, ...]) -> LateNumber:
+    late = [scale for scale in scales if isinstance(scale, LateNumber)]
+    like = late[0].on_device
+    magnitudes = torch.stack(
+        [each.on_device if isinstance(each, LateNumber) else torch.full_like(like, each) for each in scales]
+    ).abs_()
+    usable = torch.where((magnitudes > 0.0) & (magnitudes < math.inf), magnitudes, 0.0).amax()
+    copies = list(dict.fromkeys(copy for each in late for copy in each.copies))
+    return LateNumber(torch.where(usable > 0.0, usable, 1.0), copies, lambda: _largest(scales))
+
+
+def _late_quotient(number: Number, by: Number, count: int) -> Tensor:
+    quotient = on_device(number) / on_device(by) / count
+    assert isinstance(quotient, Tensor)
+    return quotient.float()

@@ -170,7 +170,7 @@ def _coefficient_table(
     The first column is 0 in the rows of no gradient, whose betas leave the moments as they are.
     """
     window = window_coefficients(coefficients, step)
-    rows = [(1.0, s.grad_scale, s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2) for s in coefficients]
+    rows = [(1.0, float(s.grad_scale), s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2) for s in coefficients]
     rows += [(0.0, 0.0, 1.0, 0.0, 1.0, 0.0)] * (max_gradients - len(coefficients))
     rows.append((window.decay, window.step_size, window.bias_correction2_sqrt, eps, 0.0, 0.0))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")
@@ -263,7 +263,7 @@ class AtenHostAdam:
 
     def _scaled(self, gradients: list[Tensor], coefficients: Sequence[StepCoefficients]) -> list[Tensor]:
         """The piece's gradients in fp32 and scaled, in this thread's scratch memory unless they are so already."""
-        scales = [each.grad_scale for each in coefficients]
+        scales = [float(each.grad_scale) for each in coefficients]
         unscaled = all(scale == 1.0 for scale in scales)
         if unscaled and self.gradient_dtype == torch.float32:
             return gradients

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device_updates import column_ops, selection_groups
 from zenflow_compile.runtime.device_updates.selection import Selection
 
@@ -95,16 +96,28 @@ class DeviceState:
         return self.master, self.exp_avg, self.exp_avg_sq
 
 
-def feed_scores(states: Sequence[DeviceState], unscale: Sequence[float]) -> None:
+def feed_scores(states: Sequence[DeviceState], unscale: Sequence[Number]) -> None:
     """Add the norms of the gradients of an optimizer step to the scores.
 
     Args:
         unscale: for each, one over the loss scale of its gradient.
     """
     scores, norms = [state.score for state in states], [state.norms for state in states]
-    if any(factor != 1.0 for factor in unscale):
-        norms = list(torch._foreach_mul(norms, [factor * factor for factor in unscale]))
+    numbers = [factor for factor in unscale if isinstance(factor, float)]
+    if len(numbers) < len(norms):
+        squares = {each: _square(each, norms[0].device) for each in dict.fromkeys(unscale)}
+        each_by = [squares[factor] for factor in unscale]
+        norms = list(torch._foreach_mul(norms, each_by[0] if len(squares) == 1 else each_by))
+    elif any(factor != 1.0 for factor in numbers):
+        norms = list(torch._foreach_mul(norms, [factor * factor for factor in numbers]))
     torch._foreach_lerp_(scores, norms, 1.0 - SCORE_DECAY)
+
+
+def _square(number: Number, device: torch.device) -> Tensor:
+    """f32[] on the device, computed in fp64 and rounded one time."""
+    if isinstance(number, LateNumber):
+        return (number.on_device * number.on_device).float()
+    return torch.full((), number * number, dtype=torch.float32, device=device)  # a copy from the host would wait
 
 
 def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection], margin: float) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.gradients.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
@@ -88,7 +89,8 @@ class WindowJob(Job):
 
     Args:
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
-        inputs: the copies into them, and the copy that reads the upload buffer's last content; none that is complete.
+        inputs: the copies into them, those of their factors, and the copy that reads the upload buffer's last content;
+            none that is complete.
         before: the job of the window before, which may still run where updates are stale.
         lock: on the state; None where the state is always in memory.
         taken: gradients in the moments after this window.
@@ -298,6 +300,9 @@ class HostState:
         before = self.flushed[-1].job if self.flushed else None
         self._windows += 1
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
+        for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
+            if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
+                inputs += [copy for copy in scale.copies if not copy.done()]
         if self.applied is not None and not self.applied.done():
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)

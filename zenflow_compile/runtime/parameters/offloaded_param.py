@@ -32,6 +32,7 @@ from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
+from zenflow_compile.runtime.gradients.factors import multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
@@ -98,7 +99,7 @@ class IncomingGradient(ShownGradient):
         self.returned: int | None = None
         self.uses = 0
         self.accumulate_node = torch_private.accumulate_grad_node(param)
-        self.pending = PendingGradient(plan, param.device) if plan.keeps_gradient else None
+        self.pending = PendingGradient(plan, param.device, gradients.scales) if plan.keeps_gradient else None
         self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
         self._accumulator: Tensor | None = None
         # Each of the two is the only record of its stage: see [Note: one assignment] in ``staging_ring``.
@@ -183,7 +184,7 @@ class IncomingGradient(ShownGradient):
         accumulator = self._accumulator_like(matrix)
         factor = record.factor
         if not isinstance(factor, float) or factor != 1.0:
-            accumulator.mul_(factor)  # the factor belongs to the sum so far, not to the new contribution
+            multiply_([accumulator], factor)  # the factor belongs to the sum so far, not to the new contribution
             record.forget_factors()
         accumulator.add_(matrix)
         record.contributions += 1

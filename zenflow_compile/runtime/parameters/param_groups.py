@@ -10,6 +10,7 @@ from torch import Tensor
 from zenflow_compile.checks.validate import check_flag, check_number
 from zenflow_compile.options.options import OPTION_NAMES
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.late_number import Number
 
 LARGEST_NUMBER = 1e30
 """Largest lr, eps, weight_decay, and product of lr and weight_decay: sums over an update window, divided by a bias
@@ -99,7 +100,7 @@ def check_eps(eps: Any) -> float:
     return check_number("eps", _number("eps", eps), 0.0, LARGEST_NUMBER)
 
 
-def coefficients_of(group: Mapping[str, Any], grad_scale: float) -> StepCoefficients:
+def coefficients_of(group: Mapping[str, Any], grad_scale: Number) -> StepCoefficients:
     """Return the coefficients of an optimizer step from a checked group.
 
     Args:

@@ -17,6 +17,8 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
@@ -128,7 +130,7 @@ class ParamRegistry:
         """The param group of parameter ``index``."""
         return self.groups[self.group_numbers[index]]
 
-    def coefficients(self, index: int, grad_scale: float) -> tuple[StepCoefficients, float]:
+    def coefficients(self, index: int, grad_scale: Number) -> tuple[StepCoefficients, float]:
         """The current coefficients of parameter ``index``, and its eps."""
         group = self.group_of(index)
         return coefficients_of(group, grad_scale), float(group["eps"])
@@ -206,10 +208,12 @@ class ParamRegistry:
                 untaken.append(offloaded)
         return present, untaken
 
-    def read_factors(self) -> None:
-        """Read the factors on all gradients of the optimizer step, with one copy to the host."""
-        records = [each.record for each in self.offloaded.values() if each.record is not None]
-        self.gradients.factors.read(records)
+    def finish_factors(self) -> None:
+        """Make the factors on all gradients of the optimizer step final, without a wait for the device."""
+        if (factors := self.gradients.factors).deferred:
+            records = [each.record for each in self.offloaded.values() if each.record is not None]
+            step = self.transport.recorder.step
+            factors.finish(records, self.transport.to_host, device_of(self._device), step=step)
 
     def drop_grads(self) -> None:
         """Clear ``.grad`` of all parameters."""

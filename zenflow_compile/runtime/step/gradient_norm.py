@@ -5,25 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.gradients.factors import Factor, multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.timeline.events import Timeline
 
 
 def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float) -> None:
-    """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does.
-
-    Their factors must have been read.
-    """
+    """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does."""
     records = [offloaded.record for offloaded in registry.offloaded.values() if offloaded.state is GradientState.PARTS]
     away = [record for record in records if record is not None]
     resident = registry.device_updated.gradients()
-    norm = float(_total_norm(away, resident, device))
-    factor = min(limit / (norm + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
+    norm = _total_norm(away, resident, device)
+    factor: Factor
+    if registry.gradients.factors.deferred:
+        factor = (limit / (norm.double() + 1e-6)).clamp(max=1.0)  # NaN stays NaN
+        unchanged = False  # unknown here; a factor of 1 leaves every bit
+    else:
+        factor = min(limit / (float(norm) + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
+        unchanged = factor == 1.0
     for record in away:
         record.scale(factor)
-    if factor != 1.0 and resident:
-        torch._foreach_mul_(resident, factor)
+    if resident and not unchanged:
+        multiply_(resident, factor)
 
 
 def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torch.device) -> Tensor:

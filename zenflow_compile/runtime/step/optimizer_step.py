@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.device_state import feed_scores
@@ -37,7 +38,7 @@ class StepContext:
         self.schedule = schedule
         self.warming_up = schedule.begin_step(step)
         self._registry = registry
-        self._known: dict[tuple[int, float], tuple[StepCoefficients, float]] = {}
+        self._known: dict[tuple[int, Number], tuple[StepCoefficients, float]] = {}
 
     def members(self, params: Sequence[OffloadedParam]) -> list[Member]:
         """``params`` with their coefficients; equal ones are one object."""
@@ -45,7 +46,7 @@ class StepContext:
         groups, known = self._registry.group_numbers, self._known
         for offloaded in params:
             record, index = offloaded.record, offloaded.plan.index
-            grad_scale = 1.0 if record is None else record.grad_scale
+            grad_scale: Number = 1.0 if record is None else record.grad_scale
             if (found := known.get((groups[index], grad_scale))) is None:
                 found = known[groups[index], grad_scale] = self._registry.coefficients(index, grad_scale)
             members.append(Member(offloaded, *found))

@@ -17,6 +17,7 @@ from torch import Tensor
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.readback import Readback
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
@@ -102,7 +103,7 @@ class Schedule:
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
         self._drifts: dict[int, _Drift] = {}
         self._least_steps: dict[int, int] = {}  # between re-selections, by the plan's interval
-        self._unscale: dict[int, tuple[ParamPlan, float]] = {}
+        self._unscale: dict[int, tuple[ParamPlan, Number]] = {}
         self._readback = Readback(3, device_of(device), recorder)
 
     def make_room(self, params: int) -> None:
@@ -120,7 +121,7 @@ class Schedule:
         self._take_values()
         return self.warming_up(step)
 
-    def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: float) -> bool:
+    def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: Number) -> bool:
         """Whether the parameter's update window is flushed after step ``step`` (from 0).
 
         Args:
@@ -248,7 +249,8 @@ class Schedule:
             if column == _LEAVING:
                 self._leaving[index] = value
             elif column == _SELECTED:
-                plan, unscale = self._unscale.pop(index)
+                plan, late = self._unscale.pop(index)
+                unscale = float(late)
                 deferred = max(values[index, _TOTAL] - value, 0.0)  # rounding may make the difference negative
                 self.window(index).latest = (
                     unscale * (value / plan.k) ** 0.5,

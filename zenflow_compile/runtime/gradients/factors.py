@@ -1,0 +1,155 @@
+"""Factors on gradients, from clipping, other scaling in place, and loss scaling.
+
+On the CPU a factor is a number. On a device with streams it is f64[] on the device until the optimizer step, and a
+``LateNumber`` from then on: neither clipping nor the step waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
+from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.runtime.device_updates.column_ops import bounded_batches
+
+Factor = float | Tensor
+"""A factor on a gradient: a number, or f64[] on a device."""
+
+# fp32 elements that exist at a time while 16-bit gradients are scaled, unless one has more: 256 MiB.
+_SCRATCH_ELEMENTS = 1 << 26
+
+
+class FinalFactors(NamedTuple):
+    """The factors that an optimizer step uses, of a gradient that has factors on the device.
+
+    Attributes:
+        grad_scale: all factors.
+        unscale: the one from loss scaling.
+    """
+
+    grad_scale: Number
+    unscale: Number
+
+
+class Scaled(Protocol):
+    """A gradient with factors: a ``GradientRecord``."""
+
+    clip: Factor
+    unscale: Factor
+    final: FinalFactors | None
+
+
+class Factors:
+    """Multiplies factors. Gradients that are multiplied with one tensor share the product.
+
+    Args:
+        device: where factors stay.
+        deferred: keep them there; False reads each one at once, which is free on the CPU.
+
+    Attributes:
+        deferred: see above.
+    """
+
+    def __init__(self, device: torch.device, *, deferred: bool) -> None:
+        self.deferred = deferred
+        self._device = device
+        self._last: tuple[Factor, Tensor, int, bool, Factor] | None = None
+        self._copies: list[Ticket] = []
+
+    def times(self, before: Factor, by: float | Tensor, *, divide: bool = False) -> Factor:
+        """``before * by``, or ``before / by``. ``by`` has one element, and may change after the call."""
+        # A tensor of the host is read at once: its copy to the device would wait for the device.
+        if not (self.deferred and isinstance(by, Tensor) and by.device.type == self._device.type):
+            number = float(by)
+            if not divide:
+                return before * number
+            return before * (1.0 / number if number else math.copysign(math.inf, number))  # as IEEE divides
+        last = self._last
+        version = -1 if by.is_inference() else by._version  # tensors of inference mode have no version
+        # The memo keeps ``by`` alive, so that no other tensor can have its identity. Writes through ``by.data`` between
+        # two calls go unnoticed: they do not move the version.
+        known = last is not None and last[1] is by and last[2:4] == (version, divide) and version >= 0
+        if known and last is not None and _same(last[0], before):
+            return last[4]
+        value = by.detach().reshape(()).to(self._device, torch.float64, copy=True)
+        # The reciprocal first, as above: both paths have the same bits.
+        product = before * value.reciprocal() if divide else before * value
+        self._last = before, by, version, divide, product
+        return product
+
+    def finish(self, records: Iterable[Scaled], to_host: CopyLane, device: Device, *, step: int) -> None:
+        """Set ``final`` of ``records`` for an optimizer step. Starts one copy to the host, and waits for nothing."""
+        self._last = None
+        found: dict[tuple[bool, float], Tensor] = {}
+        products: dict[tuple[tuple[bool, float], tuple[bool, float]], Factor] = {}
+        scaled: list[tuple[Scaled, Factor]] = []
+        for record in records:
+            record.final = None
+            if type(record.clip) is float and type(record.unscale) is float:
+                continue
+            pair = _key(record.clip), _key(record.unscale)
+            if (product := products.get(pair)) is None:
+                product = products[pair] = product_of(record.clip, record.unscale)
+            scaled.append((record, product))
+            for factor in (product, record.unscale):
+                if isinstance(factor, Tensor):
+                    found[_key(factor)] = factor
+        if not scaled:
+            return
+        numbers = dict(zip(found, self._late(list(found.values()), to_host, device, step), strict=True))
+        for record, product in scaled:
+            record.final = FinalFactors(
+                *(numbers[_key(each)] if isinstance(each, Tensor) else each for each in (product, record.unscale))
+            )
+
+    def _late(self, tensors: Sequence[Tensor], to_host: CopyLane, device: Device, step: int) -> list[LateNumber]:
+        packed, host = torch.stack(list(tensors)), device.host_zeros((len(tensors),), torch.float64)
+        try:
+            copy = to_host.submit(host, packed, step=step, param="factors")
+        except BaseException:
+            to_host.settle()  # an interrupt may have come after the submission, and the copy uses both tensors
+            raise
+        # A ticket keeps both tensors of its copy alive. The numbers may be dropped before the copy is over.
+        self._copies = [each for each in self._copies if not each.done()] + [copy]
+        cells = zip(packed.unbind(), host.unbind(), strict=True)
+        return [LateNumber(on_device, (copy,), cell.item) for on_device, cell in cells]
+
+
+def product_of(one: Factor, other: Factor) -> Factor:
+    """``one * other``; one of them itself if the other is 1."""
+    for factor, rest in ((one, other), (other, one)):
+        if isinstance(factor, float) and factor == 1.0:
+            return rest
+    return one * other
+
+
+def multiply_(tensors: Sequence[Tensor], factor: Factor) -> None:
+    """Multiply in place, with one rounding of each element to its dtype."""
+    if isinstance(factor, float):
+        torch._foreach_mul_(list(tensors), factor)
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        by = factor.to(wide)
+        if wide == dtype:
+            torch._foreach_mul_(same, by)
+            continue
+        # An accelerator would round a factor in its memory to 16 bits before it multiplies.
+        for batch in bounded_batches(same, [tensor.numel() for tensor in same], _SCRATCH_ELEMENTS):
+            torch._foreach_copy_(batch, torch._foreach_mul([tensor.to(wide) for tensor in batch], by))
+
+
+def _key(factor: Factor) -> tuple[bool, float]:
+    """By identity, which is unique only while the tensor is alive, or by value: no comparison reads the device."""
+    return (True, id(factor)) if isinstance(factor, Tensor) else (False, factor)
+
+
+def _same(one: Factor, other: Factor) -> bool:
+    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
