@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -14,7 +13,6 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
-from zenflow_compile.runtime.parameters.param_groups import coefficients_of
 
 
 class DeviceUpdated:
@@ -22,13 +20,20 @@ class DeviceUpdated:
 
     Args:
         streamed: serves those whose state is in host memory between updates.
-        group_of: returns a parameter's param group, by its index in the plan.
+        group_numbers: index of each parameter's param group, in the plan's order.
+        coefficients_of: returns a parameter's coefficients for a factor on its gradient, and its eps.
     """
 
-    def __init__(self, streamed: StreamedAdam, group_of: Callable[[int], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        streamed: StreamedAdam,
+        group_numbers: Sequence[int],
+        coefficients_of: Callable[[int, float], tuple[StepCoefficients, float]],
+    ) -> None:
         self.resident = ResidentAdam()
         self._streamed = streamed
-        self._group_of = group_of
+        self._group_numbers = group_numbers
+        self._coefficients_of = coefficients_of
         self._params: dict[int, Parameter] = {}
 
     def add(self, index: int, param: Parameter, counter: VersionCounter) -> None:
@@ -75,15 +80,14 @@ class DeviceUpdated:
         by_group: dict[int, list[tuple[int, Parameter, Tensor]]] = {}
         for index, param in self._params.items():
             if (grad := param.grad) is not None and index not in self._streamed.params:
-                by_group.setdefault(id(self._group_of(index)), []).append((index, param, grad))
+                by_group.setdefault(self._group_numbers[index], []).append((index, param, grad))
         for members in by_group.values():
             indices, params, grads = zip(*members, strict=True)
             coefficients, eps = self._coefficients(indices[0])
             self.resident.update(params, grads, coefficients, eps=eps)
 
     def _coefficients(self, index: int) -> tuple[StepCoefficients, float]:
-        group = self._group_of(index)
-        return coefficients_of(group, 1.0), float(group["eps"])
+        return self._coefficients_of(index, 1.0)
 
     def state(self, index: int) -> ResidentState | None:
         """The state of parameter ``index``, wherever it is; None before its first gradient."""

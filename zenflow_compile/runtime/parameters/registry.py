@@ -26,7 +26,7 @@ from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.parameters.param_groups import check_eps, check_groups, coefficients_of, values_of
+from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -65,11 +65,12 @@ class ParamRegistry:
         self.memory = EngineMemory(options, device, recorder)
         self.transport = self.memory.transport
         self.streamed = self.memory.streamed
-        self.device_updated = DeviceUpdated(self.streamed, self.group_of)
+        self.device_updated = DeviceUpdated(self.streamed, self.group_numbers, self.coefficients)
         self._options = options
         self._device = device
         self._index_of: dict[int, int] = {}
         self._checked_values: list[object] | None = None  # of param groups, at the last check
+        self._numbers: list[GroupNumbers] = []  # of param groups, at the last check
         self._layouts: list[tuple[torch.dtype, torch.Size, torch.device]] = []
 
     # Parameters.
@@ -131,9 +132,9 @@ class ParamRegistry:
         return self.groups[self.group_numbers[index]]
 
     def coefficients(self, index: int, grad_scale: Number) -> tuple[StepCoefficients, float]:
-        """The current coefficients of parameter ``index``, and its eps."""
-        group = self.group_of(index)
-        return coefficients_of(group, grad_scale), float(group["eps"])
+        """The coefficients of parameter ``index``, and its eps, as ``check_groups`` found them."""
+        numbers = self._numbers[self.group_numbers[index]]
+        return numbers.coefficients(grad_scale), numbers.eps
 
     def eps(self, index: int) -> float:
         """The eps of parameter ``index``, for gradients whose other coefficients are in an update window.
@@ -144,7 +145,7 @@ class ParamRegistry:
         return check_eps(self.group_of(index)["eps"])
 
     def check_groups(self) -> None:
-        """Check the current values of the param groups.
+        """Check the current values of the param groups, and use them from here on.
 
         Raises:
             ValueError, TypeError: no step can use a value; the message has the group's number.
@@ -152,7 +153,7 @@ class ParamRegistry:
         values = values_of(self.groups)
         known = self._checked_values
         if values is None or known is None or len(values) != len(known) or not all(map(operator.is_, values, known)):
-            check_groups(self.groups)
+            self._numbers = check_groups(self.groups)
             self._checked_values = values
 
     # Storage.
