@@ -138,7 +138,7 @@ def test_write_then_synchronize_keeps_gradients(entry: dict[str, Any] | None) ->
 
 def test_flush_over_a_lost_update_raises() -> None:
     """Every window is empty afterwards, and training may go on."""
-    training = Training(EAGER_BACKEND, {"update_interval": "auto", "min_update_interval": 1}).run(0, 6)
+    training = Training(EAGER_BACKEND, {"update_interval": "auto", "min_update_interval": 1}).run(0, 7)
     due = [each for each in training.optimizer.engine.offloaded.values() if each.host.flushed]
     assert due
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_flush_over_a_lost_update_raises() -> None:
     with pytest.raises(RuntimeError, match="which is lost now"):
         training.optimizer.flush()
     assert not any(each.host.open or each.host.flushed for each in training.optimizer.engine.offloaded.values())
-    training.run(6, 16)
+    training.run(7, 17)
 
 
 def test_flush_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

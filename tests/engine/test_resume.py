@@ -253,6 +253,7 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("schedule", filled(0.5), r"'schedule' with attempted=0\.5"),
     ("schedule", filled(NAN, 2), "'schedule' with waiting=nan"),
     ("schedule", filled(1.0, 4), "'schedule' with half of the latest norms"),
+    ("schedule", filled(1.0, 7), "'schedule' with half of the next norms"),
     ("schedule", lambda value: [], "'schedule' that is a list instead of a tensor"),
     ("plan", lambda value: [], "'plan' that is a list instead of a tensor"),
     ("plan", lambda value: value[:0], r"'plan' of shape \[0\]"),

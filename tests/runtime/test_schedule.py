@@ -186,7 +186,7 @@ def expected_flushes(steps: int, ratio: float, shortest: int, longest: int, miss
     window: list[int] = []
     for step in range(steps):
         window.append(step)
-        known = [each for each in window[:-1] if each not in missing]  # one step late
+        known = [each for each in window[:-2] if each not in missing]  # two steps late
         norms = [norms_at(each).double() for each in known]
         waiting = sum(float((each[20:].sum() / 180).sqrt()) for each in norms)
         selected = sum(float((each[:20].sum() / 20).sqrt()) for each in norms)

@@ -78,7 +78,10 @@ class Engine(StepRunner):
             errors.refuse_compiled_autograd()
         if self.backward.concurrent:
             errors.refuse_concurrent_backward()
-        self.registry.check_groups()  # updates may run before ``begin_update`` checks them
+        # Updates may run before ``begin_update`` does both.
+        self.registry.check_groups()
+        if self.run_ahead is not None:
+            self.run_ahead.begin_step()
         if self.backward.task is not None:
             self._drop_failed_backward(arrived)
 

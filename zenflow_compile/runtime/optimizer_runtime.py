@@ -24,6 +24,7 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step.min_window import ShortestWindow
+from zenflow_compile.runtime.step.run_ahead import RunAhead
 from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.stale_gradients import StaleGradients
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
@@ -58,7 +59,8 @@ class OptimizerRuntime:
         self.options = options
         self.in_backward = in_backward
         self.device = device
-        self.recorder = Recorder(device_of(device).streams)
+        streams = device_of(device).streams
+        self.recorder = Recorder(streams)
         self.registry = ParamRegistry(
             groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
         )
@@ -70,6 +72,7 @@ class OptimizerRuntime:
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)
         self.schedule = Schedule(options, device, self.recorder)
+        self.run_ahead = None if streams is None else RunAhead(device_of(device), streams, self.recorder)
         self.backward = BackwardPass()
         self.step = 0
         self.windows_flushed = 0

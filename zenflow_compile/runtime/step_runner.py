@@ -70,6 +70,8 @@ class StepRunner(OptimizerRuntime):
         if self.order is not None:
             self.order.follow()
         self.registry.check_groups()
+        if self.run_ahead is not None:
+            self.run_ahead.begin_step()
         if self.streamed.params:
             self.streamed.raise_failures()
         if self.recorder.timeline is not None:
@@ -186,6 +188,8 @@ class StepRunner(OptimizerRuntime):
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
         self.schedule.end_step()
+        if self.run_ahead is not None:
+            self.run_ahead.end_step()
         if self.schedule.shortest_window is None:
             self._min_window.end_step(len(self.graphs))
         if self.recorder.timeline is not None:

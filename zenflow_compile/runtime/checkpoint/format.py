@@ -16,15 +16,19 @@ from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 
-FORMAT = 5
+FORMAT = 6
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """The entries of torch.optim.AdamW."""
 
 CHOSEN = ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device")
 """Options that a measurement may choose, in the order of the entry ``chosen``."""
 
-SCHEDULE = ("attempted", "seen", "waiting", "selected", "latest_selected", "latest_waiting", "leaving")
-"""The numbers of the entry ``schedule``; -1 where there is none."""
+SCHEDULE = (
+    *("attempted", "seen", "waiting", "selected", "latest_selected", "latest_waiting"),
+    *("next_selected", "next_waiting", "leaving", "next_leaving"),
+)
+"""The numbers of the entry ``schedule``; -1 where there is none. Scheduling inputs are used two steps after they were
+computed: ``latest`` ones in the next step, ``next`` ones in the step after it."""
 
 _PLANNED = ("placement", "dtype", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 # A state dict has the position of a name in its list: append new names, and never reorder.

@@ -298,12 +298,13 @@ def _check_window(part: _Part, gradients: int) -> None:
 def _check_schedule(part: _Part) -> None:
     values = dict(zip(SCHEDULE, part.tensor("schedule").tolist(), strict=True))
     for name, value in values.items():
-        optional = name in ("latest_selected", "latest_waiting", "leaving")
+        optional = name.startswith(("latest_", "next_")) or name == "leaving"
         whole = name not in ("attempted", "seen") or float(value).is_integer()
         if not (math.isfinite(value) and whole and (value >= 0 or (optional and value == NONE))):
             part.refuse(f"'schedule' with {name}={value!r}")
-    if (values["latest_selected"] == NONE) != (values["latest_waiting"] == NONE):
-        part.refuse("'schedule' with half of the latest norms")
+    for step in ("latest", "next"):
+        if (values[f"{step}_selected"] == NONE) != (values[f"{step}_waiting"] == NONE):
+            part.refuse(f"'schedule' with half of the {step} norms")
 
 
 class _Part:

@@ -115,7 +115,8 @@ class Device(ABC):
         torch_device: with an index, unless it is the CPU.
         streams: None where operators are complete when they return.
         has_triton: Triton compiles kernels for it.
-        blocking: number of blocking copies so far, by reason. Each waits until the device has done all earlier work.
+        blocking: how often the host had to wait for the device so far, by reason. A blocking copy waits until the
+            device has done all earlier work.
     """
 
     streams: Streams | None
@@ -213,6 +214,18 @@ class Device(ABC):
             return tensor
         self.blocking[why] += 1
         return tensor.cpu()
+
+    def wait_for(self, event: DeviceEvent, why: str) -> None:
+        """Block the calling thread, without the GIL, until ``event`` has happened.
+
+        Args:
+            why: counted in ``blocking`` if the event had not happened yet.
+
+        Raises: see :meth:`DeviceEvent.synchronize`.
+        """
+        if not event.query():
+            self.blocking[why] += 1
+            event.synchronize()
 
     def from_host(self, tensor: Tensor, why: str) -> Tensor:
         """Copy a tensor of the host to this device, and wait for it. On the CPU it is the tensor itself.

@@ -1,14 +1,16 @@
 """Decides when update windows are flushed and selections change, from the step, the options and gradient values alone.
 
 Values of the device are used at a fixed lag, when their copy to the host is long done (``device/readback.py``): norms
-one step after they were computed, the drift of a selection one update window after. Measured time is used one time, for
-the shortest window that ``update_interval="auto"`` may choose (``min_window.py``).
+two steps after they were computed, the drift of a selection one update window after, and at least two steps. The lag is
+the same on every device. Measured time is used one time, for the shortest window that ``update_interval="auto"`` may
+choose (``min_window.py``).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import Number
-from zenflow_compile.runtime.device.readback import Readback
+from zenflow_compile.runtime.device.readback import LAG, Readback, Reading
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
 from zenflow_compile.runtime.recorder import Recorder
@@ -46,7 +48,7 @@ class AdaptiveWindow:
         deferred: sum over the update window's known steps of the RMS slice norm of the deferred gradient.
         selected: sum over the same steps of the RMS slice norm of the selected gradient.
         known: number of those steps.
-        latest: (selected, deferred) of the last step, not added yet.
+        latest: (selected, deferred) of the step before last, not added yet.
     """
 
     steps: int = 0
@@ -56,7 +58,7 @@ class AdaptiveWindow:
     latest: tuple[float, float] | None = None
 
     def add_latest(self) -> None:
-        """Add the values of the last step."""
+        """Add the values of the step before last."""
         if self.latest is not None:
             selected, deferred = self.latest
             self.selected += selected
@@ -67,6 +69,67 @@ class AdaptiveWindow:
     def reached(self, auto_ratio: float) -> bool:
         """Whether the deferred norm reaches ``auto_ratio`` times the average selected norm."""
         return self.known > 0 and self.deferred >= auto_ratio * self.selected / self.known
+
+
+class _Norms(NamedTuple):
+    """RMS slice norms of one gradient.
+
+    Attributes:
+        window: the update window that the gradient joined.
+    """
+
+    window: AdaptiveWindow
+    selected: float
+    deferred: float
+
+
+class _Values(NamedTuple):
+    """What the device has computed in one step, by parameter.
+
+    Attributes:
+        norms: of gradients in adaptive update windows.
+        leaving: numbers of selected slices that would leave.
+    """
+
+    norms: dict[int, _Norms]
+    leaving: dict[int, float]
+
+
+class _Joined(NamedTuple):
+    """A gradient that joined an adaptive update window in this step; ``unscale`` is one over its loss scale."""
+
+    plan: ParamPlan
+    unscale: Number
+    window: AdaptiveWindow
+
+
+@dataclass(slots=True)
+class _Coming:
+    """The values of one step, on their way to the host.
+
+    Attributes:
+        reading: None if they have arrived.
+    """
+
+    joined: dict[int, _Joined] = field(default_factory=dict)
+    reading: Reading | None = None
+    values: _Values = field(default_factory=lambda: _Values({}, {}))
+
+    def arrived(self) -> _Values:
+        """Return the values; waits for a late copy."""
+        if self.reading is not None:
+            cells, self.reading = self.reading.values(), None
+            for (index, column), value in cells.items():
+                if column == _LEAVING:
+                    self.values.leaving[index] = value
+                elif column == _SELECTED:
+                    plan, late, window = self.joined[index]
+                    unscale = float(late)
+                    deferred = max(cells[index, _TOTAL] - value, 0.0)  # rounding may make the difference negative
+                    self.values.norms[index] = _Norms(
+                        window, unscale * (value / plan.k) ** 0.5, unscale * (deferred / plan.deferred) ** 0.5
+                    )
+        return self.values
 
 
 class _Drift(NamedTuple):
@@ -103,13 +166,12 @@ class Schedule:
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
         self._drifts: dict[int, _Drift] = {}
         self._least_steps: dict[int, int] = {}  # between re-selections, by the plan's interval
-        self._unscale: dict[int, tuple[ParamPlan, Number]] = {}
+        self._joined: dict[int, _Joined] = {}
+        self._coming: deque[_Coming] = deque()  # of the last steps, oldest first; at most ``LAG``
         self._readback = Readback(3, device_of(device), recorder)
 
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
-        self._take_values()
-        # After the values were taken: a copy in flight would write into memory that is replaced here.
         self._readback.grow(params)
 
     def warming_up(self, step: int) -> bool:
@@ -117,7 +179,7 @@ class Schedule:
         return step < self._options.full_warm_up_rounds
 
     def begin_step(self, step: int) -> bool:
-        """Take the values of the previous step. Returns whether ``step`` warms up."""
+        """Take the values of the step before last. Returns whether ``step`` warms up."""
         self._take_values()
         return self.warming_up(step)
 
@@ -141,7 +203,7 @@ class Schedule:
             self._windows[plan.index] = AdaptiveWindow()
             return True
         if present and plan.selects:
-            self._unscale[plan.index] = plan, unscale
+            self._joined[plan.index] = _Joined(plan, unscale, window)
             device.selected_norm(out=self._readback.cell(plan.index, _SELECTED))
             torch.sum(device.norms, 0, out=self._readback.cell(plan.index, _TOTAL))
         return False
@@ -165,7 +227,7 @@ class Schedule:
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
         if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, steps)):
             return device.better_slices(ENTRY_MARGIN, swaps, step)
-        if steps + plan.interval >= least:  # the next flush may re-select
+        if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
             self._drifts[plan.index] = _Drift(device, device.selection)
         return None
 
@@ -179,7 +241,8 @@ class Schedule:
         self._take_values()
         if self._drifts:
             self._count_drifts()
-        self._readback.start()
+        self._coming.append(_Coming(self._joined, self._readback.start()))
+        self._joined = {}
 
     def _count_drifts(self) -> None:
         """Count the slices that would leave, with few operators for all parameters of one shape."""
@@ -207,9 +270,16 @@ class Schedule:
         Call it between steps.
         """
         self._take_values()
-        window = self._windows.get(index, AdaptiveWindow())
-        latest = (None, None) if window.latest is None else window.latest
-        return [window.steps, window.known, window.deferred, window.selected, *latest, self._leaving.get(index)]
+        window = self._windows.get(index)
+        coming = self._coming[-1].arrived() if self._coming else _Values({}, {})
+        norms = coming.norms.get(index)
+        if norms is None or norms.window is not window:
+            norms = None
+        shown = window or AdaptiveWindow()
+        latest = (None, None) if shown.latest is None else shown.latest
+        next_norms = (None, None) if norms is None else (norms.selected, norms.deferred)
+        leaving = (self._leaving.get(index), coming.leaving.get(index))
+        return [shown.steps, shown.known, shown.deferred, shown.selected, *latest, *next_norms, *leaving]
 
     def forget(self) -> None:
         """Drop all values: a state is about to be loaded."""
@@ -217,21 +287,29 @@ class Schedule:
         self._windows.clear()
         self._leaving.clear()
         self._drifts.clear()
-        self._unscale.clear()
+        self._joined.clear()
+        self._coming.clear()
 
     def restore(self, index: int, state: Sequence[float | None]) -> None:
         """Put back what ``state`` returned."""
-        steps, known, deferred, selected, latest_selected, latest_deferred, leaving = state
+        steps, known, deferred, selected, *latest, next_selected, next_deferred, leaving, next_leaving = state
+        if not self._coming:
+            self._coming.append(_Coming())
+        coming = self._coming[-1].values
         if self.adaptive:
-            self._windows[index] = AdaptiveWindow(
+            window = self._windows[index] = AdaptiveWindow(
                 steps=int(steps or 0),
                 deferred=deferred or 0.0,
                 selected=selected or 0.0,
                 known=int(known or 0),
-                latest=None if latest_selected is None else (latest_selected, latest_deferred or 0.0),
+                latest=None if latest[0] is None else (latest[0], latest[1] or 0.0),
             )
+            if next_selected is not None:
+                coming.norms[index] = _Norms(window, next_selected, next_deferred or 0.0)
         if leaving is not None:
             self._leaving[index] = leaving
+        if next_leaving is not None:
+            coming.leaving[index] = next_leaving
 
     @property
     def adaptive_windows(self) -> AdaptiveWindows | None:
@@ -241,18 +319,11 @@ class Schedule:
         return AdaptiveWindows(self.shortest_window, self._options.longest_window, self._measured)
 
     def _take_values(self) -> None:
-        """Take the values of the previous step, which were copied to the host."""
-        if not self._readback.pending:
+        """Take the values of the step before last, unless they were taken."""
+        if len(self._coming) < LAG:
             return
-        values = self._readback.take()
-        for (index, column), value in values.items():
-            if column == _LEAVING:
-                self._leaving[index] = value
-            elif column == _SELECTED:
-                plan, late = self._unscale.pop(index)
-                unscale = float(late)
-                deferred = max(values[index, _TOTAL] - value, 0.0)  # rounding may make the difference negative
-                self.window(index).latest = (
-                    unscale * (value / plan.k) ** 0.5,
-                    unscale * (deferred / plan.deferred) ** 0.5,
-                )
+        values = self._coming.popleft().arrived()
+        self._leaving.update(values.leaving)
+        for index, norms in values.norms.items():
+            if norms.window is self._windows.get(index):  # else that window was flushed in the meantime
+                norms.window.latest = norms.selected, norms.deferred
