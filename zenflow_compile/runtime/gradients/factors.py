@@ -16,13 +16,9 @@ from torch import Tensor
 from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
-from zenflow_compile.runtime.device_updates.column_ops import bounded_batches
 
 Factor = float | Tensor
 """A factor on a gradient: a number, or f64[] on a device."""
-
-# fp32 elements that exist at a time while 16-bit gradients are scaled, unless one has more: 256 MiB.
-_SCRATCH_ELEMENTS = 1 << 26
 
 
 class FinalFactors(NamedTuple):
@@ -129,21 +125,14 @@ def product_of(one: Factor, other: Factor) -> Factor:
     return one * other
 
 
-def multiply_(tensors: Sequence[Tensor], factor: Factor) -> None:
+def multiply_(values: Tensor, factor: Factor) -> None:
     """Multiply in place, with one rounding of each element to its dtype."""
     if isinstance(factor, float):
-        torch._foreach_mul_(list(tensors), factor)
+        values.mul_(factor)
         return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        wide = torch.promote_types(dtype, torch.float32)
-        by = factor.to(wide)
-        if wide == dtype:
-            torch._foreach_mul_(same, by)
-            continue
-        # An accelerator would round a factor in its memory to 16 bits before it multiplies.
-        for batch in bounded_batches(same, [tensor.numel() for tensor in same], _SCRATCH_ELEMENTS):
-            torch._foreach_copy_(batch, torch._foreach_mul([tensor.to(wide) for tensor in batch], by))
+    # An accelerator would round a factor in its memory to 16 bits before it multiplies.
+    wide = torch.promote_types(values.dtype, torch.float32)
+    values.copy_(values.to(wide).mul_(factor.to(wide))) if wide != values.dtype else values.mul_(factor.to(wide))
 
 
 def _key(factor: Factor) -> tuple[bool, float]:

@@ -171,7 +171,7 @@ class GradientRecord:
             self.refuse("read")
         factor = self.factor
         if not isinstance(factor, float) or factor != 1.0:
-            multiply_([values], factor)
+            multiply_(values, factor)
         return values
 
     def l2_norm(self, dtype: torch.dtype | None = None) -> Tensor:

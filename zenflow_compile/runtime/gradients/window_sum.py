@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.late_number import LateNumber, Number, on_device
+from zenflow_compile.runtime.device.late_number import LateNumber, Number
 
 
 class Scales:
@@ -114,15 +114,18 @@ def _largest(scales: Sequence[Number]) -> float:
 def _largest_late(scales: tuple[Number, ...]) -> LateNumber:
     late = [scale for scale in scales if isinstance(scale, LateNumber)]
     like = late[0].on_device
-    magnitudes = torch.stack(
-        [each.on_device if isinstance(each, LateNumber) else torch.full_like(like, each) for each in scales]
-    ).abs_()
+    magnitudes = torch.stack([_on(each, like) for each in scales]).abs_()
     usable = torch.where((magnitudes > 0.0) & (magnitudes < math.inf), magnitudes, 0.0).amax()
     copies = list(dict.fromkeys(copy for each in late for copy in each.copies))
     return LateNumber(torch.where(usable > 0.0, usable, 1.0), copies, lambda: _largest(scales))
 
 
 def _late_quotient(number: Number, by: Number, count: int) -> Tensor:
-    quotient = on_device(number) / on_device(by) / count
-    assert isinstance(quotient, Tensor)
-    return quotient.float()
+    like = next(each.on_device for each in (number, by) if isinstance(each, LateNumber))
+    # Tensors only: with a float on either side, PyTorch may multiply by a reciprocal, which rounds two times.
+    dividend, divisor, last = (_on(each, like) for each in (number, by, float(count)))
+    return (dividend / divisor / last).float()
+
+
+def _on(number: Number, like: Tensor) -> Tensor:
+    return number.on_device if isinstance(number, LateNumber) else torch.full_like(like, number)

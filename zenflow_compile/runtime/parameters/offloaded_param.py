@@ -184,7 +184,7 @@ class IncomingGradient(ShownGradient):
         accumulator = self._accumulator_like(matrix)
         factor = record.factor
         if not isinstance(factor, float) or factor != 1.0:
-            multiply_([accumulator], factor)  # the factor belongs to the sum so far, not to the new contribution
+            multiply_(accumulator, factor)  # the factor belongs to the sum so far, not to the new contribution
             record.forget_factors()
         accumulator.add_(matrix)
         record.contributions += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.gradients.factors import Factor, multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.timeline.events import Timeline
@@ -17,17 +16,21 @@ def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float) 
     away = [record for record in records if record is not None]
     resident = registry.device_updated.gradients()
     norm = _total_norm(away, resident, device)
-    factor: Factor
     if registry.gradients.factors.deferred:
-        factor = (limit / (norm.double() + 1e-6)).clamp(max=1.0)  # NaN stays NaN
-        unchanged = False  # unknown here; a factor of 1 leaves every bit
-    else:
-        factor = min(limit / (float(norm) + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
-        unchanged = factor == 1.0
+        above = norm.double() + 1e-6
+        # Not ``limit / above``: PyTorch multiplies by the reciprocal, which rounds two times. NaN stays NaN.
+        late = (torch.full_like(above, limit) / above).clamp(max=1.0)
+        for record in away:
+            record.scale(late)
+        for dtype in dict.fromkeys(grad.dtype for grad in resident):
+            # Rounded first, as ``_foreach_mul_`` rounds a float on the CPU. A factor of 1 leaves every bit.
+            torch._foreach_mul_([grad for grad in resident if grad.dtype == dtype], late.to(dtype))
+        return
+    factor = min(limit / (float(norm) + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
     for record in away:
         record.scale(factor)
-    if resident and not unchanged:
-        multiply_(resident, factor)
+    if factor != 1.0 and resident:
+        torch._foreach_mul_(resident, factor)
 
 
 def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torch.device) -> Tensor:
