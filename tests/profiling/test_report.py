@@ -115,10 +115,10 @@ def test_unmeasured_values_are_a_dash():
 @pytest.mark.parametrize(
     ("bounds", "said"),
     [
-        (AdaptiveWindows(3, 4, measured=True), "auto, 2 to 4, at least 3 by time, 1.0 on average"),
-        (AdaptiveWindows(None, 4, measured=True), "auto, 2 to 4, time not measured yet, 1.0 on average"),
+        (AdaptiveWindows(3, 4, measured=True), "auto, 3 to 4, at least 3 by time, 1.0 on average"),
+        (AdaptiveWindows(None, 4, measured=True), "auto, 3 to 4, time not measured yet, 1.0 on average"),
         (AdaptiveWindows(3, 4, measured=False), "auto, 3 to 4, 1.0 on average"),
-        (AdaptiveWindows(1, 4, measured=False), "auto, 2 to 4, 1.0 on average"),
+        (AdaptiveWindows(1, 4, measured=False), "auto, 3 to 4, 1.0 on average"),
         (None, None),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.gradients.compression import scales_and_values
 from zenflow_compile.runtime.host.arena import HostArena
@@ -283,3 +284,19 @@ def test_clear_waits_for_running_jobs() -> None:
     assert host.free_buffer()[0] == 0
     host.wait()
     host.raise_failures()
+
+
+def test_job_waits_for_the_factors_of_its_gradients() -> None:
+    """A worker that took the job earlier would block in its middle, before a job that could run."""
+    host, factor = host_of(), ThreadTicket()
+    scale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [factor], lambda: 0.5)
+    for number in (1.0, scale, scale):
+        index, buffer = host.free_buffer()
+        buffer.fill_(1.0)
+        host.commit(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))
+    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    assert not flushed.job.arrived()
+    factor.set()
+    assert flushed.job.arrived()
+    run(flushed)
+    flushed.job.wait()

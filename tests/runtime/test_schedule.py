@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import AUTO_SELECT_INTERVAL, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.recorder import Recorder
@@ -264,3 +265,25 @@ def test_restored_schedule_decides_alike(position: int) -> None:
     second.select(first.device.selection.selected, first.device.selected_at or 0)
     assert go_on(second, position) == whole[position:]
     assert go_on(first, position) == whole[position:]  # asking for the state changed nothing
+
+
+def test_late_unscale_is_read_two_steps_later() -> None:
+    reads: list[int] = []
+    run, plain = (Run(LONGEST, **ADAPTIVE, auto_ratio=0.7, min_update_interval=1) for _ in range(2))
+    for step in range(12):
+
+        def compute(step: int = step) -> float:
+            reads.append(step)
+            return 0.5
+
+        unscale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [], compute)
+        for each, factor in ((run, unscale), (plain, 0.5)):
+            each.device.norms.copy_(norms_at(step))
+            each.schedule.begin_step(step)
+            flushed = each.schedule.flushes(LONGEST, each.device, step, present=True, unscale=factor)
+            if flushed and each.schedule.selection(LONGEST, each.device, step) is not None:
+                each.device.selected_at = step
+            each.schedule.end_step()
+        assert all(read <= step - 2 for read in reads)
+        assert run.schedule.window(LONGEST.index) == plain.schedule.window(LONGEST.index)
+    assert len(reads) > 4

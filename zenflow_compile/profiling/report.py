@@ -203,8 +203,8 @@ def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
     if not s["adaptive_windows"]:
         return []
     longest, mean = s["update_interval"] or 1, s["mean_window_steps"]
-    # Norms reach the host one step late, so that the first step of an update window never flushes it.
-    shortest = min(2, longest)
+    # Norms are used two steps late, so that the first two steps of an update window never flush it.
+    shortest = min(3, longest)
     if s["shortest_window_measured"]:
         by_time = s["shortest_window"]
         value = f"auto, {shortest} to {longest}"
