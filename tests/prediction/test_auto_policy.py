@@ -215,8 +215,11 @@ def test_memory_by_hand() -> None:
     assert needs.device["optimizer state"] == 0
     assert needs.device["rings and buffers"] == (2 + 3) * 2 * million
     assert needs.host == {
-        "optimizer state": 24 * million, "gradients and uploads": 8 * million, "window of files": 0
-    }  # fmt: skip
+        "optimizer state": 24 * million,
+        "gradients and uploads": 8 * million,
+        "buffers of exchanges": 0,
+        "window of files": 0,
+    }
     assert needs.device["selection"] == 16 * 2 * 1000
     for staging, buffers in ((3 * million, 1), (9 * million, 2)):  # a remainder takes no buffer; two uploads can exist
         staged = needs_of(plan, model, devices=1, tokens=1, recompute=False, staging_bytes=staging)

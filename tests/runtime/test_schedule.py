@@ -53,10 +53,12 @@ class Run:
         """Return whether the window was flushed, and the new selection."""
         flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=unscale)
         wanted = self.schedule.selection(self.plan, self.device, step) if flushed else None
-        if wanted is not None:
-            self.select(wanted, step)
+        slices = None if wanted is None else wanted.slices
+        if wanted is not None and slices is not None:
+            assert len(set(slices.tolist()) - set(self.device.selection.selected.tolist())) <= wanted.swaps
+            self.select(slices, step)
         self.schedule.end_step()
-        return flushed, wanted
+        return flushed, slices
 
     def reselections(self, first: int, last: int, score_at: Callable[[int], Tensor]) -> list[int]:
         """Return the steps at which there was a re-selection."""

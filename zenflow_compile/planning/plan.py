@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FP32_BYTES = 4
 STATE_TENSORS = 3  # fp32 master, exp_avg, exp_avg_sq
+ROW_BYTES = 4  # of the int32 index of a slice's row
 STATE_BYTES = STATE_TENSORS * FP32_BYTES
 """Bytes per element of fp32 master, exp_avg and exp_avg_sq."""
 
@@ -31,6 +32,13 @@ copied."""
 
 STREAM_BUFFERS = 3
 """Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""
+
+EXCHANGE_BUFFERS = 4
+"""Buffers, on each side, for state that changes sides: a burst of re-selections keeps both copy lanes and the workers
+busy."""
+
+EXCHANGE_BYTES = 16 << 20
+"""Most bytes of such a buffer, unless one slice needs more."""
 
 MOST_GROUPS = 16
 """Groups of a parameter with many slices, and so the most ranks that can share it evenly."""
@@ -143,6 +151,16 @@ class ParamPlan:
     def selects(self) -> bool:
         """Whether slices are selected, and the selection may change."""
         return self.k > 0 and self.deferred > 0 and not self.fixed
+
+    @property
+    def most_swaps(self) -> int:
+        """Most slices that a re-selection swaps."""
+        return min(self.k, self.deferred) if self.selects else 0
+
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes that a swapped slice sends to the host: its state, and the row that it takes there."""
+        return self.length * STATE_BYTES + ROW_BYTES
 
     @property
     def groups(self) -> int:
@@ -294,6 +312,21 @@ class Plan:
     def device_bytes(self) -> int:
         """Device memory of all optimizer state."""
         return sum(param.device_bytes for param in self.params)
+
+    @property
+    def exchange_buffer_bytes(self) -> int:
+        """Bytes of a buffer for state that changes sides, which holds at least one slice of each parameter.
+
+        State in files is exchanged without it.
+        """
+        swapping = [param for param in self.params if param.selects and not param.in_file]
+        most = max((param.most_swaps * param.swap_bytes for param in swapping), default=0)
+        return max(min(most, EXCHANGE_BYTES), max((param.swap_bytes for param in swapping), default=0))
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Memory for state that changes sides: so much on a device with streams, and as much on the host."""
+        return EXCHANGE_BUFFERS * self.exchange_buffer_bytes
 
     @property
     def file_bytes(self) -> int:

@@ -69,8 +69,11 @@ class Engine(StepRunner):
             self.schedule.shortest_window = self._min_window.begin_backward(len(self.graphs))
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("backward")
+        # Only now: the forward's weights come through the same lane.
+        if (exchange := self.registry.transport.exchange) is not None:
+            exchange.start_uploads()
         if self.streamed.params:
-            self.streamed.prefetch()  # only now: the forward's weights come through the same lane
+            self.streamed.prefetch()
 
     def _begin_in_backward(self, arrived: int | None) -> None:
         """Begin a backward that steps at its end: no gradient of the backward before it may be left."""

@@ -228,6 +228,8 @@ class OptimizerRuntime:
         for offloaded in self.uploads.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
+        if (exchange := self.registry.transport.exchange) is not None:
+            exchange.finish()
         self.streamed.wait()
 
     def check_unchanged(self) -> None:

@@ -138,7 +138,11 @@ class Recorder:
             self.timeline.add_device(self._clock, SLACK, "slack", final, now, step=step, param=param)
 
     def moved_state(self, size: int, begin_ns: int, *, param: str) -> None:
-        """Record that a re-selection moved ``size`` bytes of state each way; the training thread waited for it."""
+        """Record that the training thread moved ``size`` bytes of state each way for a re-selection.
+
+        Where lanes move them, the lanes record it: their bytes include rows that only fill a bound
+        (``Reselection.host_rows``), and the rows' numbers.
+        """
         if self.timeline is not None and size:
             end = time.perf_counter_ns()
             for lane in (D2H, H2D):

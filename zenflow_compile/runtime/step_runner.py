@@ -161,6 +161,8 @@ class StepRunner(OptimizerRuntime):
         return whole and not offloaded.weights.counter.shared and self._split_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
+        if (exchange := self.registry.transport.exchange) is not None:
+            exchange.finish()
         update_slices([each for each in members if each.offloaded.record is not None and each.offloaded.plan.k])
 
     def _update_on_host(self, members: Sequence[Member], context: StepContext) -> None:

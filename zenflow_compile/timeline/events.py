@@ -9,7 +9,7 @@ Lanes and the kinds on them:
                  (a forward without gradients)
 ``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection, or streamed through the
                  device around its update); with bytes
-``worker N``     ``host_update`` (bytes: host memory read and written)
+``worker N``     ``host_update``, ``state`` of a re-selection (bytes: host memory read and written)
 ``disk``         ``read``, ``write`` (state in files, in and out of the host's cache); with bytes
 ``peers``        ``copy`` (collectives among ranks; bytes), in simulations
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own

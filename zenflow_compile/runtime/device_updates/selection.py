@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +77,55 @@ class Selection:
     def nbytes(self) -> int:
         """Device memory."""
         return sum(tensor.nbytes for tensor in self.tensors())
+
+
+class Wanted(NamedTuple):
+    """A selection to come.
+
+    Attributes:
+        slices: i32[k] on the device, without duplicates.
+        swaps: most slices of it that are not selected yet. The host knows this bound without asking the device.
+    """
+
+    slices: Tensor
+    swaps: int
+
+
+class Reselection(NamedTuple):
+    """A new selection, and the rows of state that it swaps: row ``device_rows[i]`` with row ``host_rows[i]``.
+
+    Attributes:
+        selection: entering slices have the rows of leaving ones on either side, so no other row moves.
+        device_rows: i64[swaps], all different: ascending rows of leaving slices, then some others.
+        host_rows: i32[swaps]: ascending rows of entering slices, then -1 for the others, whose state stays.
+    """
+
+    selection: Selection
+    device_rows: Tensor
+    host_rows: Tensor
+
+
+def reselect(selection: Selection, wanted: Wanted) -> Reselection:
+    """Make ``wanted`` the selection, without synchronizing with the device.
+
+    All shapes follow from ``wanted.swaps``: how many slices really change sides is known on the device alone.
+    """
+    swaps = min(wanted.swaps, selection.selected.numel(), selection.deferred.numel())
+    chosen = torch.zeros(selection.slices, dtype=torch.uint8, device=selection.position.device)
+    chosen.index_fill_(0, wanted.slices.long(), 1)
+    stays, enters = chosen.index_select(0, selection.selected), chosen.index_select(0, selection.deferred)
+    # nonzero() would synchronize with the device. A stable sort lists rows in the same, ascending order.
+    device_rows = torch.sort(stays, stable=True).indices[:swaps]
+    host_rows = torch.sort(enters, descending=True, stable=True).indices[:swaps]
+    swapped = enters.index_select(0, host_rows).bool()
+    leaving, entering = selection.selected.index_select(0, device_rows), selection.deferred.index_select(0, host_rows)
+    # New tensors: the schedule may still have the old ones.
+    selected = torch.index_copy(selection.selected, 0, device_rows, torch.where(swapped, entering, leaving))
+    deferred = torch.index_copy(selection.deferred, 0, host_rows, torch.where(swapped, leaving, entering))
+    order = torch.arange(selection.slices, dtype=torch.int32, device=selected.device)
+    position = torch.empty_like(order).index_copy_(0, torch.cat([selected, deferred]).long(), order)
+    padded = torch.where(swapped, host_rows, -1).to(torch.int32)
+    return Reselection(Selection(selected, deferred, position), device_rows, padded)
 
 
 def row_major(matrix: Tensor, dim: int) -> tuple[Tensor, int]:

@@ -26,11 +26,14 @@ from zenflow_compile.timeline.events import worker_lane
 
 
 class Job(Latch):
-    """The host update of one flushed update window: independent tasks that any worker may run. Set when it is done.
+    """Work on one parameter's host state: independent tasks that any worker may run. Set when it is done.
 
     Attributes:
+        kind: of its events in recordings.
         taken: a worker has taken one of its tasks; written under the pool's lock.
     """
+
+    kind = "host_update"
 
     def __init__(
         self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str, flag: Flag | None = None
@@ -282,7 +285,7 @@ class WorkerPool:
                 continue
             if (timeline := self._recorder.timeline) is not None:
                 end = time.perf_counter_ns()
-                timeline.add(lane, "host_update", begin, end, step=job.step, param=job.param, bytes=touched_bytes)
+                timeline.add(lane, job.kind, begin, end, step=job.step, param=job.param, bytes=touched_bytes)
             job.finish_task()
 
     def _take(self, worker: int) -> tuple[Job, Callable[[], int]] | None:

@@ -37,6 +37,7 @@ from zenflow_compile.runtime.parameters.capacity import (
     worker_cores,
 )
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -81,6 +82,10 @@ class EngineMemory:
             _warn_once(
                 "the system does not let threads choose their cores (sched_setaffinity). Training is as correct, but "
                 "host updates are slower where threads move between cores or NUMA nodes"
+            )
+        if self._device.streams is not None:
+            self.transport.exchange = StateExchange(
+                self.transport.to_host, self.transport.to_device, self.transport.workers, recorder, self._device
             )
         self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self.kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
@@ -129,6 +134,8 @@ class EngineMemory:
             arena.pin(self._device, None if warned else less_host_memory(self._options))
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
         self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
+        if self.transport.exchange is not None:
+            self.transport.exchange.fit(plan.exchange_buffer_bytes)
         self.streamed.fit(subgroups)
         return Allocated(arena, hosts, subgroups)
 
@@ -182,13 +189,15 @@ class EngineMemory:
 
     @property
     def staging_bytes(self) -> int:
-        """Device bytes of the staging rings."""
-        return self.transport.down_ring.nbytes + self.transport.up_ring.nbytes
+        """Device bytes of the staging rings, and of buffers for state that changes sides."""
+        exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
+        return self.transport.down_ring.nbytes + self.transport.up_ring.nbytes + exchange
 
     @property
     def host_bytes(self) -> int:
         """See :meth:`ParamRegistry.host_bytes`."""
-        return sum(arena.total_bytes for arena in self._arenas) + (self.files.nbytes if self.files else 0)
+        exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
+        return sum(arena.total_bytes for arena in self._arenas) + exchange + (self.files.nbytes if self.files else 0)
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is one of this engine's: a worker, a lane's, or one that reads and writes files."""
@@ -197,8 +206,10 @@ class EngineMemory:
         return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
     def abandon(self) -> None:
-        """Wait for streamed state in flight and forget it; take back all buffers of the rings."""
+        """Wait for state in flight and forget it; take back all buffers of the rings."""
         self.streamed.abandon()
+        if self.transport.exchange is not None:
+            self.transport.exchange.abandon()
         for ring in (self.transport.down_ring, self.transport.up_ring):
             ring.settle()
 
@@ -219,6 +230,8 @@ class EngineMemory:
         with ExitStack() as others:
             for arena in self._arenas:
                 others.callback(arena.close)
+            if self.transport.exchange is not None:
+                others.callback(self.transport.exchange.free)
             self._close_files()
 
     def _close_files(self) -> None:

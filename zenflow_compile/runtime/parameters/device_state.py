@@ -11,7 +11,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device_updates import column_ops, selection_groups
-from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
 
 SCORE_DECAY = 0.9
 """Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten
@@ -142,17 +142,17 @@ def exchange_slices(
     device_side: tuple[Tensor, ...],
     host_side: tuple[Tensor, ...],
     selection: Selection,
-    wanted: Tensor,
+    wanted: Wanted,
 ) -> tuple[Selection, int]:
     """Make ``wanted`` the selection, and move the state of slices that change sides, in both directions.
 
-    Entering slices take the rows of leaving ones on either side, so no other row moves.
+    The calling thread moves it, and no job may use the host's side. ``selection.reselect`` gives the same selection,
+    and ``StateExchange`` moves the same rows, without blocking copies.
 
     Args:
         device_side: f32[k, length] tensors.
         host_side: f32[deferred, length] tensors of the same meaning.
         selection: the current one.
-        wanted: i32[k], without duplicates.
 
     Returns:
         The new selection and the bytes that were moved in one direction.
@@ -161,7 +161,7 @@ def exchange_slices(
     # Clones: for a selection on the CPU, .cpu() returns the tensor itself, which a loaded state dict may share.
     selected, deferred, position = (each.cpu().clone() for each in selection.tensors())
     chosen = torch.zeros(selection.slices, dtype=torch.bool, device="cpu")
-    chosen[wanted.cpu()] = True
+    chosen[wanted.slices.cpu()] = True
     device_rows = torch.nonzero(~chosen[selected]).flatten()
     host_rows = torch.nonzero(chosen[deferred]).flatten()
     if not len(device_rows):

@@ -13,6 +13,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
+from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.gradients.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.host.host_adam import HostAdam
@@ -73,7 +74,7 @@ class FlushedWindow:
         upload: [deferred, length] in the model's dtype on the host, written by the job.
         visible_at: number of optimizer steps after which a forward must see it.
         final: when it was flushed, for the profiler; None without a profiler.
-        selection: i32[k] on the device, the slices that are selected once it is applied; None: the selection stays.
+        selection: the slices that are selected when it is applied; None: the selection stays.
     """
 
     job: Job
@@ -81,7 +82,7 @@ class FlushedWindow:
     flushed_at: int
     visible_at: int
     final: Moment | None = None
-    selection: Tensor | None = None
+    selection: Wanted | None = None
 
 
 class WindowJob(Job):
@@ -202,6 +203,8 @@ class HostState:
         applied: the copy of the last upload. Its buffer is written again only after that copy, which the copies of
             gradients do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
+        exchanges: jobs that swap rows with the device, the last one and those that have not succeeded.
+        last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
         ranges: the elements of each task of a job.
         touched: ``touched_bytes`` by number of gradients.
@@ -220,9 +223,11 @@ class HostState:
     flushed: list[FlushedWindow] = field(default_factory=list)
     applied: Ticket | None = None
     applied_job: Job | None = None
+    exchanges: list[Job] = field(default_factory=list)
+    last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     in_memory: State | None = None
-    _windows: int = 0
+    _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
     readers: list[Job | None] = field(default_factory=list)
     next_buffer: int = 0
@@ -296,9 +301,9 @@ class HostState:
         buffers, self.open = self.open, []
         self.taken += len(buffers)
         upload = self.next_upload()
-        # With staleness the job before may still run: it goes first, both in the queue and in fact.
-        before = self.flushed[-1].job if self.flushed else None
-        self._windows += 1
+        # The job before may still run, with staleness or where a stream waits for it: it goes first, both in the queue
+        # and in fact.
+        before = self.unfinished_job
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
@@ -321,18 +326,37 @@ class HostState:
                 deadline=deadline,
                 step=at,
                 eps=eps,
-                flag=Flag(*self.flags, self._windows) if self.flags else None,
+                flag=self.next_flag(),
             )
             for buffer in buffers:
                 # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
                 self.readers[buffer.index] = job
             window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
             self.flushed.append(window)
+            self.last_job = job
         except BaseException:  # after an interrupt no job may exist that ends the lock
             if lock is not None:
                 lock.release()
             raise
         return window
+
+    @property
+    def unfinished_job(self) -> Job | None:
+        """The last job, unless it has succeeded: the next one must go behind it, and fails if that one does."""
+        job = self.last_job
+        return None if job is None or (job.is_set and job.error is None) else job
+
+    def next_flag(self) -> Flag | None:
+        """The flag of the next job, which must go behind all others of this state: all raise one counter, in turn."""
+        if self.flags is None:
+            return None
+        self._flags_given += 1
+        return Flag(*self.flags, self._flags_given)
+
+    def add_exchange(self, job: Job) -> None:
+        """Keep a job that swaps rows with the device; it is not submitted yet."""
+        failed_or_running = [each for each in self.exchanges if not each.is_set or each.error is not None]
+        self.exchanges, self.last_job = [*failed_or_running, job], job
 
     def next_upload(self) -> Tensor:
         """The next upload buffer (round robin); its previous upload has been applied."""
@@ -352,7 +376,7 @@ class HostState:
     @property
     def jobs(self) -> list[Job]:
         """Jobs that may still use this memory."""
-        users = (*self.readers, *(window.job for window in self.flushed), self.applied_job)
+        users = (*self.readers, *(window.job for window in self.flushed), self.applied_job, *self.exchanges)
         return [job for job in users if job is not None]
 
     def drop_window(self) -> None:
@@ -370,7 +394,7 @@ class HostState:
             # Not ``wait``: a job that has failed is done while its other tasks may still run.
             job.settle()
         self.drop_window()
-        self.flushed, self.applied_job = [], None
+        self.flushed, self.exchanges, self.applied_job, self.last_job = [], [], None, None
         self.readers = [None] * len(self.gradients)
         self.next_buffer = 0
 
@@ -382,8 +406,8 @@ class HostState:
         """
         if self.applied_job is not None:
             self.applied_job.wait()
-        for window in self.flushed:
-            window.job.wait()
+        for job in (*self.exchanges, *(window.job for window in self.flushed)):
+            job.wait()
 
     def wait_for_copies(self) -> None:
         """Wait until the gradients of the update window are in host memory.
@@ -394,10 +418,18 @@ class HostState:
         for buffer in self.open:
             buffer.copied.wait()
 
+    @property
+    def applied_failure(self) -> BaseException | None:
+        """The error of a failed job whose result the device has used, or is going to use."""
+        if self.applied_job is not None and self.applied_job.error is not None:
+            return self.applied_job.error
+        for job in self.exchanges:
+            if job.error is not None:
+                return job.error
+        return None
+
     def raise_failures(self) -> None:
         """Raise the error of a job, a copy or a file, if one has failed by now; does not wait."""
-        if (job := self.applied_job) is not None and job.error is not None:
-            job.wait()
         for window in self.flushed:
             if window.job.error is not None:
                 window.job.wait()

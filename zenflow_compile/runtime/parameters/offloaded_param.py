@@ -30,6 +30,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.selection import Wanted, reselect
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.factors import multiply_
@@ -418,12 +419,12 @@ class OffloadedParam(IncomingGradient):
     # 5. Flush.
 
     @annotated("flush", lambda offloaded, **_: (offloaded.plan.name,))
-    def flush(self, *, at: int, eps: float, selection: Tensor | None, promptly: bool) -> FlushedWindow | None:
+    def flush(self, *, at: int, eps: float, selection: Wanted | None, promptly: bool) -> FlushedWindow | None:
         """Flush the update window; the caller submits the job. A window of missing gradients does nothing.
 
         Args:
             at: the optimizer step, from 0.
-            selection: i32[k] on the device, the slices to select from here on; None: the selection stays.
+            selection: the slices to select from here on; None: the selection stays.
             promptly: visible in the next forward, whatever the staleness.
         """
         if self.pending is not None:
@@ -542,25 +543,41 @@ class OffloadedParam(IncomingGradient):
             weights.remember(self.device.selection)
         if window.selection is not None:
             with recorder.compute("select", param=self.plan.name):
-                self._reselect(window.selection)
+                self._reselect(window, window.selection)
 
-    def _reselect(self, wanted: Tensor) -> None:
-        # A job of this parameter may still update the rows that change sides.
-        self.host.wait()
-        begin = time.perf_counter_ns()
+    def _reselect(self, window: FlushedWindow, wanted: Wanted) -> None:
         if (record := self.record) is not None and record.state is _PARTS:
             self._rebuild(record)  # a forward that ran ahead of the step: its gradient is in parts of the old selection
-        before = self.device.selection
-        wanted = wanted.cpu()  # before the state is locked, as in ``Weights.reseed``
+        device, before, exchange = self.device, self.device.selection, self.transport.exchange
         try:
-            with self.host.acquire(write=True) as state:
-                self.device.selection, moved = exchange_slices(self.device.state(), state, before, wanted)
+            # State in a file is locked here, by the training thread, and copied under the lock: the thread waits.
+            if exchange is None or self.plan.in_file:
+                self._exchange_now(wanted)
+            else:
+                change = reselect(before, wanted)
+                exchange.start(device, self.host, change, step=window.flushed_at, deadline=self.deadline)
+                device.selection = change.selection
         except BaseException as error:
             self._partially_applied, self.transport.interrupted = error, True
             raise
         if self.pending is not None:
-            self.pending.slices_changed(before.deferred != self.device.selection.deferred)
+            self.pending.slices_changed(before.deferred != device.selection.deferred)
+
+    def _exchange_now(self, wanted: Wanted) -> None:
+        """Move the state of slices that change sides, in the calling thread."""
+        # A job of this parameter may still update the rows that change sides.
+        self.host.wait()
+        begin = time.perf_counter_ns()
+        wanted = wanted._replace(slices=wanted.slices.cpu())  # before the state is locked, as in ``Weights.reseed``
+        with self.host.acquire(write=True) as state:
+            self.device.selection, moved = exchange_slices(self.device.state(), state, self.device.selection, wanted)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
+
+    def _wait_for_state(self) -> None:
+        """Wait until no job uses the state; device operators that follow find its device side complete."""
+        self.host.wait()
+        if (exchange := self.transport.exchange) is not None:
+            exchange.finish()
 
     def _drop_upload(self) -> None:
         if (upload := self.upload) is not None:
@@ -585,8 +602,8 @@ class OffloadedParam(IncomingGradient):
         """
         if not self.weights.written_by_others:
             return False
-        # Jobs write the masters that are compared and re-seeded below.
-        self.host.wait()
+        # Jobs, and exchanges of slices, write the masters that are compared and re-seeded below.
+        self._wait_for_state()
         if self.weights.are_as_expected(self.device):
             self.weights.accept()
             return False
@@ -595,8 +612,9 @@ class OffloadedParam(IncomingGradient):
         self._drop_upload()
         for window in self.host.flushed:
             if window.selection is not None:
-                self._reselect(window.selection)
+                self._reselect(window, window.selection)
         self.host.flushed.clear()
+        self._wait_for_state()  # for the exchanges that were started above
         differs = self.weights.reseed(self.device, self.host)
         if lost:
             raise errors.LostUpdateError(
@@ -611,8 +629,7 @@ class OffloadedParam(IncomingGradient):
         Raises:
             RuntimeError: a job or a copy failed, or see ``raise_if_partially_applied``; chained to the original error.
         """
-        if self._partially_applied is not None:
-            self.raise_if_partially_applied()
+        self.raise_if_partially_applied()
         self.host.raise_failures()
         if self._copy is not None and self._copy[1].error is not None:
             self._copy[1].wait()
@@ -620,14 +637,17 @@ class OffloadedParam(IncomingGradient):
             self.upload.ticket.wait()
 
     def raise_if_partially_applied(self) -> None:
-        """Raise if an update, or an exchange of slices between the sides, was interrupted half-way.
+        """Raise if an update, or an exchange of slices between the sides, failed or was interrupted half-way.
 
         Raises:
-            RuntimeError: so it was; chained to the interrupting error.
+            RuntimeError: so it was; chained to the original error.
         """
+        if self._partially_applied is None and (error := self.host.applied_failure) is not None:
+            # A failed job raises its flag, too. A stream that waited for it has gone on with what was in the buffer.
+            self._partially_applied, self.transport.interrupted = error, True
         if self._partially_applied is not None:
             raise RuntimeError(
-                f"an update of {self.plan.name} was interrupted half-way; load the last saved state"
+                f"an update of {self.plan.name} failed or was interrupted half-way; load the last saved state"
             ) from self._partially_applied
 
     def abandon(self) -> None:

@@ -8,6 +8,7 @@ from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_order import StreamOrder
 from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -22,6 +23,7 @@ class Transport:
         up_ring: buffers that uploads arrive in, until they are merged into the weights.
         workers: run the host updates.
         order: of calls on several streams; None where operators are complete when they return.
+        exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
         state_in_files: some state is in files, whose threads may fail, too.
         interrupted: an update was interrupted half-way.
     """
@@ -33,6 +35,7 @@ class Transport:
     workers: WorkerPool
     recorder: Recorder
     order: StreamOrder | None = None
+    exchange: StateExchange | None = None
     state_in_files: bool = False
     interrupted: bool = False
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.readback import LAG, Readback, Reading
-from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import AdaptiveWindows
@@ -208,8 +207,8 @@ class Schedule:
             torch.sum(device.norms, 0, out=self._readback.cell(plan.index, _TOTAL))
         return False
 
-    def selection(self, plan: ParamPlan, device: DeviceState, step: int) -> Tensor | None:
-        """Return the slices to select from a flush at ``step`` on, i32[k] on the device; None if the selection stays.
+    def selection(self, plan: ParamPlan, device: DeviceState, step: int) -> Wanted | None:
+        """Return the slices to select from a flush at ``step`` on; None if the selection stays.
 
         The first flush selects. Later ones select after every interval that the user gave; under ``"auto"`` only if
         enough steps have passed and, at the previous flush, too small a share of the selected slices would have stayed.
@@ -218,15 +217,15 @@ class Schedule:
         if not plan.selects:
             return None
         if device.selected_at is None:
-            return device.best_slices()
+            return Wanted(device.best_slices(), plan.most_swaps)
         steps = step - device.selected_at
         if (least := self._least_steps.get(plan.interval)) is None:
             least = self._least_steps[plan.interval] = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
-            return device.best_slices() if steps >= least else None
+            return Wanted(device.best_slices(), plan.most_swaps) if steps >= least else None
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
         if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, steps)):
-            return device.better_slices(ENTRY_MARGIN, swaps, step)
+            return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
         if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
             self._drifts[plan.index] = _Drift(device, device.selection)
         return None

@@ -1,0 +1,287 @@
+"""Training whose re-selections move state through lanes and workers, as on a device with streams."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+import zenflow_compile as zf
+from tests.engine.test_failures import BrokenError, root_of
+from tests.engine.test_interrupts import every_point
+from tests.support.settings import settings
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from zenflow_compile.planning import plan as plans
+from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import ThreadLane
+from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.parameters.allocation import EngineMemory
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob, StateExchange
+
+pytestmark = pytest.mark.timeout(120)
+
+EVERY_STEP: dict[str, Any] = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
+SETTINGS = {
+    "every_step": {**EVERY_STEP, "topk_ratio": 0.3},
+    "half": {**EVERY_STEP, "topk_ratio": 0.5},
+    **settings(
+        "reselecting", "auto", "stale_every_step", "summed_stale_warm_up", "compressed_reselecting", "zero_infinity"
+    ),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def through_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made from here on exchange state as on a device with streams, in small chunks."""
+    make = EngineMemory.__init__
+
+    def made(self: EngineMemory, options: Any, device: torch.device, recorder: Any) -> None:
+        make(self, options, device, recorder)
+        shared = self.transport
+        shared.exchange = StateExchange(shared.to_host, shared.to_device, shared.workers, recorder, self._device)
+
+    monkeypatch.setattr(EngineMemory, "__init__", made)
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 10)  # chunks of two slices or more
+
+
+def late(monkeypatch: pytest.MonkeyPatch, seed: int) -> Delays:
+    """Make copies, updates and exchanges late, and small copies as asynchronous as large ones."""
+    delays = Delays(seed, 2.0)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
+    monkeypatch.setattr(ExchangeJob, "run", delays.before(ExchangeJob.run))
+    kernel = host_adam.AtenHostAdam
+    monkeypatch.setattr(kernel, "__call__", delays.before(kernel.__call__))
+    return delays
+
+
+def outcome(training: Training) -> list[torch.Tensor]:
+    """Weights, and all state by slice."""
+    state = training.optimizer.state_dict()["state"]
+    tensors = [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return training.weights() + [each.clone() for each in tensors]
+
+
+def rows(training: Training) -> list[torch.Tensor]:
+    return [
+        each
+        for offloaded in training.optimizer.engine.offloaded.values()
+        for each in offloaded.device.selection.tensors()
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_equals_a_direct_exchange(
+    name: str, entry: dict[str, Any] | None, dtype: torch.dtype, request: pytest.FixtureRequest, tmp_path: Any
+) -> None:
+    options = {**SETTINGS[name], "pt_reserved_cores_perc": 0.0}
+    if name == "zero_infinity":
+        options = {**EVERY_STEP, "offload_device": "nvme", "nvme_path": tmp_path}
+    direct = Training(entry, options, dtype).run(0, 12)
+    expected, selections = [outcome(direct), rows(direct)], direct.optimizer.engine.selections
+    direct.optimizer.close()
+    assert selections > 2
+    request.getfixturevalue("through_lanes")
+    for seed in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            late(patch, seed)
+            other = Training(entry, options, dtype).run(0, 12)
+            for actual, each in zip([outcome(other), rows(other)], expected, strict=True):
+                assert_same(actual, each)
+            assert other.optimizer.engine.selections == selections
+            other.optimizer.close()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_saved_state_continues_in_mid_exchange(
+    entry: dict[str, Any] | None, through_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late(monkeypatch, 0)
+    expected = Training(entry, EVERY_STEP).run(0, 8).weights()
+    training = Training(entry, EVERY_STEP).run(0, 5)
+    training.loss(5)
+    saved = training.saved()
+    assert_same(Training(entry, EVERY_STEP).load(saved).run(5, 8).weights(), expected)
+    assert_same(training.run(5, 8).weights(), expected)
+    training.loss(9)
+    assert_same(training.load(saved).run(5, 8).weights(), expected)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+def test_external_write_in_mid_exchange(entry: dict[str, Any] | None, request: pytest.FixtureRequest) -> None:
+    """Masters of both sides are re-seeded behind the exchange."""
+
+    def trained() -> list[torch.Tensor]:
+        training = Training(entry, EVERY_STEP).run(0, 4)
+        training.loss(4)
+        for param in training.model.parameters():
+            with torch.no_grad():
+                param.mul_(0.5)
+        return outcome(training.run(5, 8))
+
+    expected = trained()
+    request.getfixturevalue("through_lanes")
+    with pytest.MonkeyPatch.context() as patch:
+        late(patch, 0)
+        assert_same(trained(), expected)
+
+
+def test_optimizer_in_backward_exchanges_in_time(request: pytest.FixtureRequest) -> None:
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+        options = {"inner": "eager", "min_offload_size": 100, "host_kernel": "aten", "device_share": 0.0, **EVERY_STEP}
+        call = torch.compile(model, backend="zenflow", options=options)
+        for step in range(8):
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            call(inputs).square().mean().backward()
+        optimizer = zf.optimizer_of(call)
+        optimizer.synchronize()
+        assert optimizer.engine.selections > 4
+        weights = [param.detach().clone() for param in model.parameters()]
+        optimizer.close()
+        return weights
+
+    expected = trained()
+    request.getfixturevalue("through_lanes")
+    with pytest.MonkeyPatch.context() as patch:
+        late(patch, 0)
+        assert_same(trained(), expected)
+
+
+def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While every exchange is held up, a forward with free buffers goes on, and so does the backward."""
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 20)
+    training = Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 1)
+    training.step(1)
+    held = [True]
+    arrived = ExchangeJob.arrived
+    monkeypatch.setattr(ExchangeJob, "arrived", lambda job: not held[0] and arrived(job))
+    training.backward(2)
+    exchange = training.optimizer.engine.registry.transport.exchange
+    assert exchange is not None
+    assert len(exchange._in_flight) > 1
+    held[0] = False
+    training.optimizer.step()
+    assert exchange._in_flight == ()
+    monkeypatch.undo()
+    assert_same(training.weights(), Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 3).weights())
+
+
+def test_interrupted_exchange_recovers_from_a_state(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes in the forward that starts exchanges or in the step that ends them."""
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 20)  # one chunk of one parameter: fewer points
+    training = Training(EAGER_BACKEND, {**EVERY_STEP, "workers": 1, "min_offload_size": 600}).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 6).weights()
+    training.load(saved)
+    lost = []
+
+    def recover() -> None:
+        training.optimizer.zero_grad()
+        try:
+            training.run(4, 5).optimizer.synchronize()
+        except RuntimeError as error:
+            lost.append(str(error))
+        assert_same(training.load(saved).run(3, 6).weights(), expected)
+        training.load(saved)
+
+    assert every_point(lambda: training.run(3, 5), {"_reselect", "_send", "_finish_oldest"}, recover) > 18
+    assert len(lost) > 8
+    assert all("half-way" in message for message in lost)
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_failed_exchange_stops_training(calls: int, through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(EAGER_BACKEND, EVERY_STEP).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 6).weights()
+    training.load(saved)
+    run, left = ExchangeJob.run, [calls]
+    error = MemoryError("on purpose")
+
+    def failing(self: ExchangeJob, part: slice) -> int:
+        left[0] -= 1
+        if left[0] == -1:
+            raise error
+        return run(self, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExchangeJob, "run", failing)
+        with pytest.raises(RuntimeError) as caught:
+            training.run(3, 6)
+    assert root_of(caught.value) is error
+    for call in (lambda: training.step(9), training.optimizer.synchronize, training.optimizer.flush):
+        with pytest.raises(RuntimeError):
+            call()
+        training.optimizer.zero_grad()
+    assert_same(training.load(saved).run(3, 6).weights(), expected)
+    training.optimizer.close()
+
+
+class GoesOnLane:
+    """Makes a lane copy although the job before has failed: so does a stream, whose flag that job raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make = ThreadLane._make
+
+        def goes_on(lane: ThreadLane, copy: Any) -> None:
+            if copy.first is not None:
+                with suppress(RuntimeError):
+                    copy.first.wait()
+            make(lane, copy._replace(first=None))
+
+        monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+        monkeypatch.setattr(ThreadLane, "_make", goes_on)
+
+
+@pytest.mark.parametrize("call", ["step", "synchronize", "flush", "state_dict"])
+def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has merged what the job left in its upload buffer: only loading a state continues."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1, "workers": 1}).run(0, 3)
+    saved = training.saved()
+    expected = training.run(3, 6).weights()
+    training.load(saved)
+    with monkeypatch.context() as patch:
+        GoesOnLane(patch)
+        uploads_queued = threading.Event()
+        kernel, failed = host_adam.AtenHostAdam.__call__, []
+
+        def late_failure(*args: Any, **keywords: Any) -> None:
+            if not failed:
+                failed.append(uploads_queued.wait(30))
+                raise BrokenError("on purpose")
+            kernel(*args, **keywords)
+
+        patch.setattr(host_adam.AtenHostAdam, "__call__", late_failure)
+        training.step(3)
+        uploads_queued.set()
+        training.loss(4)  # the forward applies the failed update, and no wait raises its error
+        for offloaded in training.optimizer.engine.offloaded.values():
+            for job in offloaded.host.jobs:
+                job.settle()
+    optimizer = training.optimizer
+    calls = {
+        "step": lambda: training.step(5),
+        "synchronize": optimizer.synchronize,
+        "flush": optimizer.flush,
+        "state_dict": optimizer.state_dict,
+    }
+    # A backward asks the failed job for its gradient buffer before the step asks for partially applied updates.
+    with pytest.raises(RuntimeError, match="host update" if call == "step" else "half-way") as caught:
+        calls[call]()
+    assert isinstance(root_of(caught.value), BrokenError)
+    for again in calls.values():
+        with pytest.raises(RuntimeError):
+            again()
+        optimizer.zero_grad()
+    assert_same(training.load(saved).run(3, 6).weights(), expected)
+    optimizer.close()

@@ -1,0 +1,393 @@
+"""State of slices that change sides goes through lanes and workers, and arrives as if one thread had moved it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zenflow_compile.planning import plan as plans
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.thread_lane import ThreadLane
+from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.workers import Job, WorkerPool
+from zenflow_compile.runtime.parameters import state_exchange
+from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_slices
+from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.state_exchange import StateExchange
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline.events import Timeline
+
+pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
+BLOCKING = {"nonzero", "_local_scalar_dense", "item", "equal", "is_nonzero", "masked_select"}
+
+
+def plan_of(k: int, deferred: int, length: int, dtype: torch.dtype = torch.float32) -> ParamPlan:
+    return ParamPlan(
+        index=0,
+        name="w",
+        shape=(length, k + deferred),
+        dtype=dtype,
+        placement=Placement.SPLIT_COLUMNS,
+        slices=k + deferred,
+        length=length,
+        k=k,
+        interval=2,
+    )
+
+
+def shuffled_selection(k: int, slices: int) -> Selection:
+    order = torch.randperm(slices)
+    return Selection.of(order[:k], slices, CPU, deferred=order[k:])
+
+
+def wanted_after(selection: Selection, swaps: int, bound: int) -> Wanted:
+    """The selection after ``swaps`` random swaps, in random order."""
+    inside = selection.selected[torch.randperm(len(selection.selected))]
+    outside = selection.deferred[torch.randperm(len(selection.deferred))]
+    slices = torch.cat([inside[swaps:], outside[:swaps]])
+    return Wanted(slices[torch.randperm(len(slices))], bound)
+
+
+class OnDevice(TorchDispatchMode):
+    """Fails at an operator whose result a device could not have without waiting for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in BLOCKING, func
+        if any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1:]):
+            assert func.overloadpacket.__name__ not in ("index", "index_put_"), func  # such an index is a nonzero()
+        return func(*args, **(kwargs or {}))
+
+
+CASES = [
+    (k, deferred, swaps, bound)
+    for k, deferred in ((1, 1), (3, 9), (9, 3), (16, 64))
+    for swaps in sorted({0, 1, min(k, deferred) // 2, min(k, deferred)})
+    for bound in sorted({max(1, swaps), min(k, deferred), k + deferred})
+]
+
+
+@pytest.mark.parametrize(("k", "deferred", "swaps", "bound"), CASES)
+def test_reselect_equals_the_host_path(k: int, deferred: int, swaps: int, bound: int) -> None:
+    torch.manual_seed(k + swaps)
+    before = shuffled_selection(k, k + deferred)
+    wanted = wanted_after(before, swaps, bound)
+    kept = [each.clone() for each in before.tensors()]
+    with OnDevice():
+        change = reselect(before, wanted)
+    sides = torch.zeros(k, 1), torch.zeros(deferred, 1)
+    expected, _ = exchange_slices(sides[:1], sides[1:], before, wanted)
+    for actual, other in zip(change.selection.tensors(), expected.tensors(), strict=True):
+        assert actual.dtype == torch.int32
+        assert torch.equal(actual, other)
+    assert all(torch.equal(a, b) for a, b in zip(before.tensors(), kept, strict=True))
+    assert len(change.device_rows) == len(change.host_rows) == min(bound, k, deferred)
+    assert len(set(change.device_rows.tolist())) == len(change.device_rows)
+    rows = change.host_rows.tolist()
+    assert rows[:swaps] == sorted(rows[:swaps])
+    assert [row >= 0 for row in rows] == [True] * swaps + [False] * (len(rows) - swaps)
+
+
+class Sides:
+    """A parameter's state on both sides, of random values."""
+
+    def __init__(self, plan: ParamPlan, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.plan = plan
+        self.device = DeviceState.allocate(plan, CPU)
+        self.device.selection = shuffled_selection(plan.k, plan.slices)
+        kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_gradients=plan.interval)
+        self.host = HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel)
+        for tensor in self.tensors():
+            tensor.view(torch.int32).random_(-(2**31), 2**31 - 1)  # any bits: NaN, too
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.device.state(), *self.host.state()]
+
+    def bits(self) -> list[Tensor]:
+        return [each.view(torch.int32).clone() for each in self.tensors()]
+
+    def assert_same(self, other: Sides) -> None:
+        mine, theirs = ([*each.bits(), *each.device.selection.tensors()] for each in (self, other))
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def exchange_now(self, wanted: Wanted) -> None:
+        self.device.selection, _ = exchange_slices(
+            self.device.state(), self.host.state(), self.device.selection, wanted
+        )
+
+    def start(self, exchange: StateExchange, wanted: Wanted) -> None:
+        change = reselect(self.device.selection, wanted)
+        exchange.start(self.device, self.host, change, step=0, deadline=0)
+        self.device.selection = change.selection
+
+
+class Engine:
+    """Lanes, workers and an exchange, as an engine has them."""
+
+    def __init__(self, *params: ParamPlan, workers: int = 2) -> None:
+        self.recorder = Recorder()
+        self.to_host, self.to_device = (ThreadLane(name, self.recorder) for name in ("D2H", "H2D"))
+        self.workers = WorkerPool(workers, self.recorder)
+        self.exchange = StateExchange(self.to_host, self.to_device, self.workers, self.recorder, device_of(CPU))
+        self.exchange.fit(Plan(policy="zenflow", params=params).exchange_buffer_bytes)
+
+    def close(self) -> None:
+        self.workers.close()
+        self.to_host.close()
+        self.to_device.close()
+        self.exchange.free()
+
+
+@contextmanager
+def engine(*params: ParamPlan, workers: int = 2) -> Iterator[Engine]:
+    made = Engine(*params, workers=workers)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+SHAPES = [(4, 4, 3), (3, 9, 5), (9, 3, 7), (16, 64, 33)]
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 9, 1 << 20])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_exchange_equals_the_host_path(
+    shape: tuple[int, int, int], buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any number of swaps, cut into any chunks; later exchanges build on the earlier ones' rows."""
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
+    monkeypatch.setattr(state_exchange, "_PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 64)
+    plan = plan_of(*shape)
+    expected, actual = Sides(plan), Sides(plan)
+    with engine(plan, workers=3) as made:
+        for swaps in range(plan.most_swaps + 1):
+            bound = random.Random(swaps).randint(max(1, swaps), plan.slices)
+            wanted = wanted_after(expected.device.selection, swaps, bound)
+            expected.exchange_now(wanted)
+            actual.start(made.exchange, wanted)
+            made.exchange.finish()
+            actual.host.wait()
+            actual.assert_same(expected)
+    assert actual.host.applied_failure is None
+
+
+def test_exchanges_overlap_in_a_few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parameters than buffers: the oldest exchange ends first, and none mixes with another one."""
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+    params = [replace(plan_of(4, 12, 8 + number), index=number) for number in range(7)]
+    expected, actual = ([Sides(plan, plan.index) for plan in params] for _ in range(2))
+    with engine(*params) as made:
+        for old, new in zip(expected, actual, strict=True):
+            wanted = wanted_after(old.device.selection, 3, 4)
+            old.exchange_now(wanted)
+            new.start(made.exchange, wanted)
+            assert len(made.exchange._in_flight) <= plans.EXCHANGE_BUFFERS
+        made.exchange.start_uploads()
+        made.exchange.finish()
+        for old, new in zip(expected, actual, strict=True):
+            new.host.wait()
+            new.assert_same(old)
+
+
+class HeldJob(Job):
+    """A job of the state that has one task, which the test runs."""
+
+    def __init__(self) -> None:
+        super().__init__([lambda: 0], deadline=7, step=0, param="w")
+
+
+def test_exchange_waits_for_the_jobs_before_it() -> None:
+    plan = plan_of(4, 12, 8)
+    sides = Sides(plan)
+    before = sides.bits()
+    with engine(plan) as made:
+        held = sides.host.last_job = HeldJob()
+        sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
+        (job,) = sides.host.exchanges
+        assert sides.host.unfinished_job is job
+        assert job.deadline == held.deadline  # not before it in the queue of the workers
+        assert not job.arrived()
+        assert all(torch.equal(a, b) for a, b in zip(sides.bits(), before, strict=True))
+        held.finish_task()
+        made.exchange.finish()
+        assert job.is_set
+        assert sides.host.unfinished_job is None
+        assert not any(torch.equal(a, b) for a, b in zip(sides.bits(), before, strict=True))
+
+
+def test_lane_that_cannot_wait_gets_finished_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flags the host waits for the job, and only when the state is needed."""
+    monkeypatch.setattr(ThreadLane, "can_wait_for", lambda lane, work: False)
+    plan = plan_of(4, 12, 8)
+    expected, actual = Sides(plan), Sides(plan)
+    with engine(plan) as made:
+        submitted = []
+        submit = made.to_device.submit
+
+        def checked(*tensors: Tensor, after: Job, **keywords: Any) -> Any:
+            submitted.append(after.is_set)
+            return submit(*tensors, after=after, **keywords)
+
+        monkeypatch.setattr(made.to_device, "submit", checked)
+        held = actual.host.last_job = HeldJob()
+        wanted = wanted_after(expected.device.selection, 2, 4)
+        expected.exchange_now(wanted)
+        actual.start(made.exchange, wanted)
+        made.exchange.start_uploads()
+        assert submitted == []
+        held.finish_task()
+        made.exchange.finish()
+        assert submitted == [True]
+        actual.assert_same(expected)
+
+
+def test_failed_job_stops_its_exchange() -> None:
+    """The error of the job before is raised until the exchange is abandoned, which frees its buffer."""
+    plan = plan_of(4, 12, 8)
+    sides = Sides(plan)
+    before = sides.bits()
+    with engine(plan) as made:
+        held = sides.host.last_job = HeldJob()
+        sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
+        held.finish_task(ValueError("on purpose"))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="host update"):
+                made.exchange.finish()
+        assert sides.host.applied_failure is not None
+        sides.host.clear_windows()
+        made.exchange.abandon()
+        assert made.exchange._in_flight == ()
+        assert sides.host.applied_failure is None
+        made.exchange.finish()
+        assert all(torch.equal(a, b) for a, b in zip(sides.bits(), before, strict=True))
+
+
+@pytest.mark.parametrize("lane", ["D2H", "H2D"])
+def test_failed_copy_stops_its_exchange(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(4, 12, 8)
+    sides = Sides(plan)
+    make = ThreadLane._make
+    error = ValueError("on purpose")
+
+    def failing(self: ThreadLane, copy: Any) -> None:
+        if self._name == lane:
+            raise error
+        make(self, copy)
+
+    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+    monkeypatch.setattr(ThreadLane, "_make", failing)
+    with engine(plan) as made:
+        sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as caught:
+                made.exchange.finish()
+            assert caught.value.__cause__ is error
+        with suppress(RuntimeError):
+            sides.host.wait()
+        sides.host.clear_windows()
+        made.exchange.abandon()
+
+
+def test_repeated_end_of_an_exchange_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt between the blocks of state leaves the exchange in flight; the next call repeats its end."""
+    plan = plan_of(4, 12, 8)
+    expected, actual = Sides(plan), Sides(plan)
+    wanted = wanted_after(expected.device.selection, 3, 4)
+    expected.exchange_now(wanted)
+    with engine(plan) as made:
+        actual.start(made.exchange, wanted)
+        state = DeviceState.state
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceState, "state", lambda self: (*state(self)[:2], None))
+            with pytest.raises(AttributeError):
+                made.exchange.finish()
+        assert len(made.exchange._in_flight) == 1
+        made.exchange.finish()
+        actual.assert_same(expected)
+
+
+def test_interrupted_upload_is_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(4, 12, 8)
+    expected, actual = Sides(plan), Sides(plan)
+    wanted = wanted_after(expected.device.selection, 3, 4)
+    expected.exchange_now(wanted)
+    with engine(plan) as made:
+        actual.start(made.exchange, wanted)
+        submit = made.to_device.submit
+
+        def interrupted(*args: Any, **keywords: Any) -> None:
+            submit(*args, **keywords)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made.to_device, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.exchange.start_uploads()
+        made.exchange.finish()
+        actual.assert_same(expected)
+
+
+def test_lanes_record_the_moved_state() -> None:
+    """Both directions, as bytes of the bound."""
+    plan = plan_of(4, 12, 8)
+    sides = Sides(plan)
+    with engine(plan) as made:
+        made.recorder.attach(timeline := Timeline())
+        sides.start(made.exchange, wanted_after(sides.device.selection, 1, 3))
+        made.exchange.finish()
+        events = {event.lane: event for event in timeline.events() if event.kind == "state"}
+    assert events["D2H"].bytes == 3 * plan.swap_bytes
+    assert events["H2D"].bytes == 3 * 12 * plan.length
+    workers = [event for event in timeline.events() if event.is_worker]
+    assert {event.kind for event in workers} == {"state"}
+    assert sum(event.bytes for event in workers) == 4 * 12 * plan.length  # read and written on either place, one slice
+
+
+def test_buffers_are_bounded_and_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = plan_of(4, 12, 8), plan_of(64, 600, 100)
+    with engine(small) as made:
+        assert made.exchange.nbytes == Plan(policy="zenflow", params=(small,)).exchange_bytes
+        assert made.exchange.nbytes == plans.EXCHANGE_BUFFERS * 4 * (12 * 8 + 4)
+        sides = Sides(small)
+        sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
+        monkeypatch.setattr(plans, "EXCHANGE_BYTES", 10_000)
+        plan = Plan(policy="zenflow", params=(small, large))
+        made.exchange.fit(plan.exchange_buffer_bytes)  # ends what is in flight
+        assert made.exchange._in_flight == ()
+        assert made.exchange.nbytes == plan.exchange_bytes == plans.EXCHANGE_BUFFERS * 10_000
+        made.exchange.fit(1)
+        assert made.exchange.nbytes == plan.exchange_bytes
+    assert plan_of(64, 600, 9000).swap_bytes > 10_000
+    assert Plan(policy="zenflow", params=(plan_of(64, 600, 9000),)).exchange_buffer_bytes == 12 * 9000 + 4
+    unused = [replace(large, in_file=True), replace(large, fixed=True), replace(large, k=0)]
+    assert Plan(policy="zenflow", params=tuple(unused)).exchange_bytes == 0
+
+
+def test_ended_copies_are_forgotten() -> None:
+    """A job that has ended keeps neither its copy nor the jobs before it alive."""
+    plan = plan_of(4, 12, 8)
+    sides = Sides(plan)
+    with engine(plan) as made:
+        for _ in range(3):
+            sides.start(made.exchange, wanted_after(sides.device.selection, 2, 4))
+            made.exchange.finish()
+            (job,) = sides.host.exchanges
+            assert isinstance(job, state_exchange.ExchangeJob)
+            job.settle()
+            assert job._copied is job._before is None

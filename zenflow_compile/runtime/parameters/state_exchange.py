@@ -1,0 +1,323 @@
+"""Moves the state of slices that change sides, while training goes on.
+
+[Note: exchange] The device gathers the rows of leaving slices in a buffer, which a lane copies to the host. A worker's
+job swaps them with the rows of entering slices there, in place, and the other lane copies these back into the buffer.
+The device puts them into its state before the next update of selected slices, or when another exchange needs the
+buffer. Nothing else reads that state: forward and backward need the weights and the selection alone. Only streams and
+workers wait, as long as the lane itself can wait for a job.
+
+How many slices really change sides is known on the device alone, so a bound of it is copied. Rows beyond the real ones
+come back as they went.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
+from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
+from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.stream_flags import Flag
+from zenflow_compile.runtime.device_updates.selection import Reselection
+from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.host.workers import Job, WorkerPool
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.trace_annotations import annotated
+from zenflow_compile.torch_internals import torch_private
+
+# The most elements that a worker swaps at a time: they stay in its cache between the copies.
+_PIECE_ELEMENTS = 1 << 18
+
+
+class ExchangeJob(Job):
+    """Swaps rows of a parameter's host state with rows in the host's half of an exchange buffer.
+
+    Args:
+        rows: i32[n], as in :class:`Reselection`.
+        blocks: f32[n, length] each, for master and moments.
+        copied: the copy that writes ``rows`` and ``blocks``.
+        before: the last job of this state, which may still run.
+    """
+
+    kind = "state"
+
+    def __init__(
+        self,
+        host: HostState,
+        rows: Tensor,
+        blocks: tuple[Tensor, ...],
+        copied: Ticket,
+        before: Job | None,
+        workers: int,
+        *,
+        deadline: int,
+        step: int,
+        flag: Flag | None,
+    ) -> None:
+        self._host = host
+        self._rows = rows
+        self._blocks = blocks
+        self._copied: Ticket | None = copied
+        self._before = before
+        size = -(-len(rows) // workers)
+        tasks = [partial(self.run, slice(first, first + size)) for first in range(0, len(rows), size)]
+        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
+
+    def arrived(self) -> bool:
+        """See :meth:`Job.arrived`."""
+        copied, before = self._copied, self._before
+        if copied is not None and not copied.done() and copied.error is None:
+            return False
+        return before is None or before.is_set
+
+    def ready(self) -> None:
+        """See :meth:`Job.ready`.
+
+        Raises:
+            CopyError: the copy failed.
+            RuntimeError: the job before failed.
+        """
+        if (copied := self._copied) is not None:
+            copied.wait()
+        if (before := self._before) is not None:
+            before.wait()
+
+    def ended(self) -> None:
+        """See :meth:`Job.ended`."""
+        self._copied, self._before = None, None  # each job would keep all jobs before it alive
+
+    @annotated("exchange", lambda job, _: (job.param,))
+    @torch.no_grad()
+    def run(self, part: slice) -> int:
+        """Swap the rows of ``part``. Returns the bytes of host memory read and written."""
+        rows = self._rows[part]
+        rows = rows[rows >= 0].long()  # those before the first -1
+        piece = max(1, _PIECE_ELEMENTS // self._host.plan.length)
+        swapped = 0
+        with torch_private.one_intra_op_thread():
+            for state, block in zip(self._host.state(), self._blocks, strict=True):
+                for first in range(0, len(rows), piece):
+                    of_state = rows[first : first + piece]
+                    incoming = block[part.start + first :][: len(of_state)]
+                    leaving = state.index_select(0, of_state)
+                    state.index_copy_(0, of_state, incoming)
+                    incoming.copy_(leaving)
+                    swapped += leaving.nbytes
+        return 4 * swapped
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """f32 memory of equal size on both sides: rows of master and moments, and behind them the rows' numbers, as i32."""
+
+    on_device: Tensor
+    on_host: Tensor
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one parameter that are in a buffer.
+
+    Attributes:
+        rows: i64[n] of the device's state.
+        job: swaps them on the host.
+        ticket: the copy back to the device; None before it is queued.
+    """
+
+    buffer: _Buffer
+    device: DeviceState
+    rows: Tensor
+    job: ExchangeJob
+    ticket: Ticket | None = None
+
+    @property
+    def elements(self) -> int:
+        """Elements of the state in the buffer."""
+        return STATE_TENSORS * len(self.rows) * self.device.plan.length
+
+
+class StateExchange:
+    """Moves rows of state between the sides; see [Note: exchange].
+
+    A few buffers take turns, so that memory is bounded: an exchange that finds none free makes the device wait for the
+    oldest one.
+    """
+
+    def __init__(
+        self, to_host: CopyLane, to_device: CopyLane, workers: WorkerPool, recorder: Recorder, device: Device
+    ) -> None:
+        self._to_host = to_host
+        self._to_device = to_device
+        self._workers = workers
+        self._recorder = recorder
+        self._device = device
+        self._arena: HostArena | None = None
+        self._buffers: list[_Buffer] = []
+        # Oldest first, and the only record of which buffers are in use: it changes in one assignment, so that an
+        # interrupt leaves no buffer with two users.
+        self._in_flight: tuple[_Chunk, ...] = ()
+
+    # Memory.
+
+    def fit(self, buffer_bytes: int) -> None:
+        """Have buffers of at least ``buffer_bytes``. Finishes exchanges in flight if they are too small.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory. The old buffers stay in use.
+        """
+        elements = buffer_bytes // FP32_BYTES
+        if elements <= (self._buffers[0].on_device.numel() if self._buffers else 0):
+            return
+        self.finish()
+        # First: the allocator does not know of copies on a lane's stream, and would reuse the old memory.
+        self._to_host.settle()
+        self._to_device.settle()
+        shape = (EXCHANGE_BUFFERS, elements)
+        on_device = torch.empty(shape, dtype=torch.float32, device=self._device.torch_device)
+        arena = HostArena(carved_bytes([(shape, torch.float32)]))
+        on_host = arena.take(shape, torch.float32)
+        arena.pin(self._device)
+        self.free()
+        self._arena = arena
+        self._buffers = [_Buffer(*halves) for halves in zip(on_device, on_host, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory on either side."""
+        return sum(buffer.on_device.nbytes for buffer in self._buffers)
+
+    def free(self) -> None:
+        """Free the host's memory, when no copy is in flight. Idempotent."""
+        self._buffers = []
+        if self._arena is not None:
+            self._arena.close()
+
+    # An exchange.
+
+    def start(self, device: DeviceState, host: HostState, change: Reselection, *, step: int, deadline: int) -> None:
+        """Start to swap rows of ``device`` and ``host``, behind all jobs of ``host``.
+
+        After an interrupt the two sides do not match: the caller marks the update as partially applied.
+
+        Args:
+            step, deadline: of the jobs.
+        """
+        plan = device.plan
+        at_once = self._buffers[0].on_device.nbytes // plan.swap_bytes
+        parts = (torch.split(each, at_once) for each in (change.device_rows, change.host_rows))
+        for rows, host_rows in zip(*parts, strict=True):
+            self._send(device, host, rows, host_rows, step=step, deadline=deadline)
+
+    def _send(
+        self, device: DeviceState, host: HostState, rows: Tensor, host_rows: Tensor, *, step: int, deadline: int
+    ) -> None:
+        if len(self._in_flight) == len(self._buffers):
+            self._finish_oldest()
+        in_use = [chunk.buffer for chunk in self._in_flight]
+        buffer = next(buffer for buffer in self._buffers if all(buffer is not each for each in in_use))
+        blocks, of_host = _views(buffer.on_device, len(rows), device.plan.length)
+        for state, block in zip(device.state(), blocks, strict=True):
+            torch.index_select(state, 0, rows, out=block)
+        of_host.copy_(host_rows)
+        used = sum(block.numel() for block in blocks) + len(rows)
+        name = device.plan.name
+        copied = self._to_host.submit(
+            buffer.on_host[:used], buffer.on_device[:used], step=self._recorder.step, param=name, kind="state"
+        )
+        blocks, of_host = _views(buffer.on_host, len(rows), device.plan.length)
+        before = host.unfinished_job
+        if before is not None:
+            deadline = max(deadline, before.deadline)
+        job = ExchangeJob(
+            host,
+            of_host,
+            blocks,
+            copied,
+            before,
+            self._workers.workers,
+            deadline=deadline,
+            step=step,
+            flag=host.next_flag(),
+        )
+        chunk = _Chunk(buffer, device, rows, job)
+        host.add_exchange(job)  # from here on it can be withdrawn
+        self._workers.submit(job)
+        self._in_flight = (*self._in_flight, chunk)
+
+    def start_uploads(self) -> None:
+        """Queue the copies back, behind their jobs. Call it when no forward waits for weights on the same lane."""
+        for chunk in self._in_flight:
+            if chunk.ticket is None and (chunk.job.is_set or self._to_device.can_wait_for(chunk.job)):
+                self._start_upload(chunk)
+
+    def _start_upload(self, chunk: _Chunk) -> None:
+        # It overwrites what the copy to the host reads: that one is an input of the job.
+        buffer, used = chunk.buffer, chunk.elements
+        try:
+            ticket = self._to_device.submit(
+                buffer.on_device[:used],
+                buffer.on_host[:used],
+                step=self._recorder.step,
+                param=chunk.device.plan.name,
+                kind="state",
+                after=chunk.job,
+            )
+            chunk.ticket = ticket
+        except BaseException:
+            self._to_device.settle()  # an interrupt may have come after the submission: a second copy comes later
+            raise
+
+    def finish(self) -> None:
+        """Order the device's state behind all exchanges. Call it before that state is read or written.
+
+        Raises:
+            CopyError: a copy failed.
+            RuntimeError: a job failed.
+        """
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        chunk = self._in_flight[0]
+        job, name = chunk.job, chunk.device.plan.name
+        if chunk.ticket is None:
+            if job.error is not None or not (job.is_set or self._to_device.can_wait_for(job)):
+                with self._recorder.stall(not job.is_set, param=name, on_host=True):
+                    job.wait()
+            self._start_upload(chunk)
+        assert chunk.ticket is not None
+        try:
+            with self._recorder.stall(not chunk.ticket.done(), param=name):
+                chunk.ticket.wait_on_device()
+        except CopyError:
+            job.wait()  # re-raise the job's error if it failed: it is the root cause
+            raise
+        # An interrupt below is harmless: the chunk stays in flight, and the rows are put in place again.
+        blocks, _ = _views(chunk.buffer.on_device, len(chunk.rows), chunk.device.plan.length)
+        for state, block in zip(chunk.device.state(), blocks, strict=True):
+            state.index_copy_(0, chunk.rows, block)
+        self._in_flight = self._in_flight[1:]
+
+    def abandon(self) -> None:
+        """Forget all exchanges, failed ones too; no thread and no copy uses the buffers afterwards.
+
+        Jobs that were never queued must have been withdrawn.
+        """
+        for chunk in self._in_flight:
+            chunk.job.settle()  # a worker or a lane uses the buffer until then
+            if chunk.ticket is not None:
+                chunk.ticket.settle()
+        self._in_flight = ()
+
+
+def _views(memory: Tensor, rows: int, length: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """View the first bytes of a half of a buffer as f32[rows, length] for master and moments, and i32[rows]."""
+    elements = STATE_TENSORS * rows * length
+    blocks = memory[:elements].view(STATE_TENSORS, rows, length).unbind()
+    return blocks, memory[elements : elements + rows].view(torch.int32)
