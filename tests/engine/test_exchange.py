@@ -49,9 +49,8 @@ def through_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def late(monkeypatch: pytest.MonkeyPatch, seed: int) -> Delays:
-    """Make copies, updates and exchanges late, and small copies as asynchronous as large ones."""
+    """Make copies, updates and exchanges late."""
     delays = Delays(seed, 2.0)
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
     monkeypatch.setattr(ExchangeJob, "run", delays.before(ExchangeJob.run))
     kernel = host_adam.AtenHostAdam
@@ -157,7 +156,6 @@ def test_optimizer_in_backward_exchanges_in_time(request: pytest.FixtureRequest)
 
 def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """While every exchange is held up, a forward with free buffers goes on, and so does the backward."""
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 20)
     training = Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 1)
     training.step(1)
@@ -227,20 +225,17 @@ def test_failed_exchange_stops_training(calls: int, through_lanes: None, monkeyp
     training.optimizer.close()
 
 
-class GoesOnLane:
-    """Makes a lane copy although the job before has failed: so does a stream, whose flag that job raises."""
+def go_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes copy although the job before has failed: so does a stream, whose flag that job raises."""
+    make = ThreadLane._make
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        make = ThreadLane._make
+    def goes_on(lane: ThreadLane, copy: Any) -> None:
+        if copy.first is not None:
+            with suppress(RuntimeError):
+                copy.first.wait()
+        make(lane, copy._replace(first=None))
 
-        def goes_on(lane: ThreadLane, copy: Any) -> None:
-            if copy.first is not None:
-                with suppress(RuntimeError):
-                    copy.first.wait()
-            make(lane, copy._replace(first=None))
-
-        monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
-        monkeypatch.setattr(ThreadLane, "_make", goes_on)
+    monkeypatch.setattr(ThreadLane, "_make", goes_on)
 
 
 @pytest.mark.parametrize("call", ["step", "synchronize", "flush", "state_dict"])
@@ -251,7 +246,7 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
     expected = training.run(3, 6).weights()
     training.load(saved)
     with monkeypatch.context() as patch:
-        GoesOnLane(patch)
+        go_on_after_failures(patch)
         uploads_queued = threading.Event()
         kernel, failed = host_adam.AtenHostAdam.__call__, []
 

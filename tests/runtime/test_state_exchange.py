@@ -187,9 +187,8 @@ def test_exchange_equals_the_host_path(
     assert actual.host.applied_failure is None
 
 
-def test_exchanges_overlap_in_a_few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanges_overlap_in_a_few_buffers() -> None:
     """More parameters than buffers: the oldest exchange ends first, and none mixes with another one."""
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     params = [replace(plan_of(4, 12, 8 + number), index=number) for number in range(7)]
     expected, actual = ([Sides(plan, plan.index) for plan in params] for _ in range(2))
     with engine(*params) as made:
@@ -290,7 +289,6 @@ def test_failed_copy_stops_its_exchange(lane: str, monkeypatch: pytest.MonkeyPat
             raise error
         make(self, copy)
 
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     monkeypatch.setattr(ThreadLane, "_make", failing)
     with engine(plan) as made:
         sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))

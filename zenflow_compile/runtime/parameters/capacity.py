@@ -29,6 +29,7 @@ def checked_plan(
     *,
     allocated: int = 0,
     cache_bytes: int = 0,
+    exchanges: bool = False,
 ) -> Plan:
     """Extend ``plan`` by further parameters, and check that the machine can hold them. Allocates nothing.
 
@@ -37,15 +38,19 @@ def checked_plan(
         new: (name, parameter) pairs of the new ones.
         allocated: number of parameters whose memory is allocated already.
         cache_bytes: host memory that the cache of state in files has already.
+        exchanges: state that changes sides goes through buffers.
 
     Raises:
         ValueError: more host memory is needed than the machine has, an upload is larger than ``staging_bytes``, the
             state of a parameter is larger than ``host_window_bytes``, or the memory of an offloaded parameter overlaps
             that of another one.
     """
+    exchange_bytes = plan.exchange_bytes
     plan = extend_plan(plan, specs_of(new), options)
     refuse_overlap(plan.params, params)
     needed = sum(param.host_bytes for param in plan.params[allocated:])
+    if exchanges:
+        needed += plan.exchange_bytes - exchange_bytes
     if (needed_by_cache := nvme_cache_bytes(plan, options)) > cache_bytes:
         needed += needed_by_cache
     require_host_memory(needed, less_host_memory(options))

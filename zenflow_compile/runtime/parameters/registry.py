@@ -89,7 +89,15 @@ class ParamRegistry:
         new = [param for _, param in named]
         first, params = len(self.params), [*self.params, *new]
         cache_bytes = self.memory.files.nbytes if self.memory.files else 0
-        plan = checked_plan(self.plan, params, named, self._options, allocated=first, cache_bytes=cache_bytes)
+        plan = checked_plan(
+            self.plan,
+            params,
+            named,
+            self._options,
+            allocated=first,
+            cache_bytes=cache_bytes,
+            exchanges=self.transport.exchange is not None,
+        )
         counters = counters_of(params, self.counters)
         with ExitStack() as undo:
             allocated = self.memory.allocate(plan, plan.params[first:], new, undo)
