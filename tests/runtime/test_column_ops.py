@@ -79,13 +79,14 @@ def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: fl
     matrix[:, 5] = float("nan")
     matrix[7] = float("nan")
     expected = surrounding.clone()
-    slices = selection_of(matrix.shape[dim], fraction).selected
+    selection = selection_of(matrix.shape[dim], fraction)
+    slices = selection.deferred
     values = torch.randn(len(slices), matrix.shape[1 - dim]).to(dtype)
     if dim == 0:
         expected[slices.long(), 1] = values
     else:
         expected[:, 1, slices.long()] = values.t()
-    column_ops.merge_columns(matrix, dim, slices, values)
+    column_ops.merge_columns(matrix, dim, selection, values)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(surrounding.view(bits), expected.view(bits))
 

@@ -2,7 +2,7 @@
 
 On a GPU they are compared as they run there. Without one they run in Triton's interpreter, which has to be chosen
 before Triton is first imported: ``test_kernels_in_the_interpreter`` runs this file once more in a process of its own.
-Compiling needs no GPU either: ``test_kernels_compile_for_cuda`` does that as far as machine code.
+Compiling needs no GPU either: ``test_compiled_kernels.py`` does that as far as machine code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,29 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 dims = pytest.mark.parametrize("dim", [0, 1])
 # Less than a tile, not a multiple of one, several tiles either way, more than one strip of partial sums.
 shapes = pytest.mark.parametrize("shape", [(1, 1), (70, 130), (5, 600), (600, 3)])
+scale_places = pytest.mark.parametrize("scale_on_device", [False, True], ids=["number", "on device"])
 fractions = pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
 COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
+
+
+def grad_scale_of(value: float, on_device: bool, device: str) -> Any:
+    return torch.tensor(value, dtype=torch.float64, device=device) if on_device else value
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the kernels cast: the interpreter keeps bf16 as bits and cuts bits off; hardware rounds to nearest."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        return (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return values.to(dtype)
+
+
+def assert_same_bits(got: Tensor, expected: Tensor) -> None:
+    """Equal with the signs of zeros; NaN is NaN, whichever bits it has."""
+    assert torch.equal(got.isnan(), expected.isnan())
+    if got.is_floating_point():
+        bits = torch.int32 if got.dtype == torch.float32 else torch.int16
+        got, expected = (torch.where(each.isnan(), 0.0, each).view(bits) for each in (got, expected))
+    assert torch.equal(got, expected)
 
 
 def selection_of(slices: int, fraction: float, device: str) -> Selection:
@@ -80,6 +102,22 @@ def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, f
 
 @on_devices
 @dims
+@pytest.mark.parametrize("split_shape", [(64, 8), (64, 2), (32, 4), (8, 1)])
+def test_split_in_tiles_of_any_shape(
+    split_shape: tuple[int, int], dim: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices that are large enough for these tiles would take the interpreter too long.
+
+    18 strips are more than are added up at a time.
+    """
+    from zenflow_compile.runtime.device_updates import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "_split_shape", lambda *_: split_shape)
+    test_norms_and_split(torch.bfloat16, (20, 1100) if dim == 0 else (1100, 20), dim, 0.1, device)
+
+
+@on_devices
+@dims
 def test_kernels_take_any_strides(dim: int, device: str) -> None:
     from zenflow_compile.runtime.device_updates import triton_kernels
 
@@ -110,10 +148,10 @@ def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: fl
     surrounding = torch.randn(66, 3, 70, device=device).to(dtype)
     surrounding[3:5] = float("inf")
     expected = surrounding.clone()
-    slices = selection_of(surrounding.shape[2 * dim], fraction, device).selected
-    values = torch.randn(len(slices), surrounding.shape[2 - 2 * dim], device=device).to(dtype)
-    column_ops.reference_merge_columns(expected[:, 1], dim, slices, values)
-    triton_kernels.merge_columns(surrounding[:, 1], dim, slices, values)
+    selection = selection_of(surrounding.shape[2 * dim], fraction, device)
+    values = torch.randn(len(selection.deferred), surrounding.shape[2 - 2 * dim], device=device).to(dtype)
+    column_ops.reference_merge_columns(expected[:, 1], dim, selection.deferred, values)
+    triton_kernels.merge_columns(surrounding[:, 1], dim, selection, values)
     assert torch.equal(surrounding, expected)
 
 
@@ -121,10 +159,14 @@ def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: fl
 @fractions
 @dims
 @dtypes
+@scale_places
 @pytest.mark.parametrize("shape", [(7, 130), (70, 35)])
-def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, fraction: float, device: str) -> None:
+def test_adam_columns(
+    shape: tuple[int, int], scale_on_device: bool, dtype: torch.dtype, dim: int, fraction: float, device: str
+) -> None:
     from zenflow_compile.runtime.device_updates import triton_kernels
 
+    coefficients = COEFFICIENTS._replace(grad_scale=grad_scale_of(0.3, scale_on_device, device))
     matrix = torch.randn(shape, device=device).to(dtype)
     before = matrix.clone()
     selection = selection_of(shape[dim], fraction, device)
@@ -134,19 +176,83 @@ def test_adam_columns(dtype: torch.dtype, shape: tuple[int, int], dim: int, frac
     for step in (1, 2):
         gradient, _ = blocks_like(matrix, dim, selection)
         gradient.normal_()
-        rule_p_(*expected, [gradient], [COEFFICIENTS], step=step, eps=1e-8)
+        rule_p_(*expected, [gradient], [COEFFICIENTS._replace(grad_scale=0.3)], step=step, eps=1e-8)
         triton_kernels.adam_columns_(
-            matrix, dim, selection.selected, gradient, *state, COEFFICIENTS, step=step, eps=1e-8
+            matrix, dim, selection.selected, gradient, *state, coefficients, step=step, eps=1e-8
         )
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
     slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
-    weights = state[0].to(dtype)
-    if INTERPRETED and dtype == torch.bfloat16:
-        # The interpreter keeps bf16 as bits and casts to it by cutting bits off; hardware rounds to nearest.
-        weights = (state[0].view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(slices[selection.selected.long()], weights)
+    assert torch.equal(slices[selection.selected.long()], cast(state[0], dtype))
     assert torch.equal(slices[selection.deferred.long()], old[selection.deferred.long()])
+
+
+@on_devices
+@dtypes
+@scale_places
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (40, 130), (23, 3), (9, 1024), (12, 2500)])
+def test_quantized_slices_have_the_same_bits(
+    shape: tuple[int, int], residual_dtype: torch.dtype, scale_on_device: bool, dtype: torch.dtype, device: str
+) -> None:
+    from zenflow_compile.runtime.device_updates import triton_kernels
+
+    gradient = torch.randn(shape).to(dtype)
+    residual = torch.randn(shape).mul_(0.01).to(residual_dtype)
+    if shape[0] > 8:
+        gradient[0], residual[0] = 0.0, 0.0
+        gradient[1], residual[1] = -0.0, -0.0
+        gradient[2, ::2], residual[2] = -0.0, -0.0
+        gradient[3, 1], gradient[4, -1], gradient[5, :2] = torch.inf, torch.nan, -torch.inf
+        if residual_dtype == torch.float32 or not INTERPRETED:  # the interpreter casts subnormal numbers to other ones
+            gradient[6], residual[6] = torch.randn(shape[1]).mul_(1e-43), 0.0
+        gradient[7] = torch.arange(shape[1]) % 127 + 0.5  # ties
+        gradient[7, 0], residual[7] = 254.0, 0.0
+    for scale in (0.3, 0.5):
+        # A residual in fp32 takes the exact error, which the kernel casts.
+        expected = residual.float().clone(), torch.zeros(shape[0]), torch.zeros(shape, dtype=torch.int8)
+        column_ops.reference_quantize_slices_(gradient, expected[0], scale, *expected[1:])
+        mine = [tensor.to(device) for tensor in (residual.clone(), *map(torch.zeros_like, expected[1:]))]
+        factor = grad_scale_of(scale, scale_on_device, device)
+        triton_kernels.quantize_slices_(gradient.to(device), mine[0], factor, *mine[1:])
+        for got, bits in zip(mine, (cast(expected[0], residual_dtype), *expected[1:]), strict=True):
+            assert_same_bits(got.cpu(), bits)
+        exact = torch.tensor(scale).mul(gradient.float()).add_(residual.float())
+        finite = exact.isfinite().all(1)
+        assert mine[1].isfinite().cpu().equal(finite)
+        sent = mine[2].cpu() * mine[1].cpu()[:, None]
+        assert ((sent - exact).abs()[finite] <= 0.501 * mine[1].cpu()[finite, None] + 1e-42).all()
+
+
+@on_devices
+def test_infinite_factor_spoils_every_slice(device: str) -> None:
+    from zenflow_compile.runtime.device_updates import triton_kernels
+
+    found = []
+    for where, quantize in (
+        ("cpu", column_ops.reference_quantize_slices_),
+        (device, triton_kernels.quantize_slices_),
+    ):
+        residual, scales = torch.zeros(3, 70, device=where), torch.zeros(3, device=where)
+        values = torch.zeros(3, 70, dtype=torch.int8, device=where)
+        gradient = torch.tensor([[1.0], [0.0], [-2.0]], device=where).expand(3, 70).contiguous()
+        quantize(gradient, residual, float("inf"), scales, values)
+        found.append([scales.cpu(), residual.cpu()])
+    for got, expected in zip(found[1], found[0], strict=True):
+        assert_same_bits(got, expected)
+
+
+@on_devices
+def test_empty_blocks_are_left_alone(device: str) -> None:
+    from zenflow_compile.runtime.device_updates import triton_kernels
+
+    matrix = torch.ones(6, 5, device=device)
+    everything = selection_of(6, 1.0, device)
+    triton_kernels.merge_columns(matrix, 0, everything, matrix.new_empty(0, 5))
+    nothing = matrix.new_empty(0, 5)
+    triton_kernels.quantize_slices_(nothing, nothing, 1.0, matrix.new_empty(0), nothing.to(torch.int8))
+    triton_kernels.adam_columns_(matrix, 0, everything.deferred, *[nothing] * 4, COEFFICIENTS, step=1, eps=1e-8)
+    assert matrix.eq(1.0).all()
 
 
 @on_devices
@@ -216,82 +322,32 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     from zenflow_compile.runtime.device_updates import triton_kernels
 
     ran: list[str] = []
-    for name in ("norms_and_split", "merge_columns", "adam_columns_"):
+    for name in ("norms_and_split", "merge_columns", "adam_columns_", "quantize_slices_"):
         monkeypatch.setattr(triton_kernels, name, lambda *args, name=name, **keywords: ran.append(name))
     matrix = torch.randn(8, 8, device="cuda")
     selection = selection_of(8, 0.5, "cuda")
     blocks = blocks_like(matrix, dim, selection)
     column_ops.norms_and_split(matrix, dim, selection, *blocks)
-    column_ops.merge_columns(matrix, dim, selection.deferred, blocks[1])
+    column_ops.merge_columns(matrix, dim, selection, blocks[1])
     column_ops.adam_columns_(
         [SliceState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], COEFFICIENTS, eps=1e-8
     )
-    assert ran == ["norms_and_split", "merge_columns", "adam_columns_"]
+    column_ops.quantize_slices_(blocks[1], blocks[1].float(), 1.0, blocks[1][:, 0], blocks[1].to(torch.int8))
+    assert ran == ["norms_and_split", "merge_columns", "adam_columns_", "quantize_slices_"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreter")
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("numpy", reason="Triton's interpreter computes with numpy")
-    finished = run_here(
-        {"TRITON_INTERPRET": "1"}, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__
-    )
-    assert finished.returncode == 0, finished.stdout[-8000:]
-    assert " passed" in finished.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-def test_kernels_compile_for_cuda(tmp_path: Path) -> None:
-    finished = run_here({"TRITON_CACHE_DIR": str(tmp_path)}, "-c", COMPILE)
-    assert finished.returncode == 0, finished.stdout[-8000:]
-
-
-def run_here(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **environment},
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=280,
     )
-
-
-# As launched for bf16 weights whose sizes are multiples of 16. Both sides of a tile must then go in 16-byte accesses.
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from zenflow_compile.runtime.device_updates import triton_kernels as kernels
-
-def ptx(kernel, **arguments):
-    constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}
-    position = {name: (kernel.arg_names.index(name),) for name in arguments}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else value for name, value in arguments.items()},
-        constexprs={position[name]: value for name, value in constants.items()},
-        attrs={position[name]: [["tt.divisibility", 16]] for name, value in arguments.items()
-               if name not in constants and value != "fp32" and name != "k"},
-    )
-    return compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
-
-tile = dict(BLOCK_SLICES=64, BLOCK_LENGTH=64)
-for dim in (0, 1):
-    matrix = dict(matrix="*bf16", stride_row="i32", stride_column=1)
-    split = ptx(kernels._norms_and_split_kernel, **matrix, position="*i32", selected_out="*bf16", deferred_out="*bf16",
-                partials="*fp32", slices="i32", length="i32", k="i32", DIM=dim, TILES=8, **tile)
-    place = ptx(kernels._place_slices_kernel, **matrix, position="*i32", first_in="*bf16", second_in=None,
-                slices="i32", length="i32", k="i32", DIM=dim, BOTH=False, **tile)
-    for name, code in (("split", split), ("place", place)):
-        assert "ld.global.v4" in code, (name, dim)
-        assert "st.global.v4" in code, (name, dim)
-        assert "st.global.b16" not in code, (name, dim)
-    adam = ptx(kernels._adam_columns_kernel, **matrix, selected="*i32", gradient="*bf16", master="*fp32",
-               exp_avg="*fp32", exp_avg_sq="*fp32", k="i32", length="i32", grad_scale="fp32", one_minus_beta1="fp32",
-               beta2="fp32", one_minus_beta2="fp32", decay="fp32", step_size="fp32", bias_correction2_sqrt="fp32",
-               eps="fp32", DIM=dim, BLOCK_SLICES=32, BLOCK_LENGTH=64)
-    assert "fma.rn.f32" not in adam
-ptx(kernels._sum_partials_kernel, partials="*fp32", out="*fp32", strips="i32", slices="i32", BLOCK=128)
-"""
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert " passed" in finished.stdout

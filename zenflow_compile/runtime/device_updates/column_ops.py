@@ -67,17 +67,16 @@ def unsplit_columns(
         reference_merge_columns(matrix_out, dim, selection.deferred, deferred_in)
 
 
-def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
-    """Write ``values`` [n, length] into ``slices`` i32[n] of ``matrix``, in place; the others keep their bits.
+def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor) -> None:
+    """Write ``values`` [deferred, length] into the deferred slices of ``matrix``, in place; the others keep their bits.
 
     Args:
-        slices: without duplicates.
         values: contiguous, of the matrix's dtype.
     """
     if (kernels := _kernels(matrix.device)) is not None:
-        kernels.merge_columns(matrix, dim, slices, values)
+        kernels.merge_columns(matrix, dim, selection, values)
     else:
-        reference_merge_columns(matrix, dim, slices, values)
+        reference_merge_columns(matrix, dim, selection.deferred, values)
 
 
 class SliceState(NamedTuple):
@@ -115,35 +114,25 @@ def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, 
         reference_adam_columns_(params, coefficients, eps=eps)
 
 
-@torch.no_grad()
 def quantize_slices_(
     gradient: Tensor, residual: Tensor, grad_scale: float | Tensor, scales_out: Tensor, values_out: Tensor
 ) -> None:
     """Write ``gradient * grad_scale + residual`` as int8 with a scale per slice; ``residual`` takes the rounding error.
 
     Values are rounded to the nearest multiple of the slice's scale, 1/127 of its maximum magnitude. A slice with inf or
-    NaN becomes NaN as a whole. Uses PyTorch's operators everywhere: it runs once per parameter and step, outside of
-    the backward.
+    NaN becomes NaN as a whole. The Triton kernel gives the bits of the reference on the CPU.
 
     Args:
-        gradient: [deferred, length], any floating dtype; not written.
-        residual: [deferred, length], fp32 or bf16, in units of the scaled gradient; updated in place.
+        gradient: [deferred, length], contiguous, of any floating dtype; not written.
+        residual: [deferred, length], contiguous, fp32 or bf16, in units of the scaled gradient; updated in place.
+        grad_scale: a number, or f64[] on the gradient's device; rounded to fp32.
         scales_out: f32[deferred]. The written gradient is ``values_out * scales_out``.
-        values_out: int8[deferred, length].
+        values_out: int8[deferred, length], contiguous.
     """
-    # Temporaries that fit into a cache, or few launches.
-    chunk = _CHUNK_ELEMENTS if device_of(gradient.device).streams is None else _LAUNCH_ELEMENTS
-    slices = max(1, chunk // max(1, gradient.shape[1]))
-    for first in range(0, gradient.shape[0], slices):
-        part = slice(first, first + slices)
-        exact = (gradient[part].float() * grad_scale).add_(residual[part])
-        scales = scales_out[part]
-        torch.div(exact.abs().amax(1), 127.0, out=scales)
-        quantized = exact.div(scales.unsqueeze(1)).round_()
-        # A slice of zeros was divided by zero. In a slice with NaN the scale is NaN, and its int8 values are arbitrary.
-        quantized.nan_to_num_(nan=0.0).clamp_(-127.0, 127.0)
-        values_out[part].copy_(quantized)
-        residual[part].copy_(exact.sub_(quantized.mul_(scales.unsqueeze(1))))
+    if (kernels := _kernels(gradient.device)) is not None:
+        kernels.quantize_slices_(gradient, residual, grad_scale, scales_out, values_out)
+    else:
+        reference_quantize_slices_(gradient, residual, grad_scale, scales_out, values_out)
 
 
 # The references: what runs without Triton, and what the tests compare the kernels with.
@@ -188,6 +177,26 @@ def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoef
             dtype = each.matrix.dtype
             master = each.master if dtype == torch.float32 else each.master.to(dtype)
             reference_merge_columns(each.matrix, each.dim, each.selection.selected_i64, master)
+
+
+@torch.no_grad()
+def reference_quantize_slices_(
+    gradient: Tensor, residual: Tensor, grad_scale: float | Tensor, scales_out: Tensor, values_out: Tensor
+) -> None:
+    """:func:`quantize_slices_` in PyTorch."""
+    # Temporaries that fit into a cache, or few launches.
+    chunk = _CHUNK_ELEMENTS if device_of(gradient.device).streams is None else _LAUNCH_ELEMENTS
+    slices = max(1, chunk // max(1, gradient.shape[1]))
+    for first in range(0, gradient.shape[0], slices):
+        part = slice(first, first + slices)
+        exact = (gradient[part].float() * grad_scale).add_(residual[part])
+        scales = scales_out[part]
+        torch.div(exact.abs().amax(1), 127.0, out=scales)
+        quantized = exact.div(scales.unsqueeze(1)).round_()
+        # A slice of zeros was divided by zero. In a slice with inf or NaN the scale says so, and any int8 values do.
+        quantized.nan_to_num_(nan=0.0).clamp_(-127.0, 127.0)
+        values_out[part].copy_(quantized)
+        residual[part].copy_(exact.sub_(quantized.mul_(scales.unsqueeze(1))))
 
 
 def bounded_batches(items: Sequence[_T], elements: Sequence[int], limit: int) -> list[list[_T]]:

@@ -1,15 +1,17 @@
 """Triton kernels of the device operations; ``column_ops`` documents them and has the references.
 
-All kernels use one tile shape: a tile is ``[rows, columns]`` of the matrix, read or written along its rows. In the
-blocks ``[slice, length]`` it is transposed if slices are columns, so that both sides access whole memory sectors. A
-position per slice says which block the slice belongs to, and where: a gradient is read once, in its own order, however
-scattered its selected slices are.
+A tile is ``[rows, columns]`` of the matrix, read or written along its rows. In the blocks ``[slice, length]`` it is
+transposed if slices are columns, so that both sides access whole memory sectors. A position per slice says which block
+the slice belongs to, and where: a gradient is read once, in its own order, however scattered its selected slices are.
 
 [Note: bits] Contraction to fused multiply-adds is off: with it, results would depend on Triton's version, whose default
 changes in 3.10, and differ from the references' more than they must.
 
 [Note: offsets] A row index times a stride, and a position times a length, are 64-bit: a gradient may have more
 than 2**31 elements. Offsets within a row are 32-bit.
+
+[Note: shapes] Tiles and grids follow from a matrix's shape and dtype, never from the device: they decide in which order
+a kernel adds up squares, and the number of multiprocessors must not change a bit.
 
 This module imports Triton, so it is imported only where Triton is installed.
 """
@@ -19,6 +21,7 @@ This module imports Triton, so it is imported only where Triton is installed.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,10 +45,18 @@ else:
 
 _BLOCK_SLICES = 64
 _BLOCK_LENGTH = 64
-_BLOCK_STATE_SLICES = 32  # gradient, master and moments of a tile are all in registers
-# A program reduces this many tiles along its slices: partial sums are then 1/512 of a gradient's elements.
-_TILES_PER_PARTIAL = 8
-_BLOCK_SUMS = 128
+_BLOCK_STATE_SLICES = 16  # gradient, master and moments of a tile are all in registers
+# A program of the split reduces at most this many tiles along its slices: partial sums are then 1/512 of a gradient's
+# elements.
+_MOST_TILES = 8
+_FEWEST_TILES = 2
+# Bytes of a row of the split's tiles where slices are columns: at most whole lines of the cache, at least a sector.
+_MOST_BYTES, _FEWEST_BYTES = 128, 32
+# Programs that keep a large device busy: 8 on each of 128 multiprocessors. A constant: see [Note: shapes].
+_PROGRAMS = 1024
+_BLOCK_SUMS = 64
+_BLOCK_STRIPS = 16  # partial sums of a slice that are read at a time
+_QUANTIZED_ELEMENTS = 1024  # of one program at a time: 8 of each thread
 
 
 @_jit
@@ -111,15 +122,19 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _sum_partials_kernel(partials, out, strips, slices, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[slice] = sum of partials[strip, slice], strip after strip."""
+def _sum_partials_kernel(  # type: ignore[no-untyped-def]
+    partials, out, strips, slices, BLOCK_STRIPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[slice] = sum of partials[strip, slice] over the strips."""
     slice_index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_slice = slice_index < slices
     sums = tl.zeros([BLOCK], dtype=tl.float32)
-    row = partials + slice_index
-    for _strip in range(strips):
-        sums += tl.load(row, mask=slice_index < slices, other=0.0)
-        row += slices
-    tl.store(out + slice_index, sums, mask=slice_index < slices)
+    for first in range(0, strips, BLOCK_STRIPS):
+        strip = first + tl.arange(0, BLOCK_STRIPS)
+        row = partials + strip.to(tl.int64)[:, None] * slices
+        part = tl.load(row + slice_index[None, :], mask=(strip < strips)[:, None] & is_slice[None, :], other=0.0)
+        sums += tl.sum(part, axis=0)
+    tl.store(out + slice_index, sums, mask=is_slice)
 
 
 @_jit
@@ -138,33 +153,27 @@ def _place_slices_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """matrix slice <- first_in[position], or second_in[position - k] from k on; slices at negative positions stay."""
+    """matrix slice <- second_in[position - k], from position k on; with BOTH, first_in[position] before it."""
     slice_blocks = tl.cdiv(slices, BLOCK_SLICES)
     slice_index = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     element = (tl.program_id(0) // slice_blocks) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
     is_element = element < length
     place = tl.load(position + slice_index, mask=slice_index < slices, other=-1)
-    is_placed = place >= 0
+    is_placed = place >= k
+    values = tl.load(
+        second_in + (place - k).to(tl.int64)[:, None] * length + element[None, :],
+        mask=is_placed[:, None] & is_element[None, :],
+        other=0.0,
+    )
     if BOTH:
-        in_first = is_placed & (place < k)
-        in_second = place >= k
-        values = tl.load(
+        in_first = (place >= 0) & (place < k)
+        others = tl.load(
             first_in + place.to(tl.int64)[:, None] * length + element[None, :],
             mask=in_first[:, None] & is_element[None, :],
             other=0.0,
         )
-        others = tl.load(
-            second_in + (place - k).to(tl.int64)[:, None] * length + element[None, :],
-            mask=in_second[:, None] & is_element[None, :],
-            other=0.0,
-        )
-        values = tl.where(in_first[:, None], values, others)
-    else:
-        values = tl.load(
-            first_in + place.to(tl.int64)[:, None] * length + element[None, :],
-            mask=is_placed[:, None] & is_element[None, :],
-            other=0.0,
-        )
+        values = tl.where(in_first[:, None], others, values)
+        is_placed = place >= 0
     if DIM == 0:
         row = matrix + slice_index.to(tl.int64)[:, None] * stride_row
         tl.store(row + element[None, :] * stride_column, values, mask=is_placed[:, None] & is_element[None, :])
@@ -174,6 +183,16 @@ def _place_slices_kernel(  # type: ignore[no-untyped-def]
         inside = is_element[:, None] & (slice_index < slices)[None, :]
         kept = tl.load(target, mask=inside, other=0.0)
         tl.store(target, tl.where(is_placed[None, :], tl.trans(values), kept), mask=inside)
+
+
+@_jit
+def _scale(grad_scale, ON_DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A factor on gradients, f32: an argument of the launch, or f64[] in memory."""
+    if ON_DEVICE:
+        scale = tl.load(grad_scale).to(tl.float32)
+    else:
+        scale = grad_scale
+    return scale
 
 
 @_jit
@@ -196,6 +215,7 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     step_size,
     bias_correction2_sqrt,
     eps,
+    SCALE_ON_DEVICE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
@@ -209,7 +229,8 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     mask = is_slice[:, None] & is_element[None, :]
     offset = number.to(tl.int64)[:, None] * length + element[None, :]
 
-    grad = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32) * grad_scale
+    scale = _scale(grad_scale, SCALE_ON_DEVICE)
+    grad = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32) * scale
     first = tl.load(exp_avg + offset, mask=mask, other=0.0)
     second = tl.load(exp_avg_sq + offset, mask=mask, other=0.0)
     weight = tl.load(master + offset, mask=mask, other=0.0)
@@ -234,19 +255,77 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
         )
 
 
+@_jit
+def _exact_gradient(gradient, residual, offset, mask, scale):  # type: ignore[no-untyped-def]
+    """Load gradient * scale + residual in fp32, which a compressed gradient stands for."""
+    scaled = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32) * scale
+    return scaled + tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@_jit
+def _quantize_slices_kernel(  # type: ignore[no-untyped-def]
+    gradient,
+    residual,
+    grad_scale,
+    scales_out,
+    values_out,
+    slices,
+    length,
+    SCALE_ON_DEVICE: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+):
+    """Read BLOCK_SLICES slices two times: for their scales, and for values and residuals. The second time is cached."""
+    slice_index = tl.program_id(0) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
+    is_slice = slice_index < slices
+    row = slice_index.to(tl.int64)[:, None] * length
+    scale = _scale(grad_scale, SCALE_ON_DEVICE)
+
+    # The bits of magnitudes, as integers: they are in the order of the numbers, and NaN is the largest one.
+    largest = tl.zeros([BLOCK_SLICES, BLOCK_LENGTH], dtype=tl.int32)
+    for first in range(0, length, BLOCK_LENGTH):
+        element = first + tl.arange(0, BLOCK_LENGTH)
+        mask = is_slice[:, None] & (element < length)[None, :]
+        exact = _exact_gradient(gradient, residual, row + element[None, :], mask, scale)
+        # Elements that are not there count as zero even if the factor is inf or NaN.
+        largest = tl.maximum(largest, tl.where(mask, exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+    # Correctly rounded quotients, as the reference has.
+    scales = tl.math.div_rn(tl.max(largest, axis=1).to(tl.float32, bitcast=True), 127.0)
+    tl.store(scales_out + slice_index, scales, mask=is_slice)
+
+    for first in range(0, length, BLOCK_LENGTH):
+        element = first + tl.arange(0, BLOCK_LENGTH)
+        mask = is_slice[:, None] & (element < length)[None, :]
+        offset = row + element[None, :]
+        exact = _exact_gradient(gradient, residual, offset, mask, scale)
+        quotient = tl.math.div_rn(exact, scales[:, None])
+        # NaN is 0 / 0 in a slice of zeros. In a slice with inf or NaN the scale says so, and any int8 values do.
+        quotient = tl.where(quotient == quotient, quotient, 0.0)
+        quotient = tl.minimum(tl.maximum(quotient, -127.0), 127.0)
+        # Rounds to nearest, ties to even: numbers of this size have no fraction bits. Zeros keep their sign.
+        rounded = tl.where(quotient == 0.0, quotient, (quotient + 12582912.0) - 12582912.0)
+        tl.store(residual + offset, (exact - rounded * scales[:, None]).to(residual.dtype.element_ty), mask=mask)
+        target = values_out + offset
+        if WORDS:
+            target = tl.multiple_of(target, (1, 4))  # the values follow f32 scales, so 4 is all that is known
+        tl.store(target, rounded.to(tl.int8), mask=mask)
+
+
 def norms_and_split(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> Tensor:
     """See ``column_ops.norms_and_split``."""
     matrix, dim = row_major(matrix, dim)
     slices, length = matrix.shape[dim], matrix.shape[1 - dim]
-    strips = triton.cdiv(length, _TILES_PER_PARTIAL * _BLOCK_LENGTH)
+    block_slices, tiles = _split_shape(slices, length, matrix.element_size())
+    strips = triton.cdiv(length, tiles * _BLOCK_LENGTH)
     sums = torch.empty(slices, dtype=torch.float32, device=matrix.device)
     partials = sums if strips <= 1 else sums.new_empty(strips, slices)
     if not matrix.numel():
         return sums.zero_()
     with _on(matrix):
-        _norms_and_split_kernel[(strips * triton.cdiv(slices, _BLOCK_SLICES),)](
+        _norms_and_split_kernel[(strips * triton.cdiv(slices, block_slices),)](
             matrix,
             *matrix.stride(),
             selection.position,
@@ -257,34 +336,53 @@ def norms_and_split(
             length,
             selection.selected.numel(),
             DIM=dim,
-            TILES=min(_TILES_PER_PARTIAL, triton.next_power_of_2(triton.cdiv(length, _BLOCK_LENGTH))),
-            BLOCK_SLICES=_BLOCK_SLICES,
+            TILES=tiles,
+            BLOCK_SLICES=block_slices,
             BLOCK_LENGTH=_BLOCK_LENGTH,
             enable_fp_fusion=False,
         )
         if strips > 1:
-            _sum_partials_kernel[(triton.cdiv(slices, _BLOCK_SUMS),)](partials, sums, strips, slices, BLOCK=_BLOCK_SUMS)
+            _sum_partials_kernel[(triton.cdiv(slices, _BLOCK_SUMS),)](
+                partials, sums, strips, slices, BLOCK_STRIPS=_BLOCK_STRIPS, BLOCK=_BLOCK_SUMS
+            )
     return sums
+
+
+@cache
+def _split_shape(slices: int, length: int, element_size: int) -> tuple[int, int]:
+    """Slices of a tile, and tiles of a program of the split: fewer of them for a small matrix, to have enough programs.
+
+    A length that one program covers stays with one program: a second launch, for the sums, would cost more than it
+    gains.
+    """
+    block_slices = _MOST_BYTES // element_size
+    tiles = min(_MOST_TILES, triton.next_power_of_2(triton.cdiv(length, _BLOCK_LENGTH)))
+    several = length > tiles * _BLOCK_LENGTH
+
+    def programs() -> int:
+        return int(triton.cdiv(slices, block_slices) * triton.cdiv(length, tiles * _BLOCK_LENGTH))
+
+    while several and tiles > _FEWEST_TILES and programs() < _PROGRAMS:
+        tiles //= 2
+    while block_slices * element_size > _FEWEST_BYTES and programs() < _PROGRAMS // 2:
+        block_slices //= 2
+    return block_slices, tiles
 
 
 def unsplit_columns(
     matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
 ) -> None:
     """See ``column_ops.unsplit_columns``."""
-    _place_slices(matrix_out, dim, selection.position, selected_in, deferred_in)
+    _place_slices(matrix_out, dim, selection, selected_in, deferred_in)
 
 
-def merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
+def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor) -> None:
     """See ``column_ops.merge_columns``."""
-    if not slices.numel():
-        return
-    # Tiles run over the matrix, not over ``slices``, which are in any order: writes should be in memory order.
-    position = torch.full((matrix.shape[dim],), -1, dtype=torch.int32, device=matrix.device)
-    position[slices.long()] = torch.arange(slices.numel(), dtype=torch.int32, device=matrix.device)
-    _place_slices(matrix, dim, position, values, None)
+    if values.numel():
+        _place_slices(matrix, dim, selection, None, values)
 
 
-def _place_slices(matrix: Tensor, dim: int, position: Tensor, first_in: Tensor, second_in: Tensor | None) -> None:
+def _place_slices(matrix: Tensor, dim: int, selection: Selection, first_in: Tensor | None, second_in: Tensor) -> None:
     if not matrix.numel():
         return
     matrix, dim = row_major(matrix, dim)
@@ -293,14 +391,14 @@ def _place_slices(matrix: Tensor, dim: int, position: Tensor, first_in: Tensor, 
         _place_slices_kernel[(triton.cdiv(length, _BLOCK_LENGTH) * triton.cdiv(slices, _BLOCK_SLICES),)](
             matrix,
             *matrix.stride(),
-            position,
+            selection.position,
             first_in,
             second_in,
             slices,
             length,
-            first_in.shape[0],
+            selection.selected.numel(),
             DIM=dim,
-            BOTH=second_in is not None,
+            BOTH=first_in is not None,
             BLOCK_SLICES=_BLOCK_SLICES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
         )
@@ -355,11 +453,42 @@ def adam_columns_(
             window.step_size,
             window.bias_correction2_sqrt,
             eps,
+            SCALE_ON_DEVICE=_on_device(coefficients.grad_scale),
             DIM=dim,
             BLOCK_SLICES=_BLOCK_STATE_SLICES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
             enable_fp_fusion=False,
         )
+
+
+def quantize_slices_(
+    gradient: Tensor, residual: Tensor, grad_scale: float | Tensor, scales_out: Tensor, values_out: Tensor
+) -> None:
+    """See ``column_ops.quantize_slices_``."""
+    slices, length = gradient.shape
+    block_length = min(_QUANTIZED_ELEMENTS, triton.next_power_of_2(length))
+    block_slices = _QUANTIZED_ELEMENTS // block_length
+    if not gradient.numel():
+        return
+    with _on(gradient):
+        _quantize_slices_kernel[(triton.cdiv(slices, block_slices),)](
+            gradient,
+            residual,
+            grad_scale,
+            scales_out,
+            values_out,
+            slices,
+            length,
+            SCALE_ON_DEVICE=_on_device(grad_scale),
+            WORDS=(values_out.data_ptr() | length) % 4 == 0,
+            BLOCK_SLICES=block_slices,
+            BLOCK_LENGTH=block_length,
+            enable_fp_fusion=False,
+        )
+
+
+def _on_device(grad_scale: float | Tensor) -> bool:
+    return isinstance(grad_scale, Tensor)
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:

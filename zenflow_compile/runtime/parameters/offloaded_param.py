@@ -531,8 +531,7 @@ class OffloadedParam(IncomingGradient):
         """Write the update into the weight; the update window and the selection follow it."""
         recorder, host, window, weights = self.transport.recorder, self.host, upload.window, self.weights
         with recorder.compute("merge", param=self.plan.name):
-            deferred = self.device.selection.deferred
-            column_ops.merge_columns(weights.matrix, self.plan.dim, deferred, upload.buffer.tensor)
+            column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, upload.buffer.tensor)
             weights.written()
         # The device may not have merged yet: the next copy into the buffer waits for the compute stream.
         self.upload, upload.buffer.in_use = None, False

@@ -1,0 +1,158 @@
+"""Launches of the Triton kernels without a GPU: recorded as they are made, and compiled to machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.gradients.compression import scales_and_values
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+}
+
+
+@dataclass
+class Launch:
+    """A recorded launch.
+
+    Attributes:
+        programs: of its grid.
+        arguments: by parameter name.
+        options: of the compiler.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass
+class Compiled:
+    """Machine code of a launch.
+
+    Attributes:
+        accesses: number of accesses to global memory by instruction, such as "ld.global.v4.b32".
+        registers: of each thread.
+        stack_bytes: of each thread. It is where spilled registers go.
+    """
+
+    ptx: str
+    accesses: Counter[str]
+    registers: int
+    stack_bytes: int
+
+
+def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool) -> dict[str, Launch]:
+    """Record what one step of a matrix with a tenth of its slices selected launches; nothing is computed.
+
+    Args:
+        scale_on_device: the factor on gradients is a tensor.
+
+    Returns:
+        Launches by name: split, sums (if there are several strips), unsplit, merge, adam, quantize.
+    """
+    dim = 0 if shape[0] >= shape[1] else 1  # as planned: the longer side
+    slices, length = shape[dim], shape[1 - dim]
+    matrix = torch.empty(shape, dtype=dtype)
+    selection = Selection.of(torch.arange(0, slices, 10), slices, matrix.device)
+    k = len(selection.selected)
+    selected, deferred = matrix.new_empty(k, length), matrix.new_empty(slices - k, length)
+    state = [torch.empty(k, length) for _ in range(3)]
+    scale: Any = torch.ones((), dtype=torch.float64) if scale_on_device else 0.5
+    coefficients = StepCoefficients(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
+    residual = deferred if dtype == torch.float32 else deferred.bfloat16()
+    block = torch.empty(slices - k, length + 4, dtype=torch.int8)
+    with pytest.MonkeyPatch.context() as patch:
+        found = {}
+        names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
+        recorders = {name: _Recorder(getattr(triton_kernels, name)) for name in names}
+        for name, recorder in recorders.items():
+            patch.setattr(triton_kernels, name, recorder)
+        triton_kernels.norms_and_split(matrix, dim, selection, selected, deferred)
+        found["split"] = recorders["_norms_and_split_kernel"].only()
+        if recorders["_sum_partials_kernel"].launches:
+            found["sums"] = recorders["_sum_partials_kernel"].only()
+        triton_kernels.unsplit_columns(matrix, dim, selection, selected, deferred)
+        found["unsplit"] = recorders["_place_slices_kernel"].only()
+        triton_kernels.merge_columns(matrix, dim, selection, deferred)
+        found["merge"] = recorders["_place_slices_kernel"].only()
+        triton_kernels.adam_columns_(matrix, dim, selection.selected, selected, *state, coefficients, step=1, eps=1e-8)
+        found["adam"] = recorders["_adam_columns_kernel"].only()
+        triton_kernels.quantize_slices_(deferred, residual, scale, *scales_and_values(block))
+        found["quantize"] = recorders["_quantize_slices_kernel"].only()
+    assert not any(recorder.launches for recorder in recorders.values())
+    return found
+
+
+class _Recorder:
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.launches: list[Launch] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: Any, **keywords: Any) -> None:
+            names = self._kernel.arg_names
+            given = dict(zip(names, arguments, strict=False)) | keywords
+            options = {name: given.pop(name) for name in keywords.keys() - set(names)}
+            self.launches.append(Launch(self._kernel, grid[0], given, options))
+
+        return launch
+
+    def only(self) -> Launch:
+        (launch,) = self.launches
+        self.launches.clear()
+        return launch
+
+
+def compile_for(launch: Launch, capability: int, folder: Path) -> Compiled:
+    """Compile a launch as Triton specializes it, for GPUs of a compute capability such as 90."""
+    signature, constants, attributes = {}, {}, {}
+    for place, name in enumerate(launch.kernel.arg_names):
+        value = launch.arguments[name]
+        if value is None or name.isupper() or (type(value) is int and value == 1):
+            signature[name], constants[place,] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[name], number = _TYPES[value.dtype], value.data_ptr()
+        else:
+            signature[name], number = ("fp32", 1) if isinstance(value, float) else ("i32", value)
+        if number % 16 == 0:
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    binary = folder / f"{launch.kernel.__name__}.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [_CUOBJDUMP, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
+    ptx = compiled.asm["ptx"]
+    accesses = Counter(re.findall(r"\b(?:ld|st)\.global[.\w]*", ptx))
+    return Compiled(ptx, accesses, _number("REG", usage), _number("STACK", usage) + _number("LOCAL", usage))
+
+
+def _number(name: str, usage: str) -> int:
+    found = re.search(rf"\b{name}:(\d+)", usage)
+    assert found, usage
+    return int(found[1])
