@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.gpu.test_training import make_model, offloading, train
+from tests.gpu.training import assert_same, make_model, offloading, train
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.readback import Readback
 from zenflow_compile.runtime.recorder import Recorder
@@ -20,13 +20,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def synchronising_raises() -> Iterator[None]:
+def synchronizing_raises() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_start_does_not_wait_and_take_does(synchronising_raises):
+def test_start_does_not_wait_and_take_does(synchronizing_raises):
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = Recorder(device_of(device).streams)
     recorder.attach(Timeline(max_events=100))
@@ -63,9 +63,8 @@ def test_adaptive_windows_and_drift_are_reproducible(monkeypatch):
             with offloading(model, update_interval="auto", min_update_interval=1) as optimizer:
                 found.append(train(model, optimizer, compiled=False))
                 assert optimizer.engine.windows_flushed > 0
-    for first, second, third in zip(*found, strict=True):
-        assert torch.equal(first, second)
-        assert torch.equal(first, third)
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
 
 
 def test_time_is_measured_on_the_device():

@@ -183,6 +183,7 @@ def test_mask_is_independent_of_row_order() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize(("slices", "k", "groups"), SIZES)
 def test_cuda_selection_does_not_synchronize(slices: int, k: int, groups: int, kind: str) -> None:
