@@ -21,8 +21,8 @@ from tests.simulated.training import equal, gpt, gpt_loss
 OF_DATABASE = """
 abs add addbmm addcdiv addcmul addmm addmv all amax any arange argmax argsort as_strided_copy baddbmm bmm bucketize cat
 ceil clamp clone column_stack contiguous cumprod cumsum diag_embed diagonal div dot einsum eq erf exp expand fill
-flatten flip floor full_like gather ge index_add index_copy index_fill index_put index_select isfinite isnan kthvalue lerp
-linspace log logsumexp masked_fill masked_scatter matmul max maximum mean median min mm mul mv nan_to_num
+flatten flip floor full_like gather ge index_add index_copy index_fill index_put index_select isfinite isnan kthvalue
+lerp linspace log logsumexp masked_fill masked_scatter matmul max maximum mean median min mm mul mv nan_to_num
 native_layer_norm ne neg new_zeros nn.functional.adaptive_avg_pool2d nn.functional.avg_pool2d nn.functional.batch_norm
 nn.functional.binary_cross_entropy_with_logits nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy
 nn.functional.embedding nn.functional.gelu nn.functional.group_norm nn.functional.interpolate nn.functional.layer_norm

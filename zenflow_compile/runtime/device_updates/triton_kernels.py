@@ -434,7 +434,7 @@ def adam_columns_(
             )
     if not gradient.numel():
         return
-    window = window_coefficients([coefficients], step)
+    window, scale = window_coefficients([coefficients], step), on_device(coefficients.grad_scale)
     with _on(matrix):
         _adam_columns_kernel[(triton.cdiv(shape[1], _BLOCK_LENGTH) * triton.cdiv(shape[0], _BLOCK_STATE_SLICES),)](
             matrix,
@@ -445,7 +445,7 @@ def adam_columns_(
             exp_avg,
             exp_avg_sq,
             *shape,
-            on_device(coefficients.grad_scale),
+            scale,
             1.0 - coefficients.beta1,
             coefficients.beta2,
             1.0 - coefficients.beta2,
@@ -453,7 +453,7 @@ def adam_columns_(
             window.step_size,
             window.bias_correction2_sqrt,
             eps,
-            SCALE_ON_DEVICE=_on_device(coefficients.grad_scale),
+            SCALE_ON_DEVICE=_on_device(scale),
             DIM=dim,
             BLOCK_SLICES=_BLOCK_STATE_SLICES,
             BLOCK_LENGTH=_BLOCK_LENGTH,
