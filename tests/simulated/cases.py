@@ -25,6 +25,7 @@ from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.host_state import WindowJob
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob
 
 SELECTING: dict[str, Any] = {"topk_ratio": 0.25, "workers": 2}
 OPTION_SETS: dict[str, dict[str, Any]] = {
@@ -234,17 +235,24 @@ class Loop:
 @contextmanager
 def slow_jobs() -> Iterator[None]:
     """Make every task of a host update late."""
-    run = WindowJob.run
+    kinds: tuple[Any, ...] = (WindowJob, ExchangeJob)
+    runs = [kind.run for kind in kinds]
 
-    def late(job: WindowJob, part: slice) -> int:
-        time.sleep(random.random() * 0.008)
-        return run(job, part)
+    def late(run: Any) -> Any:
+        def with_delay(job: Any, part: slice) -> int:
+            time.sleep(random.random() * 0.008)
+            count: int = run(job, part)
+            return count
 
-    WindowJob.run = late  # type: ignore[method-assign]
+        return with_delay
+
+    for kind, run in zip(kinds, runs, strict=True):
+        kind.run = late(run)
     try:
         yield
     finally:
-        WindowJob.run = run  # type: ignore[method-assign]
+        for kind, run in zip(kinds, runs, strict=True):
+            kind.run = run
 
 
 def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) -> Outcome:

@@ -78,6 +78,7 @@ LANE = "device.stream_lane:StreamLane.submit"
 PARAM = "parameters.offloaded_param:"
 HOST = "parameters.host_state:HostState."
 STREAMED = "device_updates.streamed_adam:StreamedAdam."
+EXCHANGE = "parameters.state_exchange:StateExchange."
 PENDING = "gradients.pending_gradient:PendingGradient."
 
 MUTANTS = {
@@ -139,7 +140,7 @@ MUTANTS = {
         Case("windows", delays="D2H late"), "[]",
     ),
     "job before the one ahead of it": without(
-        HOST + "flush_window", "before = self.flushed[-1].job if self.flushed else None",
+        HOST + "flush_window", "before = self.unfinished_job",
         Case("late every step", delays="jobs late"), "before = None",
     ),
     "one upload buffer for two windows": without(
@@ -158,6 +159,27 @@ MUTANTS = {
     "state in over one that is written back": without(
         STREAMED + "_load", "behind=_last(buffer.write_back, subgroup.write_back)",
         Case("streamed in parts", delays="D2H late"), "behind=None",
+    ),
+    "exchanged rows before their job": without(
+        EXCHANGE + "_start_upload", "after=chunk.job", Case("reselect often", delays="jobs late"), "after=None"
+    ),
+    "state before its exchanged rows": without(
+        EXCHANGE + "_finish_oldest", "chunk.ticket.wait_on_device()", Case("reselect often", delays="H2D late")
+    ),
+    "step before the exchange": without(
+        "step_runner:StepRunner._update_slices", "exchange.finish()", Case("reselect often", delays="H2D late")
+    ),
+    "exchange before the rows are on the host": without(
+        EXCHANGE + "_send", "blocks,\n        copied,\n", Case("reselect often", delays="D2H late"),
+        "blocks,\n        None,\n",
+    ),
+    "exchange before the window's job": without(
+        EXCHANGE + "_send", "before = host.unfinished_job", Case("reselect stale", delays="jobs late"), "before = None"
+    ),
+    "job before its factor": Mutant(
+        (("device.late_number:LateNumber.__float__", "copy.wait()", "pass"),
+         (HOST + "flush_window", "inputs += [copy for copy in scale.copies if not copy.done()]", "pass")),
+        Case("exact", habit="clip", delays="D2H late"),
     ),
     "numbers read before their copy": without(
         "device.readback:Readback.take", "event.synchronize()", Case("auto windows", delays="compute late")

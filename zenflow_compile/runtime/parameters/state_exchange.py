@@ -180,7 +180,7 @@ class StateExchange:
         self._to_device.settle()
         shape = (EXCHANGE_BUFFERS, elements)
         on_device = torch.empty(shape, dtype=torch.float32, device=self._device.torch_device)
-        arena = HostArena(carved_bytes([(shape, torch.float32)]))
+        arena = HostArena(carved_bytes([(shape, torch.float32)]), self._device)
         on_host = arena.take(shape, torch.float32)
         arena.pin(self._device)
         self.free()
