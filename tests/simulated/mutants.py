@@ -173,9 +173,6 @@ MUTANTS = {
         EXCHANGE + "_send", "blocks,\n        copied,\n", Case("reselect often", delays="D2H late"),
         "blocks,\n        None,\n",
     ),
-    "exchange before the window's job": without(
-        EXCHANGE + "_send", "before = host.unfinished_job", Case("reselect stale", delays="jobs late"), "before = None"
-    ),
     "job before its factor": Mutant(
         (("device.late_number:LateNumber.__float__", "copy.wait()", "pass"),
          (HOST + "flush_window", "inputs += [copy for copy in scale.copies if not copy.done()]", "pass")),
