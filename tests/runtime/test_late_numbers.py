@@ -92,6 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"update_interval": 2, "gradient_compression": "int8"},
     "auto": {"update_interval": "auto", "max_update_interval": 5, "min_update_interval": 1},
     "limit": {"update_interval": 2, "max_grad_norm": 0.03},
+    "limit not reached": {"update_interval": 2, "max_grad_norm": 1e6},
     "summed limit": {"update_interval": 3, "accumulate_on_device": True, "max_grad_norm": 0.03},
     "zero_offload": {"policy": "zero_offload"},
 }
@@ -217,13 +218,13 @@ def test_number_waits_for_its_copy_once() -> None:
 
 @pytest.mark.parametrize("scaled", [0.3, 1 / 65536.0, 1e-30])
 def test_products_have_the_bits_of_floats(scaled: float) -> None:
-    by = [torch.tensor(each) for each in (0.7, scaled, 3.0)]
+    by = [torch.tensor(each) for each in (0.7, scaled, 3.0, 7.0, 0.3, 49.0, 1.1)]
     on_device, on_host = Factors(CPU, deferred=True), Factors(CPU, deferred=False)
     one: float | Tensor = 1.0
     other: float | Tensor = 1.0
     for number, tensor in enumerate(by):
-        one = on_device.times(one, tensor, divide=number == 2)
-        other = on_host.times(other, tensor, divide=number == 2)
+        one = on_device.times(one, tensor, divide=number > 1)
+        other = on_host.times(other, tensor, divide=number > 1)
     assert isinstance(one, Tensor)
     assert one.item() == other
 
@@ -312,7 +313,7 @@ def test_step_waits_for_the_step_before_last() -> None:
         ahead.begin_step()
         ahead.begin_step()
         # The end of the step before last has happened, and not that of the last step.
-        assert [end._polls >= 3 for end in ends] == [True] * max(0, step - 1) + [False] * min(step, 1)
+        assert [end.has_happened for end in ends] == [True] * max(0, step - 1) + [False] * min(step, 1)
         assert device.blocking == ({REASON: step - 1} if step > 1 else {})
         ahead.end_step()
         ends.append(ahead._ends[-1])

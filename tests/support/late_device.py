@@ -27,6 +27,8 @@ class LateStream:
     def __init__(self) -> None:
         self.items: list[Callable[[], object]] = []
         self.ran = 0
+        self.recorded = 0  # events
+        self.happened = 0  # of them: all up to this one
 
     def queue(self, item: Callable[[], object]) -> None:
         with _LOCK:
@@ -56,21 +58,29 @@ class LateEvent:
         self._streams = streams
         self._stream = streams.compute
         self._count = 0
+        self._number = 0
         self._polls = 0
 
     def record(self, stream: LateStream) -> None:
         self._stream, self._count = stream, len(stream.items)
-        self._polls = _POLLS if stream is self._streams.compute and not self._streams.compute_is_late else 0
+        stream.recorded += 1
+        self._number, self._polls = stream.recorded, 0
+        if stream is self._streams.compute and not self._streams.compute_is_late:
+            self.happen()
+
+    @property
+    def has_happened(self) -> bool:
+        return self._stream.happened >= self._number
 
     def happen(self) -> None:
         self._stream.run_to(self._count)
-        self._polls = _POLLS
+        self._stream.happened = max(self._stream.happened, self._number)
 
     def query(self) -> bool:
         self._polls += 1
         if self._polls > _POLLS:
             self.happen()
-        return self._polls >= _POLLS
+        return self.has_happened
 
     def synchronize(self) -> None:
         self._streams.waits.append(threading.current_thread())
