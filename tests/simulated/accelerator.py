@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.simulated import device_module, streams
 from tests.simulated.simulator import load_simulator
@@ -86,9 +84,6 @@ class SimulatedDevice(Device):
     @property
     def compute_threads(self) -> None:
         return None
-
-    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def register(self, address: int, size_bytes: int) -> None:
         self._simulator.register(address, size_bytes)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zenflow_compile.runtime.device.device import Device
 
@@ -39,9 +37,6 @@ class CpuDevice(Device):
     @property
     def compute_threads(self) -> int:
         return torch.get_num_threads()
-
-    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
 
     def register(self, address: int, size_bytes: int) -> None:
         """Nothing to do: threads copy, and need no page locks."""

@@ -7,12 +7,10 @@ import importlib.util
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zenflow_compile.runtime.device import cuda_driver
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
@@ -120,10 +118,6 @@ class CudaDevice(Device):
     @property
     def compute_threads(self) -> int | None:
         return None
-
-    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # The device is named: ``torch.set_default_device("cuda")`` is in effect here, too.
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def register(self, address: int, size_bytes: int) -> None:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

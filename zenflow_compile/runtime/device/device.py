@@ -11,7 +11,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -154,12 +154,16 @@ class Device(ABC):
     def compute_threads(self) -> int | None:
         """Threads of this machine's cores that compute the model; None where the device does."""
 
-    @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a small tensor of zeros in host memory that the device copies to and from asynchronously.
 
-        The device knows the memory by its host address, so that its streams can also write values there.
+        The device knows the memory by its host address, so that its streams can also write values there. Where the
+        driver refuses to page-lock memory, copies wait for the device, and it cannot write values.
         """
+        # The host is named: ``torch.set_default_device`` is in effect here, too.
+        with suppress(RuntimeError):
+            return torch.zeros(tuple(shape), dtype=dtype, device="cpu", pin_memory=self.streams is not None)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
 
     @abstractmethod
     def register(self, address: int, size_bytes: int) -> None:

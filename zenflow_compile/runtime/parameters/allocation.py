@@ -117,21 +117,23 @@ class EngineMemory:
             param.index: HostState.allocate(param, arena, self._kernel(param), workers, stores.get(param.index))
             for param in on_host
         }
-        flags = make_flags(len(hosts), self._device)
-        if flags is None and asynchronous and hosts:
-            _warn_once(
-                f"the driver of {self._device.name} offers no stream memory operations (on CUDA: install "
-                "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
-            )
-        if flags is not None:
-            for number, host in enumerate(hosts.values()):
-                host.flags = flags, number
         streamed = [(each, param) for each, param in zip(new, params, strict=True) if each.streamed]
         subgroups = self.streamed.make(streamed, arena)
         self._touch_first(list(hosts.values()))
         if arena.total_bytes and asynchronous:
             warned = any(each.total_bytes and not each.pinned for each in self._arenas)
             arena.pin(self._device, None if warned else less_host_memory(self._options))
+        flags = make_flags(len(hosts), self._device)
+        if flags is None and asynchronous and hosts:
+            _warn_once(
+                f"the driver of {self._device.name} offers no stream memory operations (on CUDA: install "
+                "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
+            )
+        # Hazard: a copy from unpinned memory reads it when it is queued, and not when the stream gets there. A wait of
+        # the stream for the job that writes it would come too late. Without a flag the host waits.
+        if flags is not None and arena.pinned:
+            for number, host in enumerate(hosts.values()):
+                host.flags = flags, number
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
         self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
         if self.transport.exchange is not None:

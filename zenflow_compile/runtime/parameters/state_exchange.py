@@ -158,6 +158,7 @@ class StateExchange:
         self._recorder = recorder
         self._device = device
         self._arena: HostArena | None = None
+        self._pinned = False
         self._buffers: list[_Buffer] = []
         # Oldest first, and the only record of which buffers are in use: it changes in one assignment, so that an
         # interrupt leaves no buffer with two users.
@@ -182,7 +183,7 @@ class StateExchange:
         on_device = torch.empty(shape, dtype=torch.float32, device=self._device.torch_device)
         arena = HostArena(carved_bytes([(shape, torch.float32)]), self._device)
         on_host = arena.take(shape, torch.float32)
-        arena.pin(self._device)
+        self._pinned = arena.pin(self._device)
         self.free()
         self._arena = arena
         self._buffers = [_Buffer(*halves) for halves in zip(on_device, on_host, strict=True)]
@@ -243,7 +244,8 @@ class StateExchange:
             self._workers.workers,
             deadline=deadline,
             step=step,
-            flag=host.next_flag(),
+            # As for uploads: a lane that waits for a job must copy from pinned memory.
+            flag=host.next_flag() if self._pinned else None,
         )
         chunk = _Chunk(buffer, device, rows, job)
         host.add_exchange(job)  # from here on it can be withdrawn

@@ -1,0 +1,96 @@
+"""A device that dies, and drivers and systems that lack something."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tests.simulated.accelerator import serve
+from tests.simulated.cases import Case, Loop, Outcome, train
+from tests.simulated.process import SimulatedHang, SimulatedProcess, in_simulator
+from tests.simulated.simulator import Simulator, load_simulator
+from zenflow_compile.cli import doctor
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.parameters import allocation
+
+
+def die(entry: str, *, in_flight: bool) -> str:
+    """Train, let the device die, go on, and close. Returns what training raised.
+
+    Args:
+        in_flight: gradients of an update that is queued are still on their way then.
+    """
+    serve()
+    simulator = load_simulator()
+    simulator.configure()
+    loop = Loop(Case("exact", entry=entry), simulator.device)
+    for step in range(4):
+        loop.step(step)
+    transport = loop.optimizer.engine.registry.transport
+    if in_flight:
+        simulator.delay(transport.to_host._stream, 0.99999)
+        loop.step(4)
+    else:
+        loop.optimizer.synchronize()
+    simulator.die("illegal memory access")
+    try:
+        for step in range(4, 8):
+            loop.step(step)
+    except RuntimeError as error:
+        raised = str(error)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        loop.optimizer.close()
+    return raised
+
+
+@pytest.mark.parametrize("entry", ["graph", "hooks"])
+def test_dead_device_raises_and_closes(simulated: SimulatedProcess, entry: str) -> None:
+    assert "illegal memory access" in simulated.call(die, entry, in_flight=False, timeout=30)
+
+
+def test_dead_device_with_queued_jobs_hangs(simulated: SimulatedProcess) -> None:
+    """The hang that native jobs will end: nothing aborts jobs whose gradients will never arrive."""
+    with pytest.raises(SimulatedHang):
+        simulated.call(die, "graph", in_flight=True, timeout=10)
+
+
+@pytest.mark.parametrize("lack", ["stream_values", "registering", "pinning"])
+@in_simulator
+def test_lack_is_said_once_and_costs_time_alone(simulator: Simulator, lack: str) -> None:
+    serve()
+    allocation._warn_once.cache_clear()
+    case = Case("windows", steps=5)
+    expected: Outcome = train(case, "cpu")
+    losses = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            lacking = {lack: False, "registering": False} if lack == "pinning" else {lack: False}
+            simulator.configure(**lacking)  # type: ignore[arg-type]
+            device_of(simulator.device).__dict__.pop("refusal", None)  # asked one time per process
+            loop = Loop(case, simulator.device)
+            losses.append([float(loop.step(step)) for step in range(case.steps)])
+            loop.close()
+    assert losses == [expected.losses] * 2, (losses, expected.losses)
+    said = [str(each.message) for each in caught if "as correct" in str(each.message)]
+    texts = {"stream_values": "no stream memory operations", "pinning": "refused to pin"}
+    counts = {name: sum(text in each for each in said) for name, text in texts.items()}
+    # Unpinned memory has no stream values, either. It is said for every optimizer, with the remedies of its options.
+    assert (
+        counts
+        == {
+            "stream_values": {"stream_values": 1, "pinning": 0},
+            "registering": {"stream_values": 0, "pinning": 0},
+            "pinning": {"stream_values": 1, "pinning": 2},
+        }[lack]
+    )
+
+
+@in_simulator
+def test_doctor_shows_what_is_lacking(simulator: Simulator) -> None:
+    serve()
+    simulator.configure()
+    assert doctor.machine(simulator.device).abilities["stream values"] == "yes"
+    simulator.configure(stream_values=False)
+    assert doctor.machine(simulator.device).abilities["stream values"].startswith("no: each forward waits")

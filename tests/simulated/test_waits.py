@@ -1,0 +1,56 @@
+"""Waits that no run needs as long as the others hold: each is tested by itself."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+
+from tests.simulated.accelerator import serve
+from tests.simulated.cases import Case, Loop
+from tests.simulated.process import in_simulator
+from tests.simulated.simulator import Simulator
+from zenflow_compile.runtime.host.workers import Job
+
+LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
+
+
+@in_simulator
+def test_gradient_is_not_copied_over_one_that_a_job_reads(simulator: Simulator) -> None:
+    serve()
+    loop = Loop(Case("windows"), simulator.device)
+    for step in range(6):
+        loop.step(step)
+    offloaded = next(iter(loop.optimizer.engine.offloaded.values()))
+    host = offloaded.host
+    job = Job([lambda: 0], deadline=0, step=0, param="reader", flag=host.next_flag())
+    index = host.next_buffer
+    host.readers[index] = job
+    before = host.gradients[index].clone()
+    loop.loss(6).backward()
+    time.sleep(LATE_SECONDS)
+    assert torch.equal(host.gradients[index], before)
+    job.finish_task()
+    offloaded.transport.to_host.settle()
+    assert not torch.equal(host.gradients[index], before)
+    loop.close()
+
+
+@in_simulator
+def test_everything_is_given_back(simulator: Simulator) -> None:
+    serve()
+    left = []
+    for options in ("windows", "windows", "reselect often", "int8", "streamed"):
+        loop = Loop(Case(options), simulator.device)
+        for step in range(4):
+            loop.step(step)
+        assert simulator.registered_bytes()
+        loop.close()
+        del loop
+        torch._dynamo.reset()
+        gc.collect()
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+        assert not simulator.registered_bytes()
+        left.append(torch.sim.memory_allocated())  # type: ignore[attr-defined]
+    assert len(set(left)) == 1, "PyTorch keeps the last batch, whatever ran"
