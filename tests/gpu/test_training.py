@@ -23,6 +23,7 @@ from tests.gpu.training import (
 from zenflow_compile.runtime.device import stream_lane
 from zenflow_compile.runtime.device.cuda import CudaDevice
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.step import run_ahead
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,8 +143,13 @@ def test_host_memory_is_pinned_and_profile_sees_device() -> None:
             train(model, optimizer, compiled=True)
         summary = profile.summary()
     assert summary["steps"] == STEPS
-    assert summary["d2h_bytes_per_step"] > 0
-    assert summary["backward_ms_per_step"] > 0
+    assert (summary["d2h_bytes_per_step"] or 0) > 0
+    assert (summary["backward_ms_per_step"] or 0) > 0
+
+
+def waits() -> dict[str, int]:
+    """How often the host has waited for the device, except for the step before last: that wait depends on times."""
+    return {why: count for why, count in device_of(GPU).blocking.items() if why != run_ahead.REASON}
 
 
 @entries
@@ -162,14 +168,14 @@ def test_steady_step_does_not_synchronize(compiled: bool) -> None:
         for _ in range(8):  # selects one time, in the first update windows
             step()
         torch.cuda.synchronize()
-        blocking, flushed = device_of(GPU).blocking.copy(), optimizer.engine.windows_flushed
+        waited, flushed = waits(), optimizer.engine.windows_flushed
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(8):
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert device_of(GPU).blocking == blocking
+        assert waits() == waited
         assert optimizer.engine.windows_flushed > flushed
 
 

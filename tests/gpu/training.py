@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ def train(
     return weights_of(model)
 
 
-def compiled_by(optimizer: torch.optim.Optimizer, model: nn.Module, inner: str = "eager") -> nn.Module:
+def compiled_by(optimizer: torch.optim.Optimizer, model: nn.Module, inner: str = "eager") -> Callable[..., Any]:
     if isinstance(optimizer, zf.ZenFlowAdamW):
         return torch.compile(model, backend="zenflow", options={"inner": inner})
     return torch.compile(model, backend="aot_eager")
@@ -67,7 +69,7 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [param.detach().to("cpu", torch.float32, copy=True) for param in model.parameters()]
 
 
-def offloading(model: nn.Module, **options: object) -> zf.ZenFlowAdamW:
+def offloading(model: nn.Module, **options: Any) -> zf.ZenFlowAdamW:
     return zf.ZenFlowAdamW(model.named_parameters(), lr=1e-3, device_share=0.0, **options)
 
 
