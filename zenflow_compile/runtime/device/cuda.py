@@ -121,7 +121,9 @@ class CudaDevice(Device):
 
     def register(self, address: int, size_bytes: int) -> None:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = cudart.cudaHostRegister(address, size_bytes, 1)  # 1: cudaHostRegisterPortable, for every device
+        # On this device: the call would make a context, of hundreds of MB, on another one that is the current device.
+        with self.use():
+            error = cudart.cudaHostRegister(address, size_bytes, 1)  # 1: cudaHostRegisterPortable, for every device
         if int(error) != 0:
             # Hazard: CUDA reports the error again at the check after the next kernel launch. Clear it here.
             with suppress(RuntimeError):
@@ -129,7 +131,8 @@ class CudaDevice(Device):
             raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
 
     def unregister(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        with self.use():  # as in ``register``
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def pinned_buffer(self, size_bytes: int) -> Any:
         if not cuda_driver.has_bindings():
@@ -138,7 +141,8 @@ class CudaDevice(Device):
             torch.cuda.current_stream().query()  # the driver needs a context, which the first use of a device makes
             address = cuda_driver.host_alloc(size_bytes)
         buffer = (ctypes.c_char * size_bytes).from_address(address)
-        weakref.finalize(buffer, cuda_driver.host_free, address)
+        # Not at exit: a copy or a thread that is left then may still use the memory, which the process takes along.
+        weakref.finalize(buffer, cuda_driver.host_free, address).atexit = False
         ctypes.memset(address, 0, size_bytes)
         return buffer
 

@@ -39,11 +39,13 @@ def implementation_of(device_type: str) -> type[Device]:
 
 
 def device_of(device: torch.device) -> Device:
-    """The one object that stands for ``device`` in this process.
+    """The one object that stands for ``device`` in this process; without an index, for the current device of its type.
 
     Raises:
         ValueError: its type is not served; says what an implementation needs.
     """
     if (found := _DEVICES.get(device)) is None:
-        found = _DEVICES.setdefault(device, implementation_of(device.type)(device))
+        made = implementation_of(device.type)(device)
+        # By the index that the implementation found: another device may be the current one in the next call.
+        found = _DEVICES.setdefault(made.torch_device, made)
     return found
