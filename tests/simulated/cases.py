@@ -36,7 +36,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "no overlap": {**SELECTING, "update_interval": 2, "overlap_step": False},
     "summed": {**SELECTING, "update_interval": 3, "accumulate_on_device": True},
     "int8": {**SELECTING, "update_interval": 2, "gradient_compression": "int8"},
-    "auto windows": {**SELECTING, "update_interval": "auto", "max_update_interval": 3, "min_update_interval": 1},
+    "auto windows": {**SELECTING, "update_interval": "auto", "max_update_interval": 6, "min_update_interval": 1},
     "reselect often": {**SELECTING, "update_interval": 1, "select_strategy": "step", "select_interval": 1},
     "reselect stale": {
         **SELECTING, "update_interval": 2, "select_strategy": "step", "select_interval": 2, "staleness": 1,
