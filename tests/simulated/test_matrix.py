@@ -48,6 +48,13 @@ def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str, mode
     assert simulated.call(differing, drawn, timeout=120) == []
 
 
+def test_reselection_in_the_stream_of_forwards_equals(simulated: SimulatedProcess) -> None:
+    """The next selection is memory of the optimizer step's stream, and the late forward's stream reads it."""
+    late = Case("auto windows", "matrices", habit="side stream", delays="H2D late", values=False)
+    cases = [replace(late, seed=seed) for seed in (3, 11)]
+    assert simulated.call(differing, cases, timeout=120) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("model", MODELS)

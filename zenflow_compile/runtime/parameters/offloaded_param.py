@@ -394,6 +394,7 @@ class OffloadedParam(IncomingGradient):
         self.weights = Weights(plan, param, counter)
         self.deadline = plan.index
         self.upload: Upload | None = None
+        self._wanted: Wanted | None = None  # of the last re-selection, see ``_reselect``
         self._partially_applied: BaseException | None = None
         self.weights.reseed(device, host)
 
@@ -553,6 +554,10 @@ class OffloadedParam(IncomingGradient):
             if exchange is None or self.plan.in_file:
                 self._exchange_now(wanted)
             else:
+                # Hazard: the forward may run in another stream than the optimizer step, whose stream owns the memory of
+                # ``wanted`` and would reuse it before this stream has read it. The next re-selection drops it: until
+                # then the stream of a step has waited for this one.
+                self._wanted = wanted
                 change = reselect(before, wanted)
                 exchange.start(device, self.host, change, step=window.flushed_at, deadline=self.deadline)
                 device.selection = change.selection
