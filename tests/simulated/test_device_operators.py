@@ -149,7 +149,29 @@ def test_default_device_may_be_the_simulated_one(simulator: Simulator) -> None:
 @in_simulator
 def test_wrong_arguments_raise_in_the_call(simulator: Simulator) -> None:
     matrix = torch.ones(2, 3, device=simulator.device)
-    for function in (lambda: matrix @ matrix, lambda: matrix.add_(torch.ones(4, device=simulator.device))):
-        with pytest.raises(RuntimeError, match=r"must match|cannot be multiplied"):
+    calls: list[Callable[[], Tensor]] = [
+        lambda: matrix @ matrix,
+        lambda: matrix.add_(torch.ones(4, device=simulator.device)),
+        lambda: matrix.T @ matrix.double(),  # a Meta kernel accepts it
+    ]
+    for function in calls:
+        with pytest.raises(RuntimeError, match=r"must match|cannot be multiplied|same dtype"):
             function()
     assert torch.ones(1, device=simulator.device).item() == 1
+
+
+@in_simulator
+def test_inference_mode_copies_and_views(simulator: Simulator) -> None:
+    simulator.configure(delays="random")
+    values = torch.arange(6.0, device=simulator.device).view(2, 3)
+    with torch.inference_mode():
+        transposed, made = values.t(), values.clone()
+        made.copy_(transposed.contiguous().view(2, 3))
+        transposed.add_(1)
+        assert not transposed.is_inference()
+        assert made.t().is_inference()
+    transposed.mul_(2)
+    assert values.tolist() == [[2, 4, 6], [8, 10, 12]]
+    assert made.tolist() == [[0, 3, 1], [4, 2, 5]]
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        made.mul_(2)

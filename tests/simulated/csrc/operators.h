@@ -156,19 +156,21 @@ class Arguments {
     return mapped;
   }
 
-  // New tensors of the same shapes, on another device. Numbers of the host stay what they are.
-  std::vector<IValue> of_zeros(c10::DeviceType type) const {
+  // New tensors of the same shapes, on the CPU. Numbers of the host stay what they are.
+  std::vector<IValue> filled_with(int64_t number) const {
     std::vector<IValue> mapped;
     for (size_t i = 0; i < values_.size(); ++i) {
       const IValue& value = values_[i];
       mapped.push_back(map_tensors(value, [&](const at::Tensor& tensor) {
         if (!on_device(tensor)) return tensor;
-        at::Tensor zeros = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(type));
-        if (type == c10::DeviceType::CPU) std::memset(zeros.storage().mutable_data(), 0, zeros.storage().nbytes());
-        keep_wrapped_number(zeros, tensor);
-        return zeros;
+        at::Tensor filled = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+        // All of the memory: elements of the tensor may share it.
+        const auto count = static_cast<int64_t>(filled.storage().nbytes() / filled.itemsize());
+        filled.as_strided({count}, {1}, 0).fill_(number);
+        keep_wrapped_number(filled, tensor);
+        return filled;
       }));
-      if (value.isDevice()) mapped.back() = c10::Device(type);
+      if (value.isDevice()) mapped.back() = c10::Device(c10::DeviceType::CPU);
       // The device's generator is drawn from by the launch, not by a rehearsal.
       if (info_.is_generator[i]) mapped.back() = at::Generator(at::make_generator<at::CPUGeneratorImpl>(0));
     }
@@ -271,8 +273,9 @@ inline void call_kernel(const OperatorHandle& op, Stack& stack) {
 // [Note: Rehearsals]
 // The first call with some shapes runs the CPU kernel on zeros, in the calling thread: its results have the very dtypes
 // and strides of the CPU's, which those of Meta kernels may not be (a layer norm of bf16 values saves a bf16 mean on the
-// CPU and an fp32 one elsewhere). Wrong arguments raise in the call, as on any device. Where zeros are refused, as by a
-// Cholesky decomposition, the Meta kernel is asked.
+// CPU and an fp32 one elsewhere). Where zeros are refused, as by a division of integers, ones are tried. If these are
+// refused, too, the call waits, and the kernel gets the values: a Cholesky decomposition returns, and wrong arguments
+// raise in the call, as on any device. Meta kernels would accept some of them.
 class ShapeCache {
  public:
   static std::shared_ptr<const Shapes> get(OperatorInfo& info, const Arguments& arguments) {
@@ -294,13 +297,13 @@ class ShapeCache {
  private:
   static std::shared_ptr<const Shapes> compute(OperatorInfo& info, const Arguments& arguments) {
     try {
-      return call(info, arguments.of_zeros(c10::DeviceType::CPU));
+      return rehearse(info, arguments.filled_with(0));
     } catch (const std::exception&) {
-      return call(info, arguments.of_zeros(c10::DeviceType::Meta));
+      return rehearse(info, arguments.filled_with(1));
     }
   }
 
-  static std::shared_ptr<const Shapes> call(OperatorInfo& info, const std::vector<IValue>& inputs) {
+  static std::shared_ptr<const Shapes> rehearse(OperatorInfo& info, const std::vector<IValue>& inputs) {
     Stack stack = inputs;
     call_kernel(info.op, stack);
     auto shapes = std::make_shared<Shapes>();
@@ -362,9 +365,11 @@ inline void call_view(OperatorInfo& info, const Arguments& arguments, Stack& res
   call_kernel(info.op, results);
   for (IValue& result : results) {
     result = map_tensors(result, [&](const at::Tensor& view) {
-      return make_tensor(
-          base.storage(), c10::DispatchKey::PrivateUse1, view.dtype(), view.sizes(), view.strides(),
-          view.storage_offset());
+      // In inference mode, too, the view of a tensor that is not of that mode has the keys of its base.
+      auto made = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), view.dtype());
+      made.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+      return made;
     });
   }
 }

@@ -4,6 +4,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 
 #include "device.h"
@@ -48,6 +49,8 @@ class CpuViews {
 
  private:
   static at::Tensor view_of(const at::Tensor& tensor, const c10::Storage& storage) {
+    // A view of inference mode could not be written by the executor, whose thread is not in that mode.
+    c10::InferenceMode no_inference(false);
     auto view = make_tensor(
         storage, c10::DispatchKey::CPU, tensor.dtype(), tensor.sizes(), tensor.strides(), tensor.storage_offset());
     keep_wrapped_number(view, tensor);
