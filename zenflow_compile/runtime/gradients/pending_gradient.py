@@ -53,7 +53,6 @@ class PendingGradient:
         """
         if self._sent is not None:
             self._sent[1].wait_on_device()
-            self._sent = None
         self.gradient = torch.empty(
             (self._plan.deferred, self._plan.length), dtype=self._plan.dtype, device=self._device
         )
@@ -62,6 +61,11 @@ class PendingGradient:
     def finalize(self, coefficients: StepCoefficients) -> Outgoing | None:
         """Sum or compress the final gradient. Returns the block to copy now; a sum is copied at the flush."""
         assert self.gradient is not None
+        if self._sent is not None:
+            # Here, and not in ``new_gradient``, which may run on another stream: the allocator gives the block to the
+            # next user on the stream of the update, which must have been told to wait.
+            self._sent[1].wait_on_device()
+            self._sent = None
         if self.window_sum is not None:
             self.window_sum.add(self.gradient, coefficients)
         if self.residual is None:
