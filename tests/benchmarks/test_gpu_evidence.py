@@ -195,6 +195,7 @@ def tiny(folder: Path, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_gpu_tests(folder: Path) -> None:
     rows = tiny(folder, "gpu_tests")
@@ -203,6 +204,7 @@ def test_tiny_gpu_tests(folder: Path) -> None:
         assert {row["outcome"] for row in rows} == {"skipped"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_syncs(folder: Path) -> None:
     rows = tiny(folder, "syncs")
@@ -213,6 +215,7 @@ def test_tiny_syncs(folder: Path) -> None:
         assert "needs a CUDA device" in row["left_out"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_trace(folder: Path) -> None:
     (row,) = tiny(folder, "trace")
@@ -220,12 +223,14 @@ def test_tiny_trace(folder: Path) -> None:
     assert (folder / row["file"]).exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_profiler(folder: Path) -> None:
     (row,) = tiny(folder, "profiler")
     assert row["profiled_over_plain"]["n"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_host_adam(folder: Path) -> None:
     rows = tiny(folder, "host_adam")
@@ -235,6 +240,7 @@ def test_tiny_host_adam(folder: Path) -> None:
     assert {row["threads"] for row in rows} == set(range(1, 17))  # those without a core say so
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_peers(folder: Path) -> None:
     *offloaded, alone, adamw = tiny(folder, "peers_32k_clip")
@@ -249,6 +255,7 @@ def test_tiny_peers(folder: Path) -> None:
     assert alone["predicted"] is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tiny_policies_stride(folder: Path) -> None:
     rows = [row for row in tiny(folder, "policies_stride") if row["system"] != "forward_backward"]
@@ -371,6 +378,7 @@ def test_prediction_stands_next_to_measurement(tmp_path: Path) -> None:
     assert compared.predicted(setting, each) == {"predicted": None}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_prediction_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2.5-3B's shapes on a machine with doctor's numbers of one, without that machine."""

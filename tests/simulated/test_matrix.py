@@ -13,7 +13,7 @@ from tests.simulated.cases import HABITS, LATE, MODELS, OPTION_SETS, Case, Outco
 from tests.simulated.process import SimulatedProcess
 from tests.simulated.simulator import PATTERNS
 
-DRAWN = 5
+DRAWN = 2
 
 
 @cache
@@ -42,9 +42,10 @@ def every_case(options: str, model: str, habit: str) -> list[Case]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str, model: str) -> None:
-    """A seeded draw from all habits, entries, delays, with and without stream values."""
+    """A seeded draw from all habits, entries, delays, with and without stream values, and from those of two streams."""
     cases = [case for habit in HABITS for case in every_case(options, model, habit)]
-    drawn = random.Random(f"{options} {model}").sample(cases, DRAWN)
+    draw = random.Random(f"{options} {model}")
+    drawn = [*draw.sample(cases, DRAWN), draw.choice(every_case(options, model, "side stream"))]
     assert simulated.call(differing, drawn, timeout=120) == []
 
 

@@ -10,7 +10,7 @@ from tests.simulated.cases import train
 from tests.simulated.mutants import MUTANTS, SEEDS
 from tests.simulated.process import SimulatedProcess
 
-IN_EVERY_RUN = 5  # of the catalog, one in so many
+IN_EVERY_RUN = 7  # of the catalog, one in so many
 
 
 def seed_that_shows(name: str) -> int | None:

@@ -17,10 +17,9 @@ WAIT = "step before last"
 WITHOUT_FILES = [name for name in OPTION_SETS if name != "files"]
 
 
-@pytest.mark.parametrize("habit", ["plain", "clip", "scaled"])
 @pytest.mark.parametrize("options", WITHOUT_FILES)
-def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, options: str, habit: str) -> None:
-    for entry in ("graph", "hooks"):
+def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, options: str) -> None:
+    for entry, habit in (("graph", "plain"), ("graph", "clip"), ("hooks", "scaled")):
         found: Outcome = simulated.call(train, Case(options, entry=entry, habit=habit, delays="random", steps=9))
         for syncs, copies in zip(found.syncs[STEADY:], found.copies[STEADY:], strict=True):
             assert set(copies) <= {WAIT}
