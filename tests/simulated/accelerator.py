@@ -37,7 +37,7 @@ class SimulatedStreams(Streams):
         used: AbstractContextManager[object] = stream
         return used
 
-    def event(self, *, timed: bool = False) -> streams.Event:
+    def event(self, *, timed: bool = False, blocking: bool = False) -> streams.Event:
         return streams.Event(enable_timing=timed)
 
     def write_value(self, stream: Any, address: int, value: int) -> None:
@@ -92,7 +92,7 @@ class SimulatedDevice(Device):
         self._simulator.unregister(address)
 
     def pinned_buffer(self, size_bytes: int) -> Any:
-        memory = self.host_zeros((size_bytes,), torch.uint8)
+        memory = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         buffer: Any = (ctypes.c_char * size_bytes).from_address(memory.data_ptr())
         buffer.keep = memory
         return buffer

@@ -49,7 +49,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "zenflow streamed": {**SELECTING, "update_stride": 2},
     "files": {"policy": "zero_infinity"},
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
-    "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
+    "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 16384},
 }  # fmt: skip
 """Options of the optimizer, by name: each takes other ways through the runtime."""
 

@@ -92,7 +92,9 @@ class SimulatedProcess:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="simulated-"))
         self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(theirs, str(self._folder)), daemon=True)
+        # Not daemonic: the optimizer would take it for a worker of a DataLoader, and leave a core to it. It ends with
+        # the connection.
+        self._process = self._context.Process(target=_serve, args=(theirs, str(self._folder)), daemon=False)
         self._process.start()
         theirs.close()
         if not self._connection.poll(120):

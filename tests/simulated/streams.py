@@ -89,7 +89,7 @@ class Event:
         self._pointer: int | None = library().ask("make_event", enable_timing)
 
     def __del__(self) -> None:
-        if getattr(self, "_pointer", None):
+        if getattr(self, "_pointer", None) and callable(library):  # at exit globals may be gone
             library().ask("delete_event", self._pointer)
             self._pointer = None
 

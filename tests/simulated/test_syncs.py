@@ -43,11 +43,11 @@ def test_a_read_of_a_number_is_counted(simulated: SimulatedProcess) -> None:
 @in_simulator
 def test_host_is_two_steps_ahead_at_most(simulator: Simulator) -> None:
     simulator.configure()
-    simulator.delay(default_stream(), 0.9999)
+    simulator.delay(default_stream(), 0.997)
     serve()
-    loop, ends = Loop(Case("exact", steps=8), simulator.device), []
+    loop, ends = Loop(Case("exact", steps=6), simulator.device), []
     behind = 0
-    for step in range(8):
+    for step in range(6):
         loop.step(step)
         ends.append(Event())
         ends[-1].record()

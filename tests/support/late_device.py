@@ -142,7 +142,7 @@ class LateStreams(Streams):
     def use(self, stream: Any) -> AbstractContextManager[object]:
         return nullcontext() if stream is self.compute else _Queued(self, stream)
 
-    def event(self, *, timed: bool = False) -> LateEvent:
+    def event(self, *, timed: bool = False, blocking: bool = False) -> LateEvent:
         return LateEvent(self)
 
     def write_value(self, stream: Any, address: int, value: int) -> None:

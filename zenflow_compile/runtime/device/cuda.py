@@ -36,6 +36,8 @@ class CudaStreams(Streams):
         return torch.cuda.current_stream(self._device)
 
     def acquire(self, *, urgent: bool) -> Stream:
+        with self._on_device():
+            torch.cuda.current_stream().query()  # makes the device's context in this thread, which driver calls need
         with self._lock:
             if self._free[urgent]:
                 return self._free[urgent].pop()
@@ -50,7 +52,6 @@ class CudaStreams(Streams):
         # wait behind gradients. The driver makes one that no other code has.
         if cuda_driver.has_bindings():
             with self._on_device(), suppress(RuntimeError):
-                torch.cuda.current_stream().query()  # the driver needs a context, which the first use of a device makes
                 handle = cuda_driver.create_stream(priority)
                 return torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
@@ -58,17 +59,17 @@ class CudaStreams(Streams):
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
-    def event(self, *, timed: bool = False) -> DeviceEvent:
-        event: DeviceEvent = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    def event(self, *, timed: bool = False, blocking: bool = False) -> DeviceEvent:
+        event: DeviceEvent = torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
         return event
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
-        # With the stream's context current: the driver's manual does not say what happens in another device's context.
-        with self.use(stream):
+        # With the device's context current: the driver's manual does not say what happens in another device's context.
+        with self._on_device():
             cuda_driver.write_value(stream.cuda_stream, address, value)  # type: ignore[attr-defined]
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        with self.use(stream):
+        with self._on_device():
             cuda_driver.wait_value(stream.cuda_stream, address, value)  # type: ignore[attr-defined]
 
     def reference(self) -> tuple[DeviceEvent, int]:

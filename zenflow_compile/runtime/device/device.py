@@ -70,11 +70,12 @@ class Streams(ABC):
         """Make ``stream``, and its device, the current one of the calling thread inside the block."""
 
     @abstractmethod
-    def event(self, *, timed: bool = False) -> DeviceEvent:
+    def event(self, *, timed: bool = False, blocking: bool = False) -> DeviceEvent:
         """Make an event.
 
         Args:
             timed: ``elapsed_time`` can be asked.
+            blocking: ``synchronize`` sleeps instead of keeping a core busy, for waits that may be long.
         """
 
     @abstractmethod

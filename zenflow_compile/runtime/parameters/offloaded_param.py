@@ -28,6 +28,7 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Wanted, reselect
@@ -317,7 +318,7 @@ class IncomingGradient(ShownGradient):
             index, ticket = self._copy
             # The lane writes the buffer, and nothing else orders that before the read below.
             ticket.wait()
-            deferred_in = self.host.gradients[index].to(target.device)
+            deferred_in = device_of(target.device).from_host(self.host.gradients[index], "gradient")
         elif self._staged is not None:
             deferred_in = self._staged.tensor
         elif self.pending is not None and self.pending.gradient is not None:

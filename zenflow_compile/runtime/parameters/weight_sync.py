@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -48,6 +49,9 @@ class Weights:
         weights = self.matrix.index_select(self._plan.dim, slices)
         return weights if self._plan.dim == 0 else weights.t()
 
+    def _on_host(self, slices: Tensor) -> Tensor:
+        return device_of(self._param.device).to_host(self.of(slices), "weights")
+
     def written(self) -> None:
         """Bump the version after the engine wrote the deferred slices."""
         bump_versions([self._param], [self.counter])
@@ -59,7 +63,7 @@ class Weights:
         Needed only if the version counter is shared, or may be: when the version moves, the copy tells whether these
         weights or only others with the same counter were written.
         """
-        self._shown = self.of(selection.deferred).cpu()
+        self._shown = self._on_host(selection.deferred)
 
     @property
     def written_by_others(self) -> bool:
@@ -87,11 +91,11 @@ class Weights:
         """Copy the deferred weights that belong to the current state: [deferred, length] on the host."""
         if self._shown is not None:
             return self._shown.clone()
-        return self.of(selection.deferred).cpu().contiguous()
+        return self._on_host(selection.deferred).contiguous()
 
     def are_as_expected(self, device: DeviceState) -> bool:
         """Whether the weights equal those of ``remember`` or ``expect``: there was no external write."""
-        if self._shown is None or not torch.equal(self.of(device.selection.deferred).cpu(), self._shown):
+        if self._shown is None or not torch.equal(self._on_host(device.selection.deferred), self._shown):
             return False
         return torch.equal(self.of(device.selection.selected), device.master.to(self._plan.dtype))
 
@@ -117,7 +121,7 @@ class Weights:
         if selection.deferred.numel():
             # Copied before the state is locked: the copy waits for the device, which may wait for a job, which may wait
             # for room in the cache of files, which the locked state takes up.
-            weights = self.of(selection.deferred).cpu()
+            weights = self._on_host(selection.deferred)
             with host.acquire(write=True) as state:
                 differs = _overwrite(state.master, weights) or differs
         self.accept()

@@ -36,6 +36,6 @@ class RunAhead:
 
     def end_step(self) -> None:
         """Note the end of the step: all work that is queued now."""
-        end = self._streams.event()
+        end = self._streams.event(blocking=True)
         end.record(self._streams.current())
         self._ends.append(end)
