@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples.gpt import GPT, GPTConfig
+from tests.simulated import inductor
 from tests.simulated.accelerator import serve
 from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
 from tests.simulated.streams import Stream
@@ -49,7 +50,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "zenflow streamed": {**SELECTING, "update_stride": 2},
     "files": {"policy": "zero_infinity"},
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
-    "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 16384},
+    "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
 }  # fmt: skip
 """Options of the optimizer, by name: each takes other ways through the runtime."""
 
@@ -67,11 +68,12 @@ class Case:
     Attributes:
         options: a key of ``OPTION_SETS``.
         model: a key of ``MODELS``.
-        entry: "hooks" or "graph".
+        entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``.
         delays: a key of the simulator's ``PATTERNS``, or one of ``LATE``.
         values: whether the device has stream values.
         limit: of the launch queue; 0: any length.
+        in_order: the device runs everything at once, in the order of the launches.
     """
 
     options: str = "windows"
@@ -82,6 +84,7 @@ class Case:
     seed: int = 0
     values: bool = True
     limit: int = 0
+    in_order: bool = False
     steps: int = 9
 
 
@@ -143,6 +146,8 @@ class Loop:
         self.device = device
         self.model = MODELS[case.model]().to(device)
         options = {"host_kernel": "aten", "min_offload_size": 100, **OPTION_SETS[case.options]}
+        if case.model == "gpt" and "staging_bytes" in options:
+            options["staging_bytes"] = 12288  # its largest upload
         if options.get("policy", "zenflow") == "zenflow":
             options["device_share"] = 0.0
         self._folder = tempfile.TemporaryDirectory()
@@ -156,7 +161,8 @@ class Loop:
             self.optimizer: Any = None
         else:
             self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **options})
-            self.call = compiled if case.entry == "graph" else self.model
+            generated = torch.compile(self.model, backend="zenflow")  # compiles at the first call, if there is one
+            self.call = {"graph": compiled, "hooks": self.model, "inductor": generated}[case.entry]
         self.scale = torch.tensor(1024.0, device=device)
         self.saved: dict[str, Any] = {}
         self.reads: list[Tensor] = []
@@ -266,11 +272,16 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
     serve()
     if on == "sim":
         pattern = case.delays if case.delays in PATTERNS else "none"
-        simulator.configure(seed=case.seed, delays=pattern, stream_values=case.values, limit=case.limit)
+        simulator.configure(
+            seed=case.seed, delays=pattern, stream_values=case.values, limit=case.limit, in_order=case.in_order
+        )
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the CPU's fused attention has no counterpart on the device
+        if case.entry == "inductor":
+            inductor.register_backend()
+            stack.enter_context(torch._inductor.config.patch(inductor.OPTIONS))
         stack.enter_context(hazard())
         if case.delays == "jobs late" and on == "sim":
             stack.enter_context(slow_jobs())

@@ -24,7 +24,7 @@ from tests.simulated.library import library, library_with_gil
 # The private names below were seen in these versions.
 VERSIONS = ("2.13",)
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "cuda_backend": "cpp",  # it names the language for every device that Inductor does not know
     "compile_threads": 1,
     "loop_ordering_after_fusion": False,  # its heuristics ask for triton
@@ -42,8 +42,8 @@ def missing() -> str | None:
 
 def compile_with_inductor(model: nn.Module) -> Callable[..., Any]:
     """``torch.compile`` with Inductor, whose kernels run on the simulated device."""
-    _register()
-    compiled: Callable[..., Any] = torch.compile(model, options=_OPTIONS)
+    register_backend()
+    compiled: Callable[..., Any] = torch.compile(model, options=OPTIONS)
     return compiled
 
 
@@ -87,7 +87,7 @@ class Kernel:
 
 
 @cache
-def _register() -> None:
+def register_backend() -> None:
     from torch._inductor.codegen.common import register_backend_for_device, register_device_op_overrides
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides

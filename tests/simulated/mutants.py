@@ -131,10 +131,6 @@ MUTANTS = {
     "merge before the upload": without(
         PARAM + "OffloadedParam.apply_next", "self._wait_on_device(upload.ticket)", Case("exact", delays="H2D late")
     ),
-    "upload buffer free while it is in use": without(
-        PARAM + "OffloadedParam.start_upload", "buffer.in_use = upload, True", Case("exact", delays="compute late"),
-        "buffer.in_use = upload, False",
-    ),
     "job before its gradients": without(
         HOST + "flush_window", "[buffer.copied for buffer in buffers if not buffer.copied.done()]",
         Case("windows", delays="D2H late"), "[]",
