@@ -18,6 +18,7 @@ from zenflow_compile.planning import plan as plans
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob, StateExchange
 
@@ -171,6 +172,21 @@ def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.
     assert exchange._in_flight == ()
     monkeypatch.undo()
     assert_same(training.weights(), Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 3).weights())
+
+
+def test_buffers_count_as_memory_of_the_engine(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(capacity, "require_host_memory", lambda size, remedies: needed.append(size))
+    training = Training()
+    registry = training.optimizer.engine.registry
+    plan, transport = registry.plan, registry.transport
+    assert transport.exchange is not None
+    assert transport.exchange.nbytes == plan.exchange_bytes > 0
+    assert needed[-1] == plan.host_bytes + plan.exchange_bytes
+    arenas = sum(arena.total_bytes for arena in registry.memory._arenas)
+    assert registry.host_bytes == arenas + plan.exchange_bytes
+    assert registry.memory.staging_bytes == transport.down_ring.nbytes + transport.up_ring.nbytes + plan.exchange_bytes
+    training.optimizer.close()
 
 
 def test_interrupted_exchange_recovers_from_a_state(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,21 +259,17 @@ class StateExchange:
                 self._start_upload(chunk)
 
     def _start_upload(self, chunk: _Chunk) -> None:
-        # It overwrites what the copy to the host reads: that one is an input of the job.
+        # It overwrites what the copy to the host reads: that one is an input of the job. If an interrupt loses the
+        # ticket, the copy is repeated behind it on the same lane.
         buffer, used = chunk.buffer, chunk.elements
-        try:
-            ticket = self._to_device.submit(
-                buffer.on_device[:used],
-                buffer.on_host[:used],
-                step=self._recorder.step,
-                param=chunk.device.plan.name,
-                kind="state",
-                after=chunk.job,
-            )
-            chunk.ticket = ticket
-        except BaseException:
-            self._to_device.settle()  # an interrupt may have come after the submission: a second copy comes later
-            raise
+        chunk.ticket = self._to_device.submit(
+            buffer.on_device[:used],
+            buffer.on_host[:used],
+            step=self._recorder.step,
+            param=chunk.device.plan.name,
+            kind="state",
+            after=chunk.job,
+        )
 
     def finish(self) -> None:
         """Order the device's state behind all exchanges. Call it before that state is read or written.
