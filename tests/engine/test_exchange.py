@@ -18,6 +18,7 @@ from zenflow_compile.planning import plan as plans
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.host.workers import Job, WorkerPool
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob, StateExchange
@@ -296,3 +297,21 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
         optimizer.zero_grad()
     assert_same(training.load(saved).run(3, 6).weights(), expected)
     optimizer.close()
+
+
+def test_close_ends_after_an_unqueued_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt came before the job was queued, so no worker will run it: ``close()`` must not wait for it."""
+    training = Training(EAGER_BACKEND, EVERY_STEP).run(0, 3)
+    submit = WorkerPool.submit
+
+    def interrupted(pool: WorkerPool, *jobs: Job) -> None:
+        if isinstance(jobs[0], ExchangeJob):
+            raise KeyboardInterrupt
+        submit(pool, *jobs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerPool, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.loss(3)
+    with pytest.raises(RuntimeError, match="half-way"):
+        training.optimizer.close()
