@@ -248,6 +248,7 @@ SCALES: dict[str, list[float]] = {
     "zero first": [0.0, 0.5, 0.25],
     "all unusable": [math.nan, 0.0, math.inf],
     "nan last": [0.5, 0.3, math.nan],
+    "inf last": [0.5, 0.3, math.inf],
 }
 
 
@@ -270,6 +271,25 @@ def test_window_sums_have_the_bits_of_floats(scales: str, mixed: bool) -> None:
     actual = mean(some)
     same(actual[:2], (total, out))
     assert actual[2] == returned
+
+
+def test_window_sum_has_the_bits_of_a_scaled_addition() -> None:
+    gradients = [torch.randn(64, 33) for _ in range(2)]
+    window = WindowSum(torch.empty(64, 33), Scales())
+    for gradient, scale in zip(gradients, (1.0, 0.7), strict=True):
+        window.add(gradient, StepCoefficients(0.1, 0.9, 0.99, 0.0, scale))
+    same([window.total], [gradients[0].add(gradients[1], alpha=0.7)])
+
+
+def test_quotients_are_rounded_as_pythons() -> None:
+    """These lie in the middle of two fp32 numbers: the last bit of an fp64 quotient decides."""
+    scales = Scales()
+    for divisor in range(3, 200, 2):
+        middle = 1.0 + divisor * 2.0**-23 + 2.0**-24
+        number, by = middle * divisor, float(divisor)
+        expected = torch.tensor(number / by / 3, dtype=torch.float64).float()
+        assert scales.quotient(late(number), late(by), 1) == torch.tensor(number / by, dtype=torch.float64).float()
+        assert scales.quotient(number, late(by), 3) == expected
 
 
 def test_parameters_share_numbers_of_window_sums() -> None:

@@ -98,6 +98,14 @@ def test_drift_reselects_one_window_later() -> None:
     assert late.reselections(1, 60, lambda step: scores(5, 4.0 if step >= drifted else 0.0)) == [drifted + 3]
 
 
+def test_drift_of_short_windows_is_known_in_time() -> None:
+    """The drift counts two steps later, so that it is counted two windows of one step ahead."""
+    run = Run(replace(PLAN, interval=1))
+    run.device.score.copy_(scores(0, 0.0))
+    run.step(0)
+    assert run.reselections(1, 30, lambda step: scores(5, 4.0)) == [AUTO_SELECT_INTERVAL]
+
+
 def test_steady_selection_is_kept() -> None:
     assert settled().reselections(1, 400, lambda step: scores(0, 0.0)) == []
 

@@ -323,6 +323,6 @@ class Schedule:
             return
         values = self._coming.popleft().arrived()
         self._leaving.update(values.leaving)
-        for index, norms in values.norms.items():
-            if norms.window is self._windows.get(index):  # else that window was flushed in the meantime
-                norms.window.latest = norms.selected, norms.deferred
+        for norms in values.norms.values():
+            # Of the window that the gradient joined, which may have been flushed and replaced in the meantime.
+            norms.window.latest = norms.selected, norms.deferred
