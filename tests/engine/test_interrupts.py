@@ -299,7 +299,7 @@ TAKING = {
     "begin_backward", "offload_gradients", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
     "end_backward", "receive", "_receive_more", "_matrix", "accumulates_all", "_add", "_split", "norms_and_split",
     "_rebuild", "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up",
-    "dropped", "make_dense", "take_from_grad", "read_factors", "read",
+    "dropped", "make_dense", "take_from_grad", "finish_factors", "read",
 }  # fmt: skip
 
 
@@ -502,7 +502,7 @@ def test_step_after_interrupted_edit_uses_gradient(edit: Callable[[torch.Tensor]
 
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
-    "norms_and_split", "copy_to_host", "_send", "read_factors", "read", "raise_failures", "copied",
+    "norms_and_split", "copy_to_host", "_send", "finish_factors", "raise_failures", "copied",
     "_matrix", "written_by_others", "matches",
 }  # fmt: skip
 
@@ -513,7 +513,7 @@ def test_interrupted_step_takes_the_same_gradients(backwards: int, edited: bool)
     """Until gradients are taken, nothing has changed: ``step()`` can be called again without another backward."""
     made = pair(EAGER_BACKEND, backwards, edited=edited)
     made.gradients(made.disturbed)
-    assert every_point(made.disturbed.optimizer.step, BEGINNING, made.step_again) > 20
+    assert every_point(made.disturbed.optimizer.step, BEGINNING, made.step_again) > 18
     assert made.stopped == 0
     made.close()
 
