@@ -16,6 +16,8 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.device import Stream
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
 
@@ -39,6 +41,8 @@ class PendingGradient:
         self._plan = plan
         self._device = device
         self._sent: tuple[Tensor, Ticket] | None = None
+        self._streams = device_of(device).streams
+        self._owner: Stream | None = None  # on which the sent block was allocated
 
     @property
     def busy(self) -> bool:
@@ -53,6 +57,8 @@ class PendingGradient:
         """
         if self._sent is not None:
             self._sent[1].wait_on_device()
+            if self._streams is None or self._streams.current() == self._owner:
+                self._sent = None
         self.gradient = torch.empty(
             (self._plan.deferred, self._plan.length), dtype=self._plan.dtype, device=self._device
         )
@@ -62,8 +68,8 @@ class PendingGradient:
         """Sum or compress the final gradient. Returns the block to copy now; a sum is copied at the flush."""
         assert self.gradient is not None
         if self._sent is not None:
-            # Here, and not in ``new_gradient``, which may run on another stream: the allocator gives the block to the
-            # next user on the stream of the update, which must have been told to wait.
+            # ``new_gradient`` ran on another stream. The allocator gives the block to its next user on the stream of
+            # the update, which must have been told to wait.
             self._sent[1].wait_on_device()
             self._sent = None
         if self.window_sum is not None:
@@ -84,6 +90,7 @@ class PendingGradient:
         """Keep ``block`` until its copy is over. See [Note: transient blocks]."""
         if self._sent is not None:  # first: the block before it may be released only behind its own copy
             self._sent[1].wait_on_device()
+        self._owner = None if self._streams is None else self._streams.current()
         self._sent = block, ticket
 
     def slices_changed(self, changed: Tensor) -> None:
