@@ -51,6 +51,7 @@ def test_mlp_equals_itself_in_order(simulated: SimulatedProcess, options: str) -
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_gpt_equals_itself_in_order(simulated: SimulatedProcess, options: str) -> None:
     assert simulated.call(differing, options, "gpt", timeout=500) == []
