@@ -45,7 +45,8 @@ def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str, mode
     """A seeded draw from all habits, entries, delays, with and without stream values, and from those of two streams."""
     cases = [case for habit in HABITS for case in every_case(options, model, habit)]
     draw = random.Random(f"{options} {model}")
-    drawn = [*draw.sample(cases, 1 if model == "gpt" else DRAWN), draw.choice(every_case(options, model, "side stream"))]
+    drawn = draw.sample(cases, 1 if model == "gpt" else DRAWN)
+    drawn.append(draw.choice(every_case(options, model, "side stream")))
     assert simulated.call(differing, drawn, timeout=120) == []
 
 
