@@ -218,7 +218,7 @@ def test_interrupt_at_backward_end_sums_no_batches() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("functions", [{"apply_next", "_merge", "_reselect"}, {"exchange_slices"}])
+@pytest.mark.parametrize("functions", [{"apply_next", "_merge", "_reselect"}, {"exchange_rows"}])
 def test_interrupted_apply_is_repaired_or_raises(functions: set[str]) -> None:
     options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
     training = Training(EAGER_BACKEND, options).run(0, 3)

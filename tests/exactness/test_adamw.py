@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tests.support.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member
-from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters import offloaded_param
-from zenflow_compile.runtime.parameters.device_state import exchange_slices
+from zenflow_compile.runtime.parameters.device_state import exchange_rows
 
 # The shortest windows, and a re-selection at every second step.
 RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
@@ -130,23 +129,22 @@ def test_evaluation_between_steps_sees_every_step(member: Member, inner: str | N
 
 
 def with_moments_reset(
-    device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], selection: Selection, wanted: Tensor
-) -> tuple[Selection, int]:
+    device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], device_rows: Tensor, host_rows: Tensor
+) -> int:
     """A wrong exchange: a slice that changes sides keeps its master and loses its moments."""
-    new, moved = exchange_slices(device_side, host_side, selection, wanted)
-    joined = (new.selected != selection.selected).cpu()
-    left = (new.deferred != selection.deferred).cpu()
+    moved = exchange_rows(device_side, host_side, device_rows, host_rows)
+    swapped = host_rows[host_rows >= 0].long()
     for on_device, on_host in zip(device_side[1:], host_side[1:], strict=True):
-        on_device[joined] = 0.0
-        on_host[left] = 0.0
-    return new, moved
+        on_device[device_rows[: len(swapped)]] = 0.0
+        on_host[swapped] = 0.0
+    return moved
 
 
 @each_member(["mlp", "gpt"])
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_control_reset_moments_differ(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is a control: one injected error changes weights by orders of magnitude more than rounding."""
-    monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
+    monkeypatch.setattr(offloaded_param, "exchange_rows", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
     assert run.moved_slices > 10
     assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3

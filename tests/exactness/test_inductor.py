@@ -64,7 +64,7 @@ def test_evaluation_between_steps_sees_every_step() -> None:
 
 def test_control_reset_moments_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: moments reset at a re-selection change the weights."""
-    monkeypatch.setattr(offloaded_param, "exchange_slices", with_moments_reset)
+    monkeypatch.setattr(offloaded_param, "exchange_rows", with_moments_reset)
     member = BY_NAME["mlp"]
     run = train(member, "inductor", 40, topk_ratio=0.2, **RESELECTING)
     assert largest_difference(run, plain_adamw(member, "inductor", 40), member) > 1e-3

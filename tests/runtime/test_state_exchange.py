@@ -23,7 +23,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.workers import Job, WorkerPool
 from zenflow_compile.runtime.parameters import state_exchange
-from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_slices
+from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
@@ -80,17 +80,29 @@ CASES = [
 ]
 
 
+def reselected_on_host(before: Selection, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of the new selection, by indices that are known: entering slices take the rows of leaving ones."""
+    selected, deferred, position = (each.clone() for each in before.tensors())
+    chosen = torch.zeros(before.slices, dtype=torch.bool)
+    chosen[wanted.slices] = True
+    device_rows = torch.nonzero(~chosen[selected]).flatten()
+    host_rows = torch.nonzero(chosen[deferred]).flatten()
+    leaving, entering = selected[device_rows], deferred[host_rows]
+    selected[device_rows], deferred[host_rows] = entering, leaving
+    position[entering] = device_rows.int()
+    position[leaving] = host_rows.int() + selected.numel()
+    return selected, deferred, position
+
+
 @pytest.mark.parametrize(("k", "deferred", "swaps", "bound"), CASES)
-def test_reselect_equals_the_host_path(k: int, deferred: int, swaps: int, bound: int) -> None:
+def test_reselect_equals_reselection_by_index(k: int, deferred: int, swaps: int, bound: int) -> None:
     torch.manual_seed(k + swaps)
     before = shuffled_selection(k, k + deferred)
     wanted = wanted_after(before, swaps, bound)
     kept = [each.clone() for each in before.tensors()]
     with OnDevice():
         change = reselect(before, wanted)
-    sides = torch.zeros(k, 1), torch.zeros(deferred, 1)
-    expected, _ = exchange_slices(sides[:1], sides[1:], before, wanted)
-    for actual, other in zip(change.selection.tensors(), expected.tensors(), strict=True):
+    for actual, other in zip(change.selection.tensors(), reselected_on_host(before, wanted), strict=True):
         assert actual.dtype == torch.int32
         assert torch.equal(actual, other)
     assert all(torch.equal(a, b) for a, b in zip(before.tensors(), kept, strict=True))
@@ -125,9 +137,16 @@ class Sides:
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def exchange_now(self, wanted: Wanted) -> None:
-        self.device.selection, _ = exchange_slices(
-            self.device.state(), self.host.state(), self.device.selection, wanted
-        )
+        """Swap by single rows, without the code under test."""
+        before = self.device.selection
+        self.device.selection = Selection(*reselected_on_host(before, wanted))
+        k = before.selected.numel()
+        for on_device, on_host in zip(self.device.state(), self.host.state(), strict=True):
+            joined = torch.cat([on_device, on_host])
+            new = torch.cat([self.device.selection.selected, self.device.selection.deferred])
+            moved = joined[before.position[new].long()]
+            on_device.copy_(moved[:k])
+            on_host.copy_(moved[k:])
 
     def start(self, exchange: StateExchange, wanted: Wanted) -> None:
         change = reselect(self.device.selection, wanted)
@@ -162,6 +181,20 @@ def engine(*params: ParamPlan, workers: int = 2) -> Iterator[Engine]:
 
 
 SHAPES = [(4, 4, 3), (3, 9, 5), (9, 3, 7), (16, 64, 33)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_exchanged_at_once_are_the_same(shape: tuple[int, int, int]) -> None:
+    k, deferred, length = shape
+    for swaps in range(min(k, deferred) + 1):
+        sides, expected = (Sides(plan_of(k, deferred, length), seed=swaps) for _ in range(2))
+        wanted = wanted_after(sides.device.selection, swaps, min(k, deferred))
+        change = reselect(sides.device.selection, wanted)
+        moved = exchange_rows(sides.device.state(), sides.host.state(), change.device_rows, change.host_rows)
+        sides.device.selection = change.selection
+        expected.exchange_now(wanted)
+        sides.assert_same(expected)
+        assert moved == 3 * 4 * swaps * length
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 9, 1 << 20])

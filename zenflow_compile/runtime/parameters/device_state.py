@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device_updates import column_ops, selection_groups
-from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
+from zenflow_compile.runtime.device_updates.selection import Selection
 
 SCORE_DECAY = 0.9
 """Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten
@@ -138,44 +139,28 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
     return counts
 
 
-def exchange_slices(
-    device_side: tuple[Tensor, ...],
-    host_side: tuple[Tensor, ...],
-    selection: Selection,
-    wanted: Wanted,
-) -> tuple[Selection, int]:
-    """Make ``wanted`` the selection, and move the state of slices that change sides, in both directions.
+def exchange_rows(
+    device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], device_rows: Tensor, host_rows: Tensor
+) -> int:
+    """Swap rows of state in the calling thread, with blocking copies. ``StateExchange`` swaps the same rows without.
 
-    The calling thread moves it, and no job may use the host's side. ``selection.reselect`` gives the same selection,
-    and ``StateExchange`` moves the same rows, without blocking copies.
+    No job may use the host's side.
 
     Args:
         device_side: f32[k, length] tensors.
         host_side: f32[deferred, length] tensors of the same meaning.
-        selection: the current one.
+        device_rows, host_rows: as in ``Reselection``, the second one on the host.
 
     Returns:
-        The new selection and the bytes that were moved in one direction.
+        The bytes that were moved in one direction.
     """
-    device = selection.selected.device
-    # Clones: for a selection on the CPU, .cpu() returns the tensor itself, which a loaded state dict may share.
-    selected, deferred, position = (each.cpu().clone() for each in selection.tensors())
-    chosen = torch.zeros(selection.slices, dtype=torch.bool, device="cpu")
-    chosen[wanted.slices.cpu()] = True
-    device_rows = torch.nonzero(~chosen[selected]).flatten()
-    host_rows = torch.nonzero(chosen[deferred]).flatten()
-    if not len(device_rows):
-        return selection, 0
-    rows = device_rows.to(device)
+    swapped = host_rows[host_rows >= 0].long()
+    rows, device = device_rows[: len(swapped)], device_of(device_rows.device)
     moved = 0
     # After an interrupt in here the two sides do not match: the caller marks the update as partially applied.
     for on_device, on_host in zip(device_side, host_side, strict=True):
-        leaving = on_device[rows].cpu()
-        on_device[rows] = on_host[host_rows].to(device)
-        on_host[host_rows] = leaving
+        leaving = device.to_host(on_device[rows], "state")
+        on_device[rows] = device.from_host(on_host[swapped], "state")
+        on_host[swapped] = leaving
         moved += leaving.nbytes
-    leaving_slices, entering_slices = selected[device_rows], deferred[host_rows]
-    selected[device_rows], deferred[host_rows] = entering_slices, leaving_slices
-    position[entering_slices] = device_rows.int()
-    position[leaving_slices] = host_rows.int() + selected.numel()
-    return Selection(*(each.to(device) for each in (selected, deferred, position))), moved
+    return moved

@@ -31,7 +31,7 @@ from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.selection import Wanted, reselect
+from zenflow_compile.runtime.device_updates.selection import Reselection, Wanted, reselect
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.factors import multiply_
@@ -39,7 +39,7 @@ from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, Gr
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
 from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
-from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_slices
+from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
@@ -551,31 +551,32 @@ class OffloadedParam(IncomingGradient):
             self._rebuild(record)  # a forward that ran ahead of the step: its gradient is in parts of the old selection
         device, before, exchange = self.device, self.device.selection, self.transport.exchange
         try:
+            # Hazard: the forward may run in another stream than the optimizer step, whose stream owns the memory of
+            # ``wanted`` and would reuse it before this stream has read it. The next re-selection drops it: until then
+            # the stream of a step has waited for this one.
+            self._wanted = wanted
+            change = reselect(before, wanted)
             # State in a file is locked here, by the training thread, and copied under the lock: the thread waits.
             if exchange is None or self.plan.in_file:
-                self._exchange_now(wanted)
+                self._exchange_now(change)
             else:
-                # Hazard: the forward may run in another stream than the optimizer step, whose stream owns the memory of
-                # ``wanted`` and would reuse it before this stream has read it. The next re-selection drops it: until
-                # then the stream of a step has waited for this one.
-                self._wanted = wanted
-                change = reselect(before, wanted)
                 exchange.start(device, self.host, change, step=window.flushed_at, deadline=self.deadline)
-                device.selection = change.selection
+            device.selection = change.selection
         except BaseException as error:
             self._partially_applied, self.transport.interrupted = error, True
             raise
         if self.pending is not None:
             self.pending.slices_changed(before.deferred != device.selection.deferred)
 
-    def _exchange_now(self, wanted: Wanted) -> None:
+    def _exchange_now(self, change: Reselection) -> None:
         """Move the state of slices that change sides, in the calling thread."""
         # A job of this parameter may still update the rows that change sides.
         self.host.wait()
         begin = time.perf_counter_ns()
-        wanted = wanted._replace(slices=wanted.slices.cpu())  # before the state is locked, as in ``Weights.reseed``
+        # Before the state is locked, as in ``Weights.reseed``.
+        host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
         with self.host.acquire(write=True) as state:
-            self.device.selection, moved = exchange_slices(self.device.state(), state, self.device.selection, wanted)
+            moved = exchange_rows(self.device.state(), state, change.device_rows, host_rows)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     def _wait_for_state(self) -> None:
