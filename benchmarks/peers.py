@@ -65,11 +65,7 @@ def rows(outcomes: Sequence[Outcome], memory: str) -> list[dict[str, Any]]:
     for outcome in outcomes:
         case = outcome.case
         row: dict[str, Any] = {
-            "model": case.model,
-            "summary": case.workload().summary,
-            "tokens": case.workload().rows * case.workload().context or None,
-            "dtype": case.dtype,
-            "device": case.device,
+            **case.described(),
             "clip": case.clip,
             "memory": memory,
             "memory_limit_bytes": case.memory_bytes,

@@ -55,11 +55,7 @@ class Turns:
         row: dict[str, Any] = {
             "name": self.name,
             "system": case.system,
-            "model": case.model,
-            "summary": case.workload().summary,
-            "tokens": case.workload().rows * case.workload().context or None,
-            "dtype": case.dtype,
-            "device": case.device,
+            **case.described(),
             "clip": case.clip,
             "cores": len(case.cores),
             "threads": case.threads,

@@ -74,6 +74,17 @@ class Case:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         self.workload()
 
+    def described(self) -> dict[str, Any]:
+        """The workload, for a results file."""
+        workload = self.workload()
+        return {
+            "model": self.model,
+            "summary": workload.summary,
+            "tokens": workload.rows * workload.context or None,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+
     def workload(self) -> Workload:
         """Model and batch size."""
         workload = WORKLOADS[self.model]
