@@ -275,7 +275,7 @@ def test_refused_pinning_warns_once() -> None:
     assert device.registered == {}
 
 
-def test_drivers_own_memory_where_registering_is_refused() -> None:
+def test_refused_registering_takes_the_drivers_memory() -> None:
     device = Registering(refusal="not in this container")
     arena = HostArena(10_000, device)
     assert arena.pinned

@@ -31,8 +31,6 @@ OPTIONS: dict[str, Any] = {
     "fx_graph_cache": False,
 }
 
-_launches_hold_gil = False
-
 
 def missing() -> str | None:
     """Why Inductor cannot target the device with this PyTorch; None if it can."""
@@ -50,12 +48,11 @@ def compile_with_inductor(model: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def launches_hold_gil() -> Iterator[None]:
     """Inside the block, launches of Inductor's kernels hold the GIL, as those of its static launcher for CUDA do."""
-    global _launches_hold_gil
-    _launches_hold_gil = True
+    Kernel.holds_gil = True
     try:
         yield
     finally:
-        _launches_hold_gil = False
+        Kernel.holds_gil = False
 
 
 class Kernel:
@@ -66,7 +63,9 @@ class Kernel:
         source: defines a function ``kernel``.
     """
 
-    launched = 0  # by this process, of all kernels
+    # Of all kernels in this process.
+    launched = 0
+    holds_gil = False
 
     def __init__(self, types: list[str], source: str) -> None:
         from torch._inductor.codecache import CppCodeCache
@@ -82,7 +81,7 @@ class Kernel:
         for each in arguments:
             if isinstance(each, Tensor) and each.device.type != NAME:
                 raise RuntimeError(f"a kernel of {NAME} was given a tensor of {each.device}")
-        launcher = library_with_gil() if _launches_hold_gil else library()
+        launcher = library_with_gil() if Kernel.holds_gil else library()
         launcher.call("launch_kernel", self._address, (ctypes.c_int64 * len(values))(*values), len(values))
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.simulated import inductor
 from tests.simulated.inductor import Kernel, compile_with_inductor, launches_hold_gil
+from tests.simulated.plain_training import equal, train
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import PATTERNS, Simulator
-from tests.simulated.training import equal, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(inductor.missing() is not None, reason=str(inductor.missing()))]
 

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from tests.simulated.plain_training import equal, gpt, gpt_loss
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Simulator
-from tests.simulated.training import equal, gpt, gpt_loss
 
 OF_DATABASE = """
 abs add addbmm addcdiv addcmul addmm addmv all amax any arange argmax argsort as_strided_copy baddbmm bmm bucketize cat

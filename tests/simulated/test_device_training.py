@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
+from tests.simulated.plain_training import equal, mlp, mlp_loss, train, trained_on_cpu
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import PATTERNS, Delays, Simulator, Stream
-from tests.simulated.training import equal, mlp, mlp_loss, train, trained_on_cpu
 
 SIDE_LATE = Delays(by_order={1: 0.98})
 DEFAULT_LATE = Delays(default=0.98)

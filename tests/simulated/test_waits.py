@@ -17,7 +17,7 @@ LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
 
 @in_simulator
-def test_gradient_is_not_copied_over_one_that_a_job_reads(simulator: Simulator) -> None:
+def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> None:
     serve()
     loop = Loop(Case("windows"), simulator.device)
     for step in range(6):

@@ -1,4 +1,4 @@
-"""Trains small models on any device, always the same way."""
+"""Trains small models with PyTorch's own AdamW, on any device: the control of the simulated device itself."""
 
 from __future__ import annotations
 
