@@ -85,6 +85,11 @@ class SimulatedDevice(Device):
     def compute_threads(self) -> None:
         return None
 
+    @property
+    def refusal(self) -> str | None:  # type: ignore[override]  # asked every time: a test changes the answer
+        reason: str | None = Device.refusal.func(self)
+        return reason
+
     def register(self, address: int, size_bytes: int) -> None:
         self._simulator.register(address, size_bytes)
 

@@ -11,7 +11,6 @@ from tests.simulated.cases import Case, Loop, Outcome, train
 from tests.simulated.process import SimulatedHang, SimulatedProcess, in_simulator
 from tests.simulated.simulator import Simulator, load_simulator
 from zenflow_compile.cli import doctor
-from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters import allocation
 
 
@@ -68,7 +67,6 @@ def test_lack_is_said_once_and_costs_time_alone(simulator: Simulator, lack: str)
         for _ in range(2):
             lacking = {lack: False, "registering": False} if lack == "pinning" else {lack: False}
             simulator.configure(**lacking)  # type: ignore[arg-type]
-            device_of(simulator.device).__dict__.pop("refusal", None)  # asked one time per process
             loop = Loop(case, simulator.device)
             losses.append([float(loop.step(step)) for step in range(case.steps)])
             loop.close()

@@ -6,11 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulated.cases import train
-from tests.simulated.mutants import MUTANTS, SEEDS
+from tests.simulated.cases import Outcome, train
+from tests.simulated.mutants import MUTANTS, SEEDS, Mutant
 from tests.simulated.process import SimulatedProcess
 
 IN_EVERY_RUN = 7  # of the catalog, one in so many
+
+
+def shows(mutant: Mutant, seed: int, expected: Outcome) -> bool:
+    """Whether the run with the hazard differs from the CPU, or an index that it read too early was out of range."""
+    try:
+        return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(expected)
+    except (RuntimeError, IndexError) as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, IndexError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None:
+            raise
+        return True
 
 
 def seed_that_shows(name: str) -> int | None:
@@ -18,9 +31,8 @@ def seed_that_shows(name: str) -> int | None:
     mutant = MUTANTS[name]
     expected = train(replace(mutant.shown_by, delays="none", seed=0), "cpu")
     for seed in SEEDS:
-        case = replace(mutant.shown_by, seed=seed)
-        if not train(case, hazard=mutant.active).equals(expected):
-            assert train(case).equals(expected), "it differs without the hazard, too"
+        if shows(mutant, seed, expected):
+            assert train(replace(mutant.shown_by, seed=seed)).equals(expected), "it differs without the hazard, too"
             return seed
     return None
 

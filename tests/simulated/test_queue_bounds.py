@@ -20,11 +20,12 @@ from zenflow_compile.runtime.parameters.host_state import WindowJob
 
 LIMITS = (8, 40, 1000)
 HANGING = (40, 1000)
+LATE_STEP = 2
 JOB_SECONDS = 0.5  # longer than the launching thread needs to fill the queue
 
 
 def fill_queue(limit: int, hold_gil: bool, values: bool) -> bool:
-    """Train with a job of half a second, and launch more than the queue holds behind the first update that is applied.
+    """Train with jobs of half a second in one step, and launch more than the queue holds behind their first update.
 
     Returns:
         Whether the weights equal those of the CPU.
@@ -34,12 +35,13 @@ def fill_queue(limit: int, hold_gil: bool, values: bool) -> bool:
     expected = train(replace(case, limit=0), "cpu")
 
     def late(job: WindowJob, part: slice) -> int:
-        time.sleep(JOB_SECONDS)
+        if job.step == LATE_STEP:
+            time.sleep(JOB_SECONDS)
         return run(job, part)
 
     def filling(loop: Loop, step: int) -> Tensor:
         value = forward(loop, step)
-        if step == 3:
+        if step == LATE_STEP + 1:
             for _ in range(limit + 10):
                 simulator.launch_noop(current_stream(), hold_gil=hold_gil)
         return value
