@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 
 
 @torch.library.custom_op("emulated::linear", mutates_args=())
@@ -81,7 +80,7 @@ class SlowHostAdam:
         self.seconds_per_element = seconds_per_element
         self.name = kernel.name
 
-    def __call__(self, *state: Any, out: Tensor, **keywords: Any) -> None:
-        end = time.perf_counter() + self.seconds_per_element * out.numel()
-        self.kernel(*state, out=out, **keywords)
+    def __call__(self, update: WindowUpdate, part: slice) -> None:
+        end = time.perf_counter() + self.seconds_per_element * (part.stop - part.start)
+        self.kernel(update, part)
         time.sleep(max(0.0, end - time.perf_counter()))

@@ -35,7 +35,7 @@ from benchmarks.common import Spread, Target, interleaved, option_parser, ratios
 from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TASK = 2**20
@@ -63,19 +63,14 @@ class Window:
     def host_adam(self, name: str) -> Callable[[slice], None]:
         """This project's kernel of that name."""
         adam = make_host_adam(
-            "inductor" if name == "ours" else "aten",
+            "native" if name == "ours" else "aten",
             gradient_dtype=self.dtype,
             out_dtype=self.dtype,
             max_gradients=self.slots,
         )
 
-        def update(part: slice) -> None:
-            master, exp_avg, exp_avg_sq = (each[part] for each in self.state)
-            window = [gradient[part] for gradient in self.gradients]
-            out = self.out[part]
-            adam(master, exp_avg, exp_avg_sq, window, self._coefficients, step=self.slots, eps=1e-8, out=out)
-
-        return update
+        update = WindowUpdate(self.state, self.out, self.gradients, self._coefficients, step=self.slots, eps=1e-8)
+        return partial(adam, update)
 
     def fused(self) -> Callable[[slice], None]:
         """PyTorch's pieces: cast and sum, fused AdamW, cast, zero."""

@@ -147,7 +147,7 @@ RULES: dict[str, dict[str, Any]] = {
     "adaptive": {**PLACEMENT, "update_interval": "auto", "min_update_interval": 2},
     "summed": {**WINDOWED, "accumulate_on_device": True},
     "int8": {**WINDOWED, "gradient_compression": "int8"},
-    "inductor_kernel": {**WINDOWED, "host_kernel": "inductor"},
+    "native_kernel": {**WINDOWED, "host_kernel": "native"},
     "zero_offload": ZERO_OFFLOAD,
     "streamed": {**ZERO_OFFLOAD, "policy": "deep_optimizer_states", "update_stride": 2},
     "resident": {"policy": "resident"},
@@ -440,8 +440,8 @@ def test_no_thread_names_a_remedy(
 
 def test_host_kernel_is_named_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_adam.torch_private, "cpp_compiler", lambda: None)
-    with pytest.raises(RuntimeError, match=r"^host_kernel='inductor' cannot be made: .*host_kernel='aten' needs"):
-        ZenFlowAdamW(mlp().parameters(), **{**OFFLOAD_ALL, "host_kernel": "inductor"}).synchronize()
+    with pytest.raises(RuntimeError, match=r"^host_kernel='native' cannot be made: .*host_kernel='aten' needs"):
+        ZenFlowAdamW(mlp().parameters(), **{**OFFLOAD_ALL, "host_kernel": "native"}).synchronize()
 
 
 def test_max_events_is_an_integer() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.gradients.compression import Residual, expanded, scales_and_values
+from zenflow_compile.runtime.gradients.compression import Residual
+from zenflow_compile.runtime.host.compressed_block import expanded, scales_and_values
 
 REST, LENGTH = 24, 10
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -34,8 +35,7 @@ def block_of(plan: ParamPlan) -> Tensor:
 
 def received(block: Tensor) -> Tensor:
     """The whole block as the host reads it."""
-    (flat,) = expanded([block], slice(0, REST * LENGTH), LENGTH)
-    return flat.view(REST, LENGTH)
+    return expanded(block, slice(0, REST * LENGTH)).view(REST, LENGTH)
 
 
 def gradient_of(dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -124,9 +124,8 @@ def test_chunks_change_no_result(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     cut.compress(gradient_of(dtype), coefficients(0.3), other)
     assert torch.equal(block, other)
     assert torch.equal(whole.lost, cut.lost)
-    parts = [expanded([block, other], slice(a * LENGTH, b * LENGTH), LENGTH) for a, b in ((0, 7), (7, 8), (8, REST))]
-    for number in range(2):
-        assert torch.equal(torch.cat([part[number] for part in parts]).view(REST, LENGTH), received(block))
+    parts = [expanded(other, slice(a * LENGTH, b * LENGTH)) for a, b in ((0, 7), (7, 8), (8, REST))]
+    assert torch.equal(torch.cat(parts).view(REST, LENGTH), received(block))
 
 
 def test_block_is_contiguous() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import stat
+import subprocess
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pytest
@@ -17,11 +21,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gil_gap import measure, spin_beside
+from zenflow_compile.native import build
+from zenflow_compile.native.library import library
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.host import host_adam
-from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, make_host_adam
 from zenflow_compile.torch_internals import torch_private
 
+ROOT = Path(__file__).parents[2]
 MAX_GRADIENTS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COEFFICIENTS = tuple(
@@ -29,7 +36,7 @@ COEFFICIENTS = tuple(
     for i, scale in enumerate((1.0, 0.5, 1.0, 3.0))
 )
 
-kernels = pytest.mark.parametrize("kernel", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+kernels = pytest.mark.parametrize("kernel", ["aten", "native"])
 
 
 class State(NamedTuple):
@@ -59,7 +66,8 @@ def random_gradients(numel: int, count: int, dtype: torch.dtype) -> list[Tensor]
 def update(
     adam: HostAdam, state: State, gradients: list[Tensor], coefficients: tuple[StepCoefficients, ...], step: int
 ) -> None:
-    adam(*state[:3], gradients, coefficients, step=step, eps=1e-8, out=state.out)
+    whole = WindowUpdate(state[:3], state.out, gradients, coefficients, step=step, eps=1e-8)
+    adam(whole, slice(0, state.master.numel()))
 
 
 def expect(
@@ -76,7 +84,7 @@ def expect(
 @kernels
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_eager_rule(kernel: Literal["aten", "inductor"], dtype: torch.dtype, count: int) -> None:
+def test_equals_the_eager_rule(kernel: Literal["aten", "native"], dtype: torch.dtype, count: int) -> None:
     adam = make_host_adam(kernel, gradient_dtype=dtype, out_dtype=dtype, max_gradients=MAX_GRADIENTS)
     assert adam.name == kernel
     for numel in (0, 1, 7, 100_003):
@@ -90,7 +98,7 @@ def test_equals_the_eager_rule(kernel: Literal["aten", "inductor"], dtype: torch
 
 
 @kernels
-def test_long_odd_length_equals_the_rule(kernel: Literal["aten", "inductor"]) -> None:
+def test_long_odd_length_equals_the_rule(kernel: Literal["aten", "native"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(1_000_003, torch.bfloat16)
     before = state.copy()
@@ -100,7 +108,7 @@ def test_long_odd_length_equals_the_rule(kernel: Literal["aten", "inductor"]) ->
 
 
 @kernels
-def test_betas_may_change_within_a_window(kernel: Literal["aten", "inductor"]) -> None:
+def test_betas_may_change_within_a_window(kernel: Literal["aten", "native"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     coefficients = tuple(
         each._replace(beta1=beta1, grad_scale=1.0)
@@ -114,7 +122,7 @@ def test_betas_may_change_within_a_window(kernel: Literal["aten", "inductor"]) -
 
 
 @kernels
-def test_rate_of_zero_moves_moments_only(kernel: Literal["aten", "inductor"]) -> None:
+def test_rate_of_zero_moves_moments_only(kernel: Literal["aten", "native"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     state = State.random(1000, torch.float32)
     before = state.copy()
@@ -126,7 +134,7 @@ def test_rate_of_zero_moves_moments_only(kernel: Literal["aten", "inductor"]) ->
 
 
 @kernels
-def test_zero_gradients_at_the_start_stay_finite(kernel: Literal["aten", "inductor"]) -> None:
+def test_zero_gradients_at_the_start_stay_finite(kernel: Literal["aten", "native"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     zero = torch.zeros(64)
     state = State(torch.ones(64), zero.clone(), zero.clone(), torch.empty(64))
@@ -135,7 +143,7 @@ def test_zero_gradients_at_the_start_stay_finite(kernel: Literal["aten", "induct
 
 
 @kernels
-def test_rows_without_a_gradient_change_nothing(kernel: Literal["aten", "inductor"]) -> None:
+def test_rows_without_a_gradient_change_nothing(kernel: Literal["aten", "native"]) -> None:
     """After a full window of garbage in other tensors, shorter windows see only their own gradients."""
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     garbage = State.random(1000, torch.float32)
@@ -151,7 +159,7 @@ def test_rows_without_a_gradient_change_nothing(kernel: Literal["aten", "inducto
 
 
 @kernels
-def test_infinite_gradients_stay_in_their_elements(kernel: Literal["aten", "inductor"]) -> None:
+def test_infinite_gradients_stay_in_their_elements(kernel: Literal["aten", "native"]) -> None:
     """Rows without a gradient read the last gradient again; if it is infinite, zero times it would be NaN."""
     adam = make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS)
     gradient = torch.ones(64)
@@ -164,7 +172,7 @@ def test_infinite_gradients_stay_in_their_elements(kernel: Literal["aten", "indu
 
 
 @kernels
-def test_window_of_missing_gradients_writes_out_only(kernel: Literal["aten", "inductor"]) -> None:
+def test_window_of_missing_gradients_writes_out_only(kernel: Literal["aten", "native"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(1000, torch.bfloat16)
     before = state.copy()
@@ -174,7 +182,7 @@ def test_window_of_missing_gradients_writes_out_only(kernel: Literal["aten", "in
 
 
 @kernels
-def test_threads_on_disjoint_ranges_equal_one_call(kernel: Literal["aten", "inductor"]) -> None:
+def test_threads_on_disjoint_ranges_equal_one_call(kernel: Literal["aten", "native"]) -> None:
     """Ranges at odd offsets, one thread each, equal one call over the whole and leave their neighbors alone."""
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     numel, first, middle, last = 400_009, 3, 3 + 150_016, 400_002
@@ -203,7 +211,7 @@ def test_threads_on_disjoint_ranges_equal_one_call(kernel: Literal["aten", "indu
 
 
 @kernels
-def test_one_thread_per_call_keeps_the_callers_setting(kernel: Literal["aten", "inductor"]) -> None:
+def test_one_thread_per_call_keeps_the_callers_setting(kernel: Literal["aten", "native"]) -> None:
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
     state = State.random(4_000_000, torch.bfloat16)
     gradients = random_gradients(4_000_000, 4, torch.bfloat16)
@@ -218,14 +226,14 @@ def test_one_thread_per_call_keeps_the_callers_setting(kernel: Literal["aten", "
 
 
 @kernels
-def test_gil_is_released_during_an_update(kernel: Literal["aten", "inductor"]) -> None:
+def test_gil_is_released_during_an_update(kernel: Literal["aten", "native"]) -> None:
     """The longest stop of a concurrent Python thread is far shorter than the update.
 
     The best of a few tries, since on busy cores the worker may lose its own just while it holds the GIL. A
     kernel that kept the GIL would stop the thread for its whole duration in every try.
     """
     adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS)
-    numel = 32_000_000 if kernel == "inductor" else 8_000_000
+    numel = 32_000_000 if kernel == "native" else 8_000_000
     gaps = (measure(adam, numel, MAX_GRADIENTS) for _ in range(5))
     assert any(gap.gap < 0.25 * gap.update for gap in gaps)
 
@@ -236,43 +244,28 @@ def test_gil_measurement_detects_a_held_gil() -> None:
     assert any(spin_beside(lambda: libc.usleep(50_000)).gap > 40 for _ in range(5))
 
 
-@pytest.mark.slow
-def test_kernels_ignore_the_users_torch_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compilation and no other result under resets, default devices and dtypes, grad modes, any length."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("compiled again")
-
-    def check(numel: int) -> None:
+def test_kernel_ignores_the_users_torch_settings() -> None:
+    torch.set_default_dtype(torch.float64)
+    host_adam._self_test.cache_clear()
+    try:
+        with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
+            adam = make_host_adam(
+                "native", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS
+            )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for numel in (1, 2, 3, 1000, 70_001):
         gradients = random_gradients(numel, 2, torch.bfloat16)
         state = State.random(numel, torch.bfloat16)
         before = state.copy()
 
-        def work() -> None:
+        def work(state: State = state, gradients: list[Tensor] = gradients) -> None:
             with torch.device("meta"), torch.inference_mode():
                 update(adam, state, gradients, COEFFICIENTS[:2], step=5)
 
         run_in_thread(work)
-        update(adam, state, gradients, COEFFICIENTS[:2], step=5)
-        for _ in range(2):
-            rule_p_(*before[:3], gradients, COEFFICIENTS[:2], step=5, eps=1e-8, out=before.out)
+        rule_p_(*before[:3], gradients, COEFFICIENTS[:2], step=5, eps=1e-8, out=before.out)
         torch.testing.assert_close(state.master, before.master, rtol=1e-6, atol=1e-6)
-
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
-            adam = make_host_adam(
-                "inductor", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=MAX_GRADIENTS
-            )
-    finally:
-        torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
-    monkeypatch.setattr("torch._inductor.graph.GraphLowering.__init__", fail)
-    for numel in (1, 2, 3, 1000, 70_001):
-        check(numel)
-        torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=True):
-        check(512)
 
 
 def run_in_thread(work: Callable[[], None]) -> None:
@@ -280,42 +273,122 @@ def run_in_thread(work: Callable[[], None]) -> None:
         pool.submit(work).result()
 
 
-@pytest.mark.slow
-def test_auto_takes_the_fused_kernel_with_a_compiler() -> None:
-    if torch_private.cpp_compiler() is None:
-        pytest.skip("needs a C++ compiler")
+def test_auto_takes_the_native_kernel_with_a_compiler() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         adam = make_host_adam(
             "auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=MAX_GRADIENTS
         )
-    assert adam.name == "inductor"
+    assert adam.name == "native"
 
 
-def test_auto_without_a_compiler_warns_once() -> None:
-    host_adam._warn_once.cache_clear()
-    dtypes = {"gradient_dtype": torch.float32, "out_dtype": torch.float32}
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A process that has not loaded the library, with an empty cache."""
+    caches = (host_adam._self_test, host_adam._warn_once, library, build.load_library, build._warn_once)
+    for each in caches:
+        each.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield tmp_path / "zenflow_compile"
+    monkeypatch.undo()
+    for each in caches:
+        each.cache_clear()
+
+
+def made(kernel: Literal["auto", "native"] = "native") -> HostAdam:
+    return make_host_adam(kernel, gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=1)
+
+
+def test_auto_without_a_compiler_warns_once(no_library: Path) -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         with pytest.warns(RuntimeWarning, match=r"slower 'aten' kernel: no C\+\+ compiler was found") as caught:
-            adams = [make_host_adam("auto", max_gradients=MAX_GRADIENTS, **dtypes) for _ in range(3)]
-        with pytest.raises(RuntimeError, match=r"host_kernel='inductor' cannot be made: no C\+\+ compiler"):
-            make_host_adam("inductor", max_gradients=MAX_GRADIENTS, **dtypes)
+            adams = [made("auto") for _ in range(3)]
+        with pytest.raises(RuntimeError, match=r"host_kernel='native' cannot be made: no C\+\+ compiler"):
+            made()
     assert [adam.name for adam in adams] == ["aten"] * 3
     assert len([warning for warning in caught if warning.category is RuntimeWarning]) == 1
 
 
-def test_auto_with_a_broken_compiler_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo no space left >&2; exit 1", "ended with 1:.*no space left"),
+        ("kill -9 $$", "ended with -9"),
+        ("exit 0", "ended with 0"),  # and made nothing
+        ('while [ "$1" != -o ]; do shift; done; echo text > "$2"', "does not load"),
+    ],
+    ids=["fails", "is killed", "makes nothing", "makes no library"],
+)
+def test_auto_with_a_broken_compiler_warns(
+    no_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reason: str
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: str(compiler))
+    with pytest.warns(RuntimeWarning, match=f"(?s)slower 'aten' kernel: .*{reason}"):
+        assert made("auto").name == "aten"
+    with pytest.raises(RuntimeError, match=f"(?s)host_kernel='native' cannot be made: .*{reason}"):
+        made()
+    assert not list(no_library.glob("*.so")) or script.startswith("while")
 
-    host_adam._warn_once.cache_clear()
-    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: "g++")
-    monkeypatch.setattr(torch_private, "compile_host_kernel", broken)
-    dtypes = {"gradient_dtype": torch.float32, "out_dtype": torch.float32}
-    with pytest.warns(RuntimeWarning, match="OSError: No space left on device"):
-        assert make_host_adam("auto", max_gradients=1, **dtypes).name == "aten"
-    with pytest.raises(RuntimeError, match="No space left on device"):
-        make_host_adam("inductor", max_gradients=1, **dtypes)
+
+def test_wrong_code_is_found(no_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path in build.SOURCES.glob("*.[ch]*"):
+        (tmp_path / path.name).write_text(
+            path.read_text().replace("window.decay * master -", "window.decay * master +")
+        )
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    with pytest.raises(RuntimeError, match="computes wrong numbers; set CXX"):
+        made()
+
+
+def test_library_is_compiled_one_time(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = made()
+    (path,) = no_library.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o700
+    build.load_library.cache_clear()
+    library.cache_clear()
+    monkeypatch.setattr(build, "_compile", None)
+    assert made().name == first.name
+
+
+@pytest.mark.parametrize("damage", ["truncated", "written by all", "a link"])
+def test_library_that_is_not_ours_is_compiled_anew(no_library: Path, damage: str) -> None:
+    made()
+    (path,) = no_library.iterdir()
+    good = path.read_bytes()
+    path.unlink()
+    if damage == "a link":
+        (no_library / "other").write_bytes(good)
+        path.symlink_to(no_library / "other")
+    else:
+        path.write_bytes(good if damage == "written by all" else good[:100])
+        path.chmod(0o777 if damage == "written by all" else 0o700)
+    # Another process: this one has loaded a library of this name.
+    code = "from zenflow_compile.native.library import library; print(library().zenflow_window_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert int(done.stdout) > 0
+    assert path.stat().st_size == len(good)
+    assert stat.S_ISREG(path.lstat().st_mode)
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_cache_that_cannot_be_written_warns_once(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_library.write_text("a file in place of the folder")
+    with pytest.warns(RuntimeWarning, match="every process compiles it anew, which takes seconds; set XDG_CACHE_HOME"):
+        assert made().name == "native"
+
+
+def test_key_depends_on_the_cpu_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = torch_private.cpp_compiler()
+    assert compiler is not None
+    here = build._key(compiler)
+    with monkeypatch.context() as other_cpu:
+        other_cpu.setattr(build, "_cpu", lambda: "flags: sse2")
+        assert build._key(compiler) != here
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert build._key(compiler) != here
 
 
 def test_bad_arguments_raise_and_write_nothing() -> None:

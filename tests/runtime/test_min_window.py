@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
 from zenflow_compile.runtime.host.workers import WorkerPool
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step import min_window
@@ -163,10 +163,10 @@ def test_host_rate_uses_the_kernel_on_all_workers(
     calls: list[tuple[str, int, int]] = []
     together = threading.Barrier(workers, timeout=30)
 
-    def watched(*arguments: Any, **keywords: Any) -> None:
+    def watched(update: WindowUpdate, part: slice) -> None:
         together.wait()
-        calls.append((threading.current_thread().name, len(arguments[3]), arguments[0].numel()))
-        kernel(*arguments, **keywords)
+        calls.append((threading.current_thread().name, len(update.gradients), part.stop - part.start))
+        kernel(update, part)
 
     pool = WorkerPool(workers, Recorder())
     try:

@@ -28,7 +28,7 @@ from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, 
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
-from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, make_host_adam
 from zenflow_compile.torch_internals import torch_private
 
 WINDOW_GRADIENTS = 4
@@ -274,11 +274,10 @@ class _Host:
 
     def adam(self, index: int) -> None:
         assert self._kernel is not None
-        part = self._parts[index]
-        master, exp_avg, exp_avg_sq = (tensor[part] for tensor in self._state)
-        out, *window = (tensor[part] for tensor in self._narrow)
+        out, *window = self._narrow
         coefficients = [_COEFFICIENTS] * WINDOW_GRADIENTS
-        self._kernel(master, exp_avg, exp_avg_sq, window, coefficients, step=WINDOW_GRADIENTS, eps=1e-8, out=out)
+        update = WindowUpdate(self._state, out, window, coefficients, step=WINDOW_GRADIENTS, eps=1e-8)
+        self._kernel(update, self._parts[index])
 
 
 def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, rounds: int) -> LinkRates:

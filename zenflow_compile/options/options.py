@@ -156,7 +156,7 @@ class Options:
             which gives the host more time for them.
         weight_grad_bytes: Device memory, in bytes, for inputs and output gradients that ``"forward"`` keeps longer; it
             limits the number of layers. None: a quarter of the free memory.
-        host_kernel: Host Adam: ``"inductor"`` (one fused kernel; needs a C++ compiler), ``"aten"``
+        host_kernel: Host Adam: ``"native"`` (one fused loop in C++; needs a C++ compiler), ``"aten"``
             (``torch._fused_adamw_``, slower), or ``"auto"``: the first if it compiles.
     """
 
@@ -195,7 +195,7 @@ class Options:
     staging_bytes: int | None = _integer(None, 1, unless=(None,))
     weight_grad_order: str = _choice("asap", "asap", "forward")
     weight_grad_bytes: int | None = _integer(None, 0, unless=(None,))
-    host_kernel: Literal["auto", "inductor", "aten"] = _choice("auto", "auto", "inductor", "aten")
+    host_kernel: Literal["auto", "native", "aten"] = _choice("auto", "auto", "native", "aten")
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,26 +1,17 @@
-"""Compresses deferred gradients to int8 with a scale per slice before the D2H copy, and expands them on the host.
-
-A block is int8[deferred, length + 4]. It holds f32[deferred] scales, then int8[deferred, length] values, contiguously,
-so that one copy moves both.
-"""
+"""Compresses deferred gradients to int8 with a scale per slice before the D2H copy, and keeps the rounding error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.late_number import on_device
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.torch_internals import torch_private
-
-EXPANDED_ELEMENTS = 1 << 16
-"""Elements of each gradient buffer that the host expands to fp32 at a time: four buffers are 1 MiB, which fits into a
-core's L2 cache."""
+from zenflow_compile.runtime.host.compressed_block import scales_and_values
 
 
 @dataclass(slots=True)
@@ -57,22 +48,3 @@ class Residual:
             changed: bool[deferred], on the device.
         """
         self.lost.masked_fill_(changed.unsqueeze(1), 0.0)
-
-
-def scales_and_values(block: Tensor) -> tuple[Tensor, Tensor]:
-    """View a block as f32[deferred] scales and int8[deferred, length] values."""
-    deferred, length = block.shape[0], block.shape[1] - FP32_BYTES
-    flat = block.view(-1)
-    return flat[: FP32_BYTES * deferred].view(torch.float32), flat[FP32_BYTES * deferred :].view(deferred, length)
-
-
-def expanded(blocks: Sequence[Tensor], part: slice, length: int) -> list[Tensor]:
-    """Expand the elements ``part`` of compressed gradients on the host to fp32, [n] each. Runs in the calling thread.
-
-    Args:
-        part: covers whole slices of ``length`` elements.
-    """
-    slices = slice(part.start // length, part.stop // length)
-    with torch.no_grad(), torch_private.one_intra_op_thread():
-        views = [scales_and_values(block) for block in blocks]
-        return [(values[slices] * scales[slices].unsqueeze(1)).view(-1) for scales, values in views]

@@ -88,7 +88,7 @@ class EngineMemory:
                 self.transport.to_host, self.transport.to_device, self.transport.workers, recorder, self._device
             )
         self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
-        self.kernels: dict[tuple[torch.dtype, int], HostAdam] = {}
+        self.kernels: dict[tuple[torch.dtype, torch.dtype, int], HostAdam] = {}
         self.files: NvmeCache | None = None
         self._options = options
         self._arenas: list[HostArena] = []
@@ -161,12 +161,11 @@ class EngineMemory:
         return {index: CachedState(self.files, chunk) for index, chunk in chunks.items()}
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
-        gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # expanded before the kernel reads it
-        key = (plan.dtype, plan.interval)
+        key = (plan.dtype, plan.buffer_dtype, plan.interval)
         if key not in self.kernels:
             self.kernels[key] = make_host_adam(
                 self._options.host_kernel,
-                gradient_dtype=gradient_dtype,
+                gradient_dtype=plan.buffer_dtype,
                 out_dtype=plan.dtype,
                 max_gradients=plan.interval,
             )

@@ -14,9 +14,8 @@ from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
-from zenflow_compile.runtime.gradients.compression import EXPANDED_ELEMENTS, expanded
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.runtime.host.state_store import InMemoryState, State, StateLock, StateStore
 from zenflow_compile.runtime.host.workers import Job, preferred_worker
 from zenflow_compile.runtime.recorder import Moment
@@ -122,6 +121,7 @@ class WindowJob(Job):
         # Copied: with staleness the next update window may be flushed, and counted, before this job runs.
         self._taken = host.taken
         self._eps = eps
+        self._update: WindowUpdate | None = None
         tasks = [partial(self.run, part) for part in host.ranges]
         # Last: a job without tasks ends in here, and ``ended`` reads the attributes above.
         super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
@@ -161,26 +161,15 @@ class WindowJob(Job):
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
         host, plan = self._host, self._host.plan
-        # An expanded piece should stay in the cache until the kernel has read it, and must begin with a slice.
-        piece = max(1, EXPANDED_ELEMENTS // plan.length) * plan.length if plan.compressed else TASK_ELEMENTS
-        blocks = [block.view(-1) for block in (*(host.in_memory or host.store.state()), self._upload)]
-        for first in range(part.start, part.stop, piece):
-            elements = slice(first, min(first + piece, part.stop))
-            if plan.compressed:
-                gradients = expanded(self._gradients, elements, plan.length)
-            else:
-                gradients = [gradient.view(-1)[elements] for gradient in self._gradients]
-            master, exp_avg, exp_avg_sq, out = [block[elements] for block in blocks]
-            host.kernel(
-                master,
-                exp_avg,
-                exp_avg_sq,
-                gradients,
-                self._coefficients,
-                step=self._taken,
-                eps=self._eps,
-                out=out,
+        if (update := self._update) is None:
+            # Not before: now the inputs have arrived, factors among them, and a state in a file is in memory. Several
+            # workers may do this: they store the same.
+            state = [block.view(-1) for block in (*(host.in_memory or host.store.state()), self._upload)]
+            gradients = self._gradients if plan.compressed else [each.view(-1) for each in self._gradients]
+            update = self._update = WindowUpdate(
+                state[:3], state[3], gradients, self._coefficients, self._taken, self._eps
             )
+        host.kernel(update, part)
         count: int = part.stop - part.start
         number = len(self._coefficients)
         # Workers may do this at the same time: they store the same number.

@@ -18,7 +18,7 @@ import torch
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.runtime.host.workers import Job, WorkerPool
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
@@ -114,17 +114,20 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
     is timed.
     """
     coefficients = [StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
-    task_bytes = round(TASK_ELEMENTS * touched_bytes(plan, len(coefficients)))
-    gradient_dtype = torch.float32 if plan.compressed else plan.dtype  # what the kernel is handed
+    slices = max(1, TASK_ELEMENTS // plan.length)
+    elements = slices * plan.length
+    task_bytes = round(elements * touched_bytes(plan, len(coefficients)))
+    shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
 
     def task() -> Callable[[], int]:
         # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
-        master, exp_avg, exp_avg_sq = (torch.ones(TASK_ELEMENTS, device="cpu") for _ in range(3))
-        out = torch.ones(TASK_ELEMENTS, dtype=plan.dtype, device="cpu")
-        gradients = [torch.ones(TASK_ELEMENTS, dtype=gradient_dtype, device="cpu") for _ in coefficients]
+        state = [torch.ones(elements, dtype=torch.float32, device="cpu") for _ in range(3)]
+        out = torch.ones(elements, dtype=plan.dtype, device="cpu")
+        gradients = [torch.ones(shape, dtype=plan.buffer_dtype, device="cpu") for _ in coefficients]
+        update = WindowUpdate(state, out, gradients, coefficients, step=len(coefficients), eps=1.0)
 
         def run() -> int:
-            kernel(master, exp_avg, exp_avg_sq, gradients, coefficients, step=len(coefficients), eps=1.0, out=out)
+            kernel(update, slice(0, elements))
             return task_bytes
 
         return run

@@ -1,0 +1,138 @@
+"""Compiles the package's C++ source at its first use, and keeps the library for later processes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import stat
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.torch_internals import torch_private
+
+SOURCES = Path(__file__).parent
+_MAIN = "host_updates.cpp"
+# No -ffast-math and no contraction: results would depend on the CPU, and on how ranges are cut. No -fopenmp: PyTorch
+# brings its own OpenMP runtime, and a process must not have two.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-march=native"),
+    *("-ffp-contract=off", "-fno-math-errno", "-w"),
+)
+_COMPILE_SECONDS = 120.0
+
+
+class BuildError(RuntimeError):
+    """The C++ source cannot be compiled or loaded here; the message has the reason."""
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Return the compiled library; compiles it, some 2 s, unless an earlier process has on this kind of CPU.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or the system does not load what it made.
+    """
+    compiler = torch_private.cpp_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler was found: install g++, or set CXX")
+    path = cache_folder() / f"host_updates-{_key(compiler)}.so"
+    if _is_ours(path):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # written by a process that ran out of disk space, or on a file system without execution
+            pass
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        _warn_once(f"{path.parent}: {error.strerror}")
+        folder = tempfile.TemporaryDirectory()
+    with folder as name:
+        made = Path(name) / path.name
+        _compile(compiler, made)
+        if Path(name).parent == path.parent:
+            # Atomic: another process may compile the same source, and loads the library as soon as it has its name.
+            made = made.replace(path)
+        try:
+            return ctypes.CDLL(str(made))  # never unloaded: threads run its code until the process ends
+        except OSError as error:
+            raise BuildError(
+                f"the system does not load {made}: {error}; set XDG_CACHE_HOME to another folder"
+            ) from None
+
+
+def cache_folder() -> Path:
+    """The folder of compiled libraries: ``zenflow_compile`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "zenflow_compile"
+    except RuntimeError:  # there is no home directory
+        return Path(tempfile.gettempdir()) / f"zenflow_compile_{os.getuid()}"
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the file exists and no other user can have written it: its code will run in this process."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+def _compile(compiler: str, library: Path) -> None:
+    command = [*shlex.split(compiler), *_FLAGS, str(SOURCES / _MAIN), "-o", str(library)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not run: {error}") from None
+    if done.returncode or not library.exists():
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise BuildError(f"{compiler} ended with {done.returncode}:\n{last}")
+    library.chmod(0o700)
+
+
+def _key(compiler: str) -> str:
+    """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
+    try:
+        version = subprocess.run(
+            [*shlex.split(compiler), "--version"], capture_output=True, check=False, timeout=_COMPILE_SECONDS
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not run: {error}") from None
+    sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    parts = [version, _cpu().encode(), " ".join(_FLAGS).encode(), *sources]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on."""
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in names)
+
+
+@cache  # warn once per process
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"the compiled host kernel cannot be kept ({printable(reason)}): every process compiles it anew, which takes "
+        "seconds; set XDG_CACHE_HOME to a folder that can be written",
+        RuntimeWarning,
+        stacklevel=user_stacklevel(),
+    )
