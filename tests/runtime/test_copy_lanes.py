@@ -199,3 +199,45 @@ def test_interrupted_start_leaves_no_second_thread(lane: ThreadLane, monkeypatch
     started[0].join(20)
     assert not started[0].is_alive()
     lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()
+
+
+def test_lost_thread_fails_queued_copies(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next copy starts another thread."""
+    gate, original = threading.Event(), ThreadTicket.set
+    broken: list[ThreadTicket] = []
+
+    def breaks(ticket: ThreadTicket, error: BaseException | None = None) -> None:
+        if not broken and lane.runs(threading.current_thread()):
+            broken.append(ticket)
+            gate.wait(20)
+            raise MemoryError
+        original(ticket, error)
+
+    monkeypatch.setattr(ThreadTicket, "set", breaks)
+    tickets = [lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w") for _ in range(4)]
+    gate.set()
+    for ticket in tickets:
+        ticket.settle()
+        assert isinstance(ticket.error, MemoryError)
+    assert lane.failed
+    lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()
+    lane.settle()
+    lane.close()
+
+
+def test_copy_queued_behind_a_lost_thread_fails(lane: ThreadLane) -> None:
+    lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()
+    thread, items = lane._thread, lane._queue
+    assert thread is not None
+    items.put(None)
+    thread.join()
+
+    class Losing(type(items)):  # type: ignore[misc]
+        def put(self, item: object) -> None:
+            lane._thread = None
+            super().put(item)
+
+    lane._queue = Losing()
+    ticket = lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
+    with pytest.raises(CopyError):
+        ticket.wait()

@@ -14,7 +14,7 @@ import torch
 from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, ParamPlan, Placement
 from zenflow_compile.runtime.nvme.cache import NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.cached_state import CachedState, CachedStateLock
-from zenflow_compile.runtime.nvme.chunk import ChunkState, chunk_bytes
+from zenflow_compile.runtime.nvme.chunk import Chunk, ChunkState, chunk_bytes
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFile, StateFileError
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -284,3 +284,30 @@ def test_cache_goes_on_after_an_interrupted_growth(make: Make, monkeypatch: pyte
 
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("choose", ["_next_to_read", "_next_to_write"])
+def test_failed_choice_loses_awaited_chunks_alone(make: Make, choose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads go on, and no thread waits forever."""
+    plans = [plan_of(index) for index in range(3)]
+    cache, stores = make(plans, chunk_bytes(plans[0]))
+    failures = [MemoryError("on purpose")]
+    original = getattr(cache, choose)
+
+    def breaks() -> Chunk | None:
+        if failures:
+            raise failures.pop()
+        found: Chunk | None = original()
+        return found
+
+    monkeypatch.setattr(cache, choose, breaks)
+    lost: list[BaseException | None] = []
+    for number in (0, 1, 2, 0, 1, 2):
+        try:
+            with stores[number].acquire(write=True) as state:
+                state.master.fill_(number)
+        except StateFileError as error:
+            lost.append(error.__cause__)
+    assert not failures
+    assert len(lost) <= 2, "one chunk, which is asked for two times"
+    assert all(isinstance(each, MemoryError) for each in lost)

@@ -424,3 +424,93 @@ def test_workers_run_on_their_cores() -> None:
     assert seen == [{core}, {core}]
     assert os.sched_getaffinity(0) == mine
     pool.close()
+
+
+def test_job_whose_inputs_cannot_be_asked_fails() -> None:
+    """As of a device that has died: the job fails, and the worker lives on."""
+    pool = pool_of(1)
+
+    def breaks() -> bool:
+        raise ZeroDivisionError("on purpose")
+
+    bad, good = job(lambda: 0, lambda: 0, arrived=breaks), job(lambda: 0)
+    pool.submit(bad, good)
+    good.wait()
+    bad.settle()
+    with pytest.raises(RuntimeError, match="failed") as caught:
+        bad.wait()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert pool.failed
+    pool.close()
+
+
+def test_job_whose_end_fails_is_done() -> None:
+    pool = pool_of(1)
+    bad = job(lambda: 0)
+
+    def breaks() -> None:
+        raise MemoryError
+
+    bad.ended = breaks  # type: ignore[method-assign]
+    pool.submit(bad)
+    bad.settle()
+    with pytest.raises(RuntimeError, match="failed"):
+        bad.wait()
+    pool.close()
+
+
+def test_event_that_cannot_be_recorded_fails_the_job() -> None:
+    class FullTimeline:
+        def add(self, *_: object, **__: object) -> None:
+            raise MemoryError
+
+    recorder = Recorder()
+    recorder.timeline = FullTimeline()  # type: ignore[assignment]
+    pool = WorkerPool(1, recorder)
+    bad = job(lambda: 0)
+    pool.submit(bad)
+    with pytest.raises(RuntimeError, match="failed"):
+        bad.wait()
+    bad.settle()
+    recorder.timeline = None
+    good = job(lambda: 0)
+    pool.submit(good)
+    good.wait()
+    pool.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_lost_worker_fails_queued_jobs(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that another worker has begun are finished, and the next job starts the thread that is missing."""
+    pool = pool_of(workers)
+    gate, began = threading.Event(), threading.Event()
+    running = job(lambda: int(began.set() or gate.wait(20)))
+    queued = [job(lambda: 0, arrived=gate.is_set) for _ in range(3)]
+    original = pool._take
+
+    def take(worker: int) -> Any:
+        if threading.current_thread().name.endswith(f"-{workers - 1}") and began.is_set():
+            raise MemoryError
+        return original(worker)
+
+    pool.submit(running, *queued)
+    assert began.wait(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_take", take)
+        if workers == 1:
+            gate.set()
+        with pool._lock:
+            pool._wake.notify_all()
+        for each in queued:
+            each.settle()
+            with pytest.raises(RuntimeError, match="failed") as caught:
+                each.wait()
+            assert isinstance(caught.value.__cause__, MemoryError)
+    gate.set()
+    running.wait()
+    assert pool.failed
+    good = job(lambda: 0)
+    pool.submit(good)
+    good.wait()
+    assert sorted(thread.name for thread in pool._threads) == [f"zenflow-worker-{index}" for index in range(workers)]
+    pool.close()

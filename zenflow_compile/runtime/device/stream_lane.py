@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ class StreamTicket:
         self._end = end
         self._tensors = tensors  # the references keep both buffers alive while the copy is in flight
         self._flag = flag
+        self._ask_device_at = time.monotonic() + _POLL_EVENT_SECONDS
 
     @property
     def error(self) -> BaseException | None:
@@ -30,8 +32,19 @@ class StreamTicket:
         return None
 
     def done(self) -> bool:
-        """See :meth:`Ticket.done`."""
-        return self._flag.reached() if self._flag else self._end.query()
+        """See :meth:`Ticket.done`.
+
+        Raises:
+            RuntimeError: the device has died, which is asked from time to time.
+        """
+        if self._flag is None:
+            return self._end.query()
+        if self._flag.reached():
+            return True
+        if (now := time.monotonic()) >= self._ask_device_at:
+            self._ask_device_at = now + _POLL_EVENT_SECONDS
+            self._end.query()  # raises if the device died: then the flag is never raised
+        return False
 
     def wait(self) -> None:
         """See :meth:`Ticket.wait`."""

@@ -119,9 +119,9 @@ class ThreadLane:
 
     def close(self) -> None:
         """See :meth:`CopyLane.close`."""
-        if self._thread is not None:
+        if (thread := self._thread) is not None:
             self._queue.put(None)
-            self._thread.join()
+            thread.join()
             # Last: an interrupted ``close`` is repeated and waits again; no thread reads a second None.
             self._thread = None
 
@@ -134,6 +134,8 @@ class ThreadLane:
             self._start()
         ticket = ThreadTicket()
         self._queue.put((copy, ticket))
+        if self._thread is None:  # it has ended by an error since, and may have emptied the queue before
+            _fail_all(self._queue, RuntimeError("the thread that makes copies has ended"))
         return ticket
 
     def _start(self) -> None:
@@ -150,16 +152,25 @@ class ThreadLane:
         self._queue, self._thread = items, thread
 
     def _run(self, items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None]) -> None:
-        while (item := items.get()) is not None:
-            copy, ticket = item
-            try:
-                self._make(copy)
-            except BaseException as error:
-                # Before the ticket ends: a step that then begins looks for failures only if ``failed`` is set.
-                self.failed = True
+        ticket: ThreadTicket | None = None
+        try:
+            while (item := items.get()) is not None:
+                copy, ticket = item
+                try:
+                    self._make(copy)
+                except BaseException as error:
+                    # Before the ticket ends: a step that then begins looks for failures only if ``failed`` is set.
+                    self.failed = True
+                    ticket.set(error)
+                else:
+                    ticket.set()
+        except BaseException as error:  # no thread may wait forever for a copy
+            self.failed = True
+            if self._thread is threading.current_thread():
+                self._thread = None  # before the queue is emptied: see ``_hand_over``
+            if ticket is not None:
                 ticket.set(error)
-            else:
-                ticket.set()
+            _fail_all(items, error)
 
     def _make(self, copy: _Copy) -> None:
         if copy.first is not None:
@@ -170,6 +181,17 @@ class ThreadLane:
         if timeline is not None and (size := copy.source.nbytes):
             end = time.perf_counter_ns()
             timeline.add(self._name, copy.kind, begin, end, step=copy.step, param=copy.param, bytes=size)
+
+
+def _fail_all(items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None], error: BaseException) -> None:
+    """Fail the copies of a lane without a thread."""
+    while True:
+        try:
+            item = items.get_nowait()
+        except queue.Empty:
+            return
+        if item is not None:
+            item[1].set(error)
 
 
 def copy_without_gil(target: Tensor, source: Tensor) -> None:

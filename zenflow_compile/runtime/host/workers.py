@@ -124,7 +124,10 @@ class Job(Latch):
         """The job is done. If no task is left, it is settled, too: ``ended`` comes before any thread goes on."""
         if not self._left:
             self.tasks = ()  # they may refer to this job
-            self.ended()
+            try:
+                self.ended()
+            except Exception as error:  # no thread may wait forever for this job
+                self.error = self.error or error
             if self._settled is not None:
                 self._settled.set()
         if not self.is_set:
@@ -167,6 +170,12 @@ class _Queued:
         if own := self._by_worker[worker]:
             return own.popleft()
         return max(self._by_worker, key=len).pop()
+
+    def fail(self, error: BaseException) -> None:
+        """Count all tasks that no worker has taken as failed. The job must not be queued any more."""
+        left, self.left = self.left, 0
+        for _ in range(left):
+            self.job.finish_task(error)
 
 
 class WorkerPool:
@@ -247,8 +256,11 @@ class WorkerPool:
         """Start the threads that are missing. See [Note: interrupted starts]."""
         with self._lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for index in range(len(self._threads), self.workers):
+        running = {thread.name for thread in self._threads}
+        for index in range(self.workers):
             name = f"zenflow-worker-{index}"
+            if name in running:
+                continue
             thread = threading.Thread(target=self._run, args=(index,), name=name, daemon=True)
             self._threads.append(thread)  # before the start, which an interrupt may leave
             try:
@@ -266,27 +278,41 @@ class WorkerPool:
             # Not registered: its start was interrupted, and another thread may serve its index by now.
             if threading.current_thread() not in self._threads:
                 return
-        if self.cores:
-            pin_this_thread(self.cores[index])
-        lane = worker_lane(index)
-        while (taken := self._take(index)) is not None:
-            job, task = taken
-            if job.error is not None:
-                job.finish_task()
-                continue
-            try:
-                job.ready()
-                begin = time.perf_counter_ns()
-                touched_bytes = task()
-            except BaseException as error:
-                # Before the job ends: a step that then begins looks for failures only if ``failed`` is set.
-                self.failed = True
-                job.finish_task(error)
-                continue
-            if (timeline := self._recorder.timeline) is not None:
-                end = time.perf_counter_ns()
-                timeline.add(lane, job.kind, begin, end, step=job.step, param=job.param, bytes=touched_bytes)
-            job.finish_task()
+        try:
+            if self.cores:
+                pin_this_thread(self.cores[index])
+            lane = worker_lane(index)
+            while (taken := self._take(index)) is not None:
+                job, task = taken
+                try:
+                    if job.error is None:
+                        self._run_task(job, task, lane)
+                except BaseException as error:
+                    # Before the job ends: a step that then begins looks for failures only if ``failed`` is set.
+                    self.failed = True
+                    job.finish_task(error)
+                else:
+                    job.finish_task()
+        except BaseException as error:
+            self._lose_worker(error)
+
+    def _run_task(self, job: Job, task: Callable[[], int], lane: str) -> None:
+        job.ready()
+        begin = time.perf_counter_ns()
+        touched_bytes = task()
+        if (timeline := self._recorder.timeline) is not None:
+            end = time.perf_counter_ns()
+            timeline.add(lane, job.kind, begin, end, step=job.step, param=job.param, bytes=touched_bytes)
+
+    def _lose_worker(self, error: BaseException) -> None:
+        """The calling worker ends with ``error``: fail all queued jobs, so that no thread waits for them forever."""
+        with self._lock:
+            self.failed = True
+            self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+            self._complete = False  # after a state was loaded, the next job starts another thread
+            queue, self._queue = self._queue, []
+        for entry in queue:
+            entry[-1].fail(error)
 
     def _take(self, worker: int) -> tuple[Job, Callable[[], int]] | None:
         """The next task of worker ``worker``, which blocks until there is one; None at the end."""
@@ -316,9 +342,15 @@ class WorkerPool:
         now = time.monotonic()
         if idle and now - self._polled_at < _POLL_SECONDS / 2:
             return None
-        for number, entry in enumerate(self._queue):
+        for number, (*_, queued) in enumerate(self._queue):
             # This may take the lock of the cache of files under the pool's: no code may take them in the other order.
-            if entry[-1].job.arrived():
-                return number
+            try:
+                if queued.job.arrived():
+                    return number
+            except Exception as error:  # of a device that died, for example
+                self.failed = True
+                del self._queue[number]
+                queued.fail(error)
+                return self._first_arrived(idle=False)  # the list has changed
         self._polled_at = now
         return None

@@ -322,8 +322,11 @@ class NvmeCache:
         with self._lock:
             # A thread whose start was interrupted is not registered: nothing would join it, so it exits.
             while not self._closing and threading.current_thread() in self._threads:
-                if (chunk := choose()) is not None:
-                    return chunk
+                try:
+                    if (chunk := choose()) is not None:
+                        return chunk
+                except Exception as error:  # a thread that ended here would leave others waiting for their chunks
+                    self._lose_wanted(error)
                 changed.wait()
         return None
 
@@ -379,6 +382,13 @@ class NvmeCache:
         taken = sorted((each.begin, each.begin + each.size) for each in present)
         edges = [(0, 0), *taken, (self.nbytes, self.nbytes)]
         return next((end for (_, end), (begin, _) in pairwise(edges) if begin - end >= size), None)
+
+    def _lose_wanted(self, cause: BaseException) -> None:
+        """Lose the chunks that others wait for and no thread moves or has locked."""
+        for chunk in self._chunks:
+            if chunk.requests and chunk.holder is None and chunk.state is ChunkState.ON_DISK:
+                self._lose(chunk, "moved", cause)
+        self._users.notify_all()
 
     def _lose(self, chunk: Chunk, what: str, cause: BaseException) -> None:
         """See [Note: lost chunks]."""
