@@ -37,6 +37,7 @@ def test_turn_must_hold_whole_windows(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--steps 10 must be a multiple of S = 4" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_end_to_end(results: Path) -> None:
     sizes = ["--model", "tiny", "--inner", "eager", "--rounds", "2", "--steps", "8", "--profile", "8"]

@@ -84,6 +84,7 @@ def test_inductor_and_zenflow_share_a_cache(tmp_path: Path) -> None:
     assert ours_again["hits"] > 0, "rewritten graphs must be cacheable"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_topk_ratio_is_another_cache_entry(tmp_path: Path) -> None:
     """Shapes of our nodes' results depend on the plan, which the nodes only name by number."""

@@ -170,6 +170,7 @@ def test_compiled_matrix(name: str, everything: bool) -> None:
     check(name, compiled=True, everything=everything)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_inductor_lora(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EAGER_BACKEND, "options", {})

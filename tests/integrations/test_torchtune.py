@@ -113,7 +113,9 @@ def reference(scaled: bool = True) -> tuple[dict[str, Tensor], Numbers]:
 
 
 @pytest.mark.parametrize(
-    "entry", [*ENTRIES, pytest.param(INDUCTOR, marks=pytest.mark.slow)], ids=[*ENTRY_IDS, "inductor"]
+    "entry",
+    [*ENTRIES, pytest.param(INDUCTOR, marks=[pytest.mark.slow, pytest.mark.long])],
+    ids=[*ENTRY_IDS, "inductor"],
 )
 def test_scaled_gradients_equal_adamw(entry: dict[str, Any] | None) -> None:
     """Nothing becomes dense: one factor scales each gradient, and accumulated ones lie in the engine's memory."""

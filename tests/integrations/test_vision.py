@@ -229,6 +229,7 @@ def test_windowed_moving_average_at_both_entries() -> None:
     assert difference(eager.average, reference("vit", Recipe(ema=True))[0].average) > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_vit_under_inductor_equals_adamw() -> None:
     assert compare("vit", NORM, {"backend": "zenflow"}).dense == {}

@@ -58,7 +58,7 @@ def test_full_queue_without_the_gil_goes_on(simulated: SimulatedProcess, limit: 
     assert simulated.call(fill_queue, limit, False, values, timeout=60)
 
 
-@pytest.mark.parametrize("limit", HANGING)
+@pytest.mark.parametrize("limit", [HANGING[0], pytest.param(HANGING[1], marks=pytest.mark.long)])
 def test_full_queue_with_the_gil_hangs_on_values(simulated: SimulatedProcess, limit: int) -> None:
     """The hang that jobs without the GIL will end: the device waits for a thread that waits for the GIL."""
     with pytest.raises(SimulatedHang):
