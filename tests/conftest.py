@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.simulated.build import build, missing
+from tests.simulated.process import SimulatedProcess
 from tests.support.recording import RecordingEngine
 from zenflow_compile.runtime.device import thread_lane
 
@@ -64,3 +66,15 @@ def recording() -> Iterator[Callable[..., RecordingEngine]]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Iterator[SimulatedProcess]:
+    """A child process with the simulated device, for all tests of this process."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    build()  # here, so that the time that it takes is not that of a call
+    process = SimulatedProcess()
+    yield process
+    process.close()

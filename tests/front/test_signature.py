@@ -439,7 +439,7 @@ def test_no_thread_names_a_remedy(
 
 
 def test_host_kernel_is_named_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_adam.torch_private, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(host_adam, "_refusal", lambda: "no C++ compiler was found")
     with pytest.raises(RuntimeError, match=r"^host_kernel='native' cannot be made: .*host_kernel='aten' needs"):
         ZenFlowAdamW(mlp().parameters(), **{**OFFLOAD_ALL, "host_kernel": "native"}).synchronize()
 

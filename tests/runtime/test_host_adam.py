@@ -246,7 +246,7 @@ def test_gil_measurement_detects_a_held_gil() -> None:
 
 def test_kernel_ignores_the_users_torch_settings() -> None:
     torch.set_default_dtype(torch.float64)
-    host_adam._self_test.cache_clear()
+    host_adam._refusal.cache_clear()
     try:
         with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
             adam = make_host_adam(
@@ -285,7 +285,7 @@ def test_auto_takes_the_native_kernel_with_a_compiler() -> None:
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A process that has not loaded the library, with an empty cache."""
-    caches = (host_adam._self_test, host_adam._warn_once, library, build.load_library, build._warn_once)
+    caches = (host_adam._refusal, host_adam._warn_once, library, build.load_library, build._warn_once)
     for each in caches:
         each.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.gradients.compression import scales_and_values
+from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.compressed_block import scales_and_values
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.parameters import host_state
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
@@ -153,15 +155,18 @@ def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(actual, expected)
 
 
-def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["aten", "native"])
+def test_compressed_gradients_expand_by_whole_slices(
+    kernel: Literal["aten", "native"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The flush of int8 blocks equals rule P on the expanded values, for every split into tasks and pieces."""
     plan = replace(PLAN, compressed=True)
-    monkeypatch.setattr(host_state, "EXPANDED_ELEMENTS", 20)  # two slices of eight
+    monkeypatch.setattr(host_adam, "EXPANDED_ELEMENTS", 20)  # two slices of eight
     monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)  # four of these pieces
     host = HostState.allocate(
         plan,
         HostArena(HostState.arena_bytes(plan)),
-        make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers),
+        make_host_adam(kernel, gradient_dtype=torch.int8, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers),
     )
     torch.manual_seed(0)
     host.state().master.normal_()

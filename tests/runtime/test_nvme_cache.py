@@ -289,18 +289,19 @@ def interrupted(*_: object) -> None:
 @pytest.mark.parametrize("choose", ["_next_to_read", "_next_to_write"])
 def test_failed_choice_loses_awaited_chunks_alone(make: Make, choose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads go on, and no thread waits forever."""
-    plans = [plan_of(index) for index in range(3)]
-    cache, stores = make(plans, chunk_bytes(plans[0]))
-    failures = [MemoryError("on purpose")]
-    original = getattr(cache, choose)
+    failures: list[MemoryError] = []
+    original = getattr(NvmeCache, choose)
 
-    def breaks() -> Chunk | None:
+    def breaks(cache: NvmeCache) -> Chunk | None:
         if failures:
             raise failures.pop()
-        found: Chunk | None = original()
+        found: Chunk | None = original(cache)
         return found
 
-    monkeypatch.setattr(cache, choose, breaks)
+    monkeypatch.setattr(NvmeCache, choose, breaks)
+    plans = [plan_of(index) for index in range(3)]
+    _, stores = make(plans, chunk_bytes(plans[0]))
+    failures.append(MemoryError("on purpose"))
     lost: list[BaseException | None] = []
     for number in (0, 1, 2, 0, 1, 2):
         try:

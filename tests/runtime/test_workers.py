@@ -483,24 +483,22 @@ def test_event_that_cannot_be_recorded_fails_the_job() -> None:
 def test_lost_worker_fails_queued_jobs(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that another worker has begun are finished, and the next job starts the thread that is missing."""
     pool = pool_of(workers)
-    gate, began = threading.Event(), threading.Event()
-    running = job(lambda: int(began.set() or gate.wait(20)))
-    queued = [job(lambda: 0, arrived=gate.is_set) for _ in range(3)]
-    original = pool._take
+    gate, began, busy = threading.Event(), threading.Event(), set()
+    running = job(lambda: int(busy.add(threading.current_thread()) or began.set() or gate.wait(20)))
+    queued = [job(lambda: 0, arrived=lambda: False) for _ in range(3)]
+    original = pool._first_arrived
 
-    def take(worker: int) -> Any:
-        if threading.current_thread().name.endswith(f"-{workers - 1}") and began.is_set():
+    def first_arrived(idle: bool) -> int | None:
+        if workers == 1 or threading.current_thread() not in busy:
             raise MemoryError
-        return original(worker)
+        return original(idle)
 
     pool.submit(running, *queued)
     assert began.wait(20)
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_take", take)
+        patch.setattr(pool, "_first_arrived", first_arrived)  # which idle workers call a thousand times a second
         if workers == 1:
             gate.set()
-        with pool._lock:
-            pool._wake.notify_all()
         for each in queued:
             each.settle()
             with pytest.raises(RuntimeError, match="failed") as caught:

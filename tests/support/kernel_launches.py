@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import triton_kernels
 from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.gradients.compression import scales_and_values
+from zenflow_compile.runtime.host.compressed_block import scales_and_values
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {

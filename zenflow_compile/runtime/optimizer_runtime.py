@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -356,6 +357,8 @@ class OptimizerRuntime:
                 part()
             except Exception as raised:
                 error = error or raised
+                with suppress(Exception):  # threads and files must not stay for an error that has passed
+                    part()
         ops.unregister_engine(self.id)
         if self._claim is not None:
             self._claim.release()

@@ -111,26 +111,22 @@ def make_host_adam(
     if kernel not in ("auto", "native", "aten"):
         raise ValueError(f"kernel={kernel!r} must be 'auto', 'native' or 'aten'")
     if kernel != "aten":
-        try:
-            _self_test()
+        reason = _refusal()
+        if reason is None:
             return NativeHostAdam(gradient_dtype, out_dtype, max_gradients)
-        except BuildError as error:
-            if kernel == "native":
-                raise RuntimeError(
-                    f"host_kernel='native' cannot be made: {error}. host_kernel='aten' needs no compiler"
-                ) from error
-            _warn_once(str(error))
+        if kernel == "native":
+            raise RuntimeError(f"host_kernel='native' cannot be made: {reason}. host_kernel='aten' needs no compiler")
+        _warn_once(reason)
     return AtenHostAdam(gradient_dtype, out_dtype, max_gradients)
 
 
-@cache  # one time per process
-def _self_test() -> None:
-    """Run the compiled kernel on a few elements.
-
-    Raises:
-        BuildError: it cannot be made, or the compiler made wrong code of it.
-    """
-    kernel = NativeHostAdam(torch.bfloat16, torch.bfloat16, 2)
+@cache  # one time per process: a compiler that fails may take seconds
+def _refusal() -> str | None:
+    """Why the compiled kernel cannot be used; None if it can, and has right results for a few elements."""
+    try:
+        kernel = NativeHostAdam(torch.bfloat16, torch.bfloat16, 2)
+    except BuildError as error:
+        return str(error)
     # The host is named, and modes of the caller are left: the first optimizer may be made in any context.
     with torch_private.outside_of_transforms(), torch_private.one_intra_op_thread():
         start = torch.linspace(-1.0, 1.0, _TESTED_ELEMENTS, dtype=torch.float32, device="cpu")
@@ -140,8 +136,8 @@ def _self_test() -> None:
         kernel(WindowUpdate(made, out, gradients, coefficients, 2, 1e-8), slice(0, _TESTED_ELEMENTS))
         rule_p_(expected[0], expected[1], expected[2], gradients, coefficients, step=2, eps=1e-8)
         right = all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(made, expected, strict=True))
-        if not (right and torch.equal(out, made[0].bfloat16())):
-            raise BuildError("the compiled kernel computes wrong numbers; set CXX to another compiler")
+        right = right and torch.equal(out, made[0].bfloat16())
+    return None if right else "the compiled kernel computes wrong numbers; set CXX to another compiler"
 
 
 _TESTED_ELEMENTS = 203  # whole vectors, and a partial one

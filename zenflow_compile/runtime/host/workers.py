@@ -215,17 +215,25 @@ class WorkerPool:
             try:
                 self._start()
             except BaseException as error:
-                self.failed = True
-                for job in jobs:
-                    job.abort(error)
+                self._refuse(jobs, error)
                 raise
-        queued = [_Queued(job, self.workers) for job in jobs if job.tasks]
-        entries = [(each.job.step, each.job.deadline, next(self._order), each) for each in queued]
-        with self._lock:
-            self._polled_at = 0.0
-            self._wake.notify(sum(each.left for each in queued))  # the workers wait for the lock
-            # One assignment, and nothing after it: an interrupt leaves all jobs queued, or none.
-            self._queue = sorted(self._queue + entries)
+        try:
+            queued = [_Queued(job, self.workers) for job in jobs if job.tasks]
+            entries = [(each.job.step, each.job.deadline, next(self._order), each) for each in queued]
+            with self._lock:
+                queue = sorted(self._queue + entries)
+                self._polled_at = 0.0
+                self._wake.notify(sum(each.left for each in queued))  # the workers wait for the lock
+                # One assignment, and nothing after it: an interrupt leaves all jobs queued, or none.
+                self._queue = queue
+        except Exception as error:  # after an interrupt, ``withdraw`` finds those that were not queued
+            self._refuse(jobs, error)
+            raise
+
+    def _refuse(self, jobs: Iterable[Job], error: BaseException) -> None:
+        self.failed = True
+        for job in jobs:
+            job.abort(error)
 
     def withdraw(self, jobs: Iterable[Job]) -> None:
         """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -275,58 +274,70 @@ class NvmeCache:
             self._start()
 
     def _read_chunks(self) -> None:
-        while (chunk := self._next(self._readers, self._next_to_read)) is not None:
-            with self._moving(chunk, "read") as memory:
-                if chunk.checksum is None:
-                    memory.zero_()
-                else:
-                    self._read(chunk, memory)
-                # Before the block ends, which makes the chunk CACHED: from then on a job may read the tensors.
-                chunk.tensors = state_in(memory, chunk.plan)
-
-    def _read(self, chunk: Chunk, memory: Tensor) -> None:
-        begin = time.perf_counter_ns()
-        checksum = chunk.file.read(chunk.offset, memory_of(memory))
-        self._record("read", begin, chunk)
-        if checksum != chunk.checksum:
-            raise StateFileError(
-                f"the checksum is {checksum:08x}, that of what was written {chunk.checksum:08x}: the disk has lost or "
-                "changed it, or another process wrote to the file"
-            )
+        self._serve(self._readers, self._next_to_read, self._read)
 
     def _write_chunks(self) -> None:
-        while (chunk := self._next(self._writers, self._next_to_write)) is not None:
-            with self._moving(chunk, "written") as memory:
-                begin = time.perf_counter_ns()
-                chunk.checksum = chunk.file.write(chunk.offset, memory_of(memory))
-                self._record("write", begin, chunk)
+        self._serve(self._writers, self._next_to_write, self._write)
 
-    @contextmanager
-    def _moving(self, chunk: Chunk, moved: str) -> Iterator[Tensor]:
-        """Give the memory of a chunk that is read or written, u8[size]. Afterwards the chunk is cached, or lost."""
-        error: BaseException | None = None
-        try:
-            yield self._memory[chunk.begin : chunk.begin + chunk.size]
-        except BaseException as raised:
-            error = raised
+    def _serve(
+        self, changed: threading.Condition, choose: Callable[[], Chunk | None], move: Callable[[Chunk], None]
+    ) -> None:
+        """Move the chunks that ``choose`` finds. Whatever fails, the thread goes on: others wait for its chunks."""
+        while True:
+            chunk: Chunk | None = None
+            try:
+                if (chunk := self._next(changed, choose)) is None:
+                    return
+                move(chunk)
+                self._end_move(chunk)
+            except BaseException as error:
+                self._end_move(chunk, error)
+
+    def _end_move(self, chunk: Chunk | None, error: BaseException | None = None) -> None:
+        """Make a chunk cached, or lost by ``error``. Without a chunk, lose those that others wait for."""
         with self._lock:
-            if error is None:
-                chunk.state = ChunkState.CACHED
-            else:
-                self._lose(chunk, moved, error)
-            self._readers.notify_all()
-            self._users.notify_all()
+            try:
+                if chunk is not None and error is None:
+                    chunk.state = ChunkState.CACHED
+                elif error is not None:
+                    wanted = (each for each in self._chunks if each.requests and each.state is ChunkState.ON_DISK)
+                    for each in wanted if chunk is None else (chunk,):
+                        self._lose(each, error)
+            finally:
+                self._readers.notify_all()
+                self._users.notify_all()
+
+    def _memory_of(self, chunk: Chunk) -> Tensor:
+        return self._memory[chunk.begin : chunk.begin + chunk.size]
+
+    def _read(self, chunk: Chunk) -> None:
+        memory = self._memory_of(chunk)
+        if chunk.checksum is None:
+            memory.zero_()
+        else:
+            begin = time.perf_counter_ns()
+            checksum = chunk.file.read(chunk.offset, memory_of(memory))
+            self._record("read", begin, chunk)
+            if checksum != chunk.checksum:
+                raise StateFileError(
+                    f"the checksum is {checksum:08x}, that of what was written {chunk.checksum:08x}: the disk has lost "
+                    "or changed it, or another process wrote to the file"
+                )
+        # Before the chunk is CACHED: from then on a job may read the tensors.
+        chunk.tensors = state_in(memory, chunk.plan)
+
+    def _write(self, chunk: Chunk) -> None:
+        begin = time.perf_counter_ns()
+        chunk.checksum = chunk.file.write(chunk.offset, memory_of(self._memory_of(chunk)))
+        self._record("write", begin, chunk)
 
     def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
         """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
         with self._lock:
             # A thread whose start was interrupted is not registered: nothing would join it, so it exits.
             while not self._closing and threading.current_thread() in self._threads:
-                try:
-                    if (chunk := choose()) is not None:
-                        return chunk
-                except Exception as error:  # a thread that ended here would leave others waiting for their chunks
-                    self._lose_wanted(error)
+                if (chunk := choose()) is not None:
+                    return chunk
                 changed.wait()
         return None
 
@@ -383,18 +394,12 @@ class NvmeCache:
         edges = [(0, 0), *taken, (self.nbytes, self.nbytes)]
         return next((end for (_, end), (begin, _) in pairwise(edges) if begin - end >= size), None)
 
-    def _lose_wanted(self, cause: BaseException) -> None:
-        """Lose the chunks that others wait for and no thread moves or has locked."""
-        for chunk in self._chunks:
-            if chunk.requests and chunk.holder is None and chunk.state is ChunkState.ON_DISK:
-                self._lose(chunk, "moved", cause)
-        self._users.notify_all()
-
-    def _lose(self, chunk: Chunk, what: str, cause: BaseException) -> None:
+    def _lose(self, chunk: Chunk, cause: BaseException) -> None:
         """See [Note: lost chunks]."""
+        moved = "written" if chunk.state is ChunkState.WRITING else "read"
         chunk.evict()
         chunk.error = StateFileError(
-            f"the optimizer state of {chunk.name} could not be {what} ({printable(chunk.file.path)}): {cause}; load "
+            f"the optimizer state of {chunk.name} could not be {moved} ({printable(chunk.file.path)}): {cause}; load "
             "the last saved state (the last checkpoint), after freeing space on the disk if it is full"
         )
         chunk.error.__cause__ = cause

@@ -153,7 +153,11 @@ class WindowJob(Job):
     def ended(self) -> None:
         """See :meth:`Job.ended`."""
         if self._lock_of_state is not None:
-            self._lock_of_state.release()
+            try:
+                self._lock_of_state.release()
+            except BaseException:  # a chunk that stays locked stops other jobs
+                self._lock_of_state.release()
+                raise
         # With stale updates each job waits for the one before, which would keep all jobs so far alive.
         self._before, self._inputs = None, []
 
