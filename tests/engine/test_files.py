@@ -158,22 +158,20 @@ def test_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
     assert_same(training.load(saved).run(5, 9).weights(), expected)
 
 
-def test_checkpoints_do_not_grow_the_cache(files: Directories) -> None:
+def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     cache = cache_of(training)
     resident: list[int] = []
-    read = NvmeCache._read
+    memory_of = NvmeCache._memory_of
 
-    def watched(self: NvmeCache, chunk: Chunk, memory: torch.Tensor) -> None:
+    def watched(self: NvmeCache, chunk: Chunk) -> torch.Tensor:
+        memory = memory_of(self, chunk)
         assert memory.data_ptr() >= self._memory.data_ptr()
         resident.append(sum(each.size for each in self._chunks if each.state is not ChunkState.ON_DISK))
-        read(self, chunk, memory)
+        return memory
 
-    NvmeCache._read = watched  # type: ignore[method-assign]
-    try:
-        training.load(training.saved()).run(2, 4)
-    finally:
-        NvmeCache._read = read  # type: ignore[method-assign]
+    monkeypatch.setattr(NvmeCache, "_memory_of", watched)
+    training.load(training.saved()).run(2, 4)
     assert cache.nbytes == CHUNK_BYTES
     assert 0 < max(resident) <= CHUNK_BYTES
 
