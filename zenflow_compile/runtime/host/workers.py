@@ -1,7 +1,7 @@
 """Worker threads that run the host updates of flushed update windows, earliest deadline first, each on its own core.
 
-Workers make no CUDA calls: their inputs have been copied to host memory, and the training thread copies their results
-back. The error of a failed job is kept with its traceback and raised in the training thread.
+Workers queue nothing on a device: their inputs have been copied to host memory, and the training thread copies their
+results back. The error of a failed job is kept with its traceback and raised in the training thread.
 
 [Note: interrupted starts] ``Thread.start`` waits, so an interrupt often comes there. It leaves a thread that runs, will
 run or was never made. So a thread is registered before it is started. The next caller removes dead threads, under the
