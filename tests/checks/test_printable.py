@@ -121,10 +121,7 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_compiler_warning_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> None:
-        raise RuntimeError(f"{HOSTILE}\n\x1b[31merror\x1b[m: no space")
-
-    monkeypatch.setattr(host_adam, "InductorHostAdam", broken)
+    monkeypatch.setattr(host_adam, "_refusal", lambda: f"{HOSTILE}\n\x1b[31merror\x1b[m: no space")
     host_adam._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="slower 'aten' kernel") as caught:
         host_adam.make_host_adam("auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=1)

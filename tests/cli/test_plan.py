@@ -28,7 +28,7 @@ SMALL = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "1024"
 POLICIES = {"resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"}
 FINDINGS: dict[str, Any] = {
     "machine": {"nodes": {"0": [0, 1]}, "workers": 1, "memory_bytes": 10**10, "device": "cpu"},
-    "kernel": "inductor",
+    "kernel": "native",
     "host": [{"threads": 1, "copy": 9e9, "add": 1e10, "adam": 2.8e9, "parameters": 1e8}],
     "link": [{"memory": "memmove", "to_host": 5e9, "to_device": 4e9}],
     "device": {"parameters": 1e8, "bytes": 2.8e9},
