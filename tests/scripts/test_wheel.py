@@ -63,8 +63,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
-    assert "zenflow_compile/py.typed" in files
+    kinds = (".py", ".typed", ".cpp", ".h")
+    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in kinds}
+    assert {"zenflow_compile/py.typed", "zenflow_compile/native/host_updates.cpp"} <= files
     assert {name for name in names if ".dist-info/" not in name} == files
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
