@@ -13,7 +13,7 @@ from tests.faults.trials import PHASES, SCENARIOS, Trial, outcome, sites_of
 from tests.simulated.process import SimulatedCrash, SimulatedHang, SimulatedProcess
 from zenflow_compile.runtime.host.workers import WorkerPool
 
-IN_EVERY_RUN = 6  # sites of each scenario and phase
+IN_EVERY_RUN = 4  # sites of each scenario and phase
 SECONDS = 30.0  # a trial takes less than two
 
 
@@ -47,7 +47,7 @@ def test_some_failed_calls_are_harmless(simulated: SimulatedProcess, scenario: s
     drawn = random.Random(f"{scenario} {phase} {device}").sample(sites, min(IN_EVERY_RUN, len(sites)))
     found = tried(simulated, trial, drawn)
     assert not wrong(found)
-    assert "refused" in found.values(), "no call has failed"
+    assert set(found.values()) - {"nothing changed"}, "no call has failed"
 
 
 def defect_in_submission(trial: Trial, site: Site) -> str:

@@ -217,6 +217,7 @@ def test_loop_matrix(
     check(entry, clip, accumulate, precision, bad)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_inductor_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EAGER_BACKEND, "options", {})

@@ -236,6 +236,7 @@ def test_compiled_matrix(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, compiled=True)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_inductor_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EAGER_BACKEND, "options", {})

@@ -52,5 +52,6 @@ def test_host_is_two_steps_ahead_at_most(simulator: Simulator) -> None:
         ends.append(Event())
         ends[-1].record()
         behind = max(behind, sum(not end.query() for end in ends))
-    assert behind == 2, "the device has the work of one whole step queued when the next one is"
+    # Two, when the device is as late as it is meant to be; a busy machine may slow the host more.
+    assert 1 <= behind <= 2
     loop.close()
