@@ -142,12 +142,13 @@ def test_other_cpus_have_the_same_bits(cpu: str, tmp_path: Path, monkeypatch: py
     if needed not in build._cpu():
         pytest.skip(f"this CPU cannot run code for {cpu}")
     with compiled_for((f"-march={cpu}",), tmp_path) as other:
-        for dtype in DTYPES:
-            update = update_of(4101, 3, dtype, dtype)
-            kernel = NativeHostAdam(dtype, dtype, 3)
+        for dtype in (*DTYPES, torch.int8):
+            out_dtype, length = (torch.bfloat16, 100) if dtype == torch.int8 else (dtype, 0)
+            update = update_of(4100, 3, dtype, out_dtype, length)
+            kernel = NativeHostAdam(dtype, out_dtype, 3)
             monkeypatch.setattr(kernel, "_run", other)
             expected = formula(update)
-            kernel(update, slice(0, 4101))
+            kernel(update, slice(0, 4100))
             assert all(same(*pair) for pair in zip((*update.state, update.out), expected, strict=True))
 
 

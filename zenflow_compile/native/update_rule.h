@@ -86,7 +86,18 @@ struct Float16 {
 
 struct Int8 {
   using Element = int8_t;
+  // GCC 12 would convert vectors of bytes element by element.
+#if ZENFLOW_LANES == 16
+  static Floats load(const int8_t* from) {
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+  }
+#elif ZENFLOW_LANES == 8
+  static Floats load(const int8_t* from) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+  }
+#else
   static Floats load(const int8_t* from) { return __builtin_convertvector(loaded<Bytes>(from), Floats); }
+#endif
 };
 
 // The elements of a partial vector, padded with zeros.
