@@ -40,11 +40,10 @@ def test_a_read_of_a_number_is_counted(simulated: SimulatedProcess) -> None:
     assert found.syncs[STEADY]
 
 
-@in_simulator
-def test_host_is_two_steps_ahead_at_most(simulator: Simulator) -> None:
+def steps_behind(simulator: Simulator, late: float) -> int:
+    """The most steps that a late device has not done when the host has queued the next one."""
     simulator.configure()
-    simulator.delay(default_stream(), 0.997)
-    serve()
+    simulator.delay(default_stream(), late)
     loop, ends = Loop(Case("exact", steps=6), simulator.device), []
     behind = 0
     for step in range(6):
@@ -52,6 +51,16 @@ def test_host_is_two_steps_ahead_at_most(simulator: Simulator) -> None:
         ends.append(Event())
         ends[-1].record()
         behind = max(behind, sum(not end.query() for end in ends))
-    # Two, when the device is as late as it is meant to be; a busy machine may slow the host more.
-    assert 1 <= behind <= 2
     loop.close()
+    return behind
+
+
+@in_simulator
+def test_host_is_two_steps_ahead_at_most(simulator: Simulator) -> None:
+    serve()
+    behind = 0
+    for late in (0.997, 0.999, 0.9995):  # a busy machine slows the host: the device must be later than it
+        behind = max(behind, steps_behind(simulator, late))
+        if behind >= 2:
+            break
+    assert behind == 2, "the device has the work of one whole step queued when the next one is"

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import shlex
 import stat
 import subprocess
 import tempfile
@@ -92,7 +91,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _compile(compiler: str, library: Path) -> None:
-    command = [*shlex.split(compiler), *_FLAGS, str(SOURCES / _MAIN), "-o", str(library)]
+    command = [compiler, *_FLAGS, str(SOURCES / _MAIN), "-o", str(library)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
@@ -109,7 +108,7 @@ def _key(compiler: str) -> str:
     """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
     try:
         version = subprocess.run(
-            [*shlex.split(compiler), "--version"], capture_output=True, check=False, timeout=_COMPILE_SECONDS
+            [compiler, "--version"], capture_output=True, check=False, timeout=_COMPILE_SECONDS
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} did not run: {error}") from None

@@ -23,7 +23,7 @@
 namespace zenflow {
 
 constexpr int kLanes = ZENFLOW_LANES;
-constexpr int kVectors = 4;  // whose moments stay in registers while all gradients are applied
+constexpr int kVectors = 4;  // per block: its moments stay in registers while all gradients are applied
 constexpr int kBlock = kVectors * kLanes;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -165,7 +165,7 @@ inline Floats new_master(const UpdateWindow& window, Floats master, Floats exp_a
   return window.decay * master - window.step_size * exp_avg / denominator;
 }
 
-// Gradients of which element 0 is that of the state, too.
+// Gradients in the order of the state.
 template <class Gradient>
 struct Dense {
   const UpdateWindow& window;
