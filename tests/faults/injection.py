@@ -1,4 +1,4 @@
-"""Makes one call fail that the package makes of code outside of it. The calls are found by running a program.
+"""Makes one of the package's calls of other code fail. A run of the program finds these calls.
 
 A profile function sees the calls of C functions by frames of the package, and of Python functions of others. What it
 raises is raised by the call, before the function has done anything. In Python 3.11 it sees neither operators nor calls

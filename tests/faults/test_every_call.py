@@ -1,4 +1,4 @@
-"""Every call that can fail, fails one time: training raises, or goes on as if nothing was; it never hangs or errs."""
+"""Each call that can fail, fails one time: training raises or is not affected, and never hangs or differs silently."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def defect_in_submission(trial: Trial, site: Site) -> str:
 
 
 def test_trials_find_a_job_without_an_end(simulated: SimulatedProcess) -> None:
-    """Proves that they would: a job that no worker will run makes ``close`` wait forever."""
+    """Proves that a trial sees a hang: ``close`` waits forever for a job that no worker will run."""
     trial = Trial("windows", "hooks", "close")
     (site,) = (site for site in simulated.call(sites_of, trial) if site.callee == "sorted" and "workers" in site.file)
     assert not outcome_of(simulated, trial, site).startswith("WRONG")

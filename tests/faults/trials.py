@@ -40,7 +40,7 @@ class Trial:
 
 
 class WatchedBackward(torch.autograd.Function):
-    """Passes a tensor on. Its backward lets the thread that runs it be watched, which autograd may have made."""
+    """Returns a copy of a tensor. Its backward starts to watch the calling thread, which may be one of autograd's."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, injector: Injector) -> Tensor:

@@ -34,7 +34,7 @@ class BuildError(RuntimeError):
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Return the compiled library; compiles it, some 2 s, unless an earlier process has on this kind of CPU.
+    """Return the library. The first process on a kind of CPU compiles it, which takes about 2 s.
 
     Raises:
         BuildError: there is no compiler, it fails, or the system does not load what it made.

@@ -313,7 +313,7 @@ class WorkerPool:
             timeline.add(lane, job.kind, begin, end, step=job.step, param=job.param, bytes=touched_bytes)
 
     def _lose_worker(self, error: BaseException) -> None:
-        """The calling worker ends with ``error``: fail all queued jobs, so that no thread waits for them forever."""
+        """Fail all queued jobs, because the calling worker ends with ``error``: no thread may wait for them forever."""
         with self._lock:
             self.failed = True
             self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]

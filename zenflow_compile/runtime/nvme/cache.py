@@ -282,7 +282,7 @@ class NvmeCache:
     def _serve(
         self, changed: threading.Condition, choose: Callable[[], Chunk | None], move: Callable[[Chunk], None]
     ) -> None:
-        """Move the chunks that ``choose`` finds. Whatever fails, the thread goes on: others wait for its chunks."""
+        """Move the chunks that ``choose`` finds. The thread outlives failures: other threads wait for its chunks."""
         while True:
             chunk: Chunk | None = None
             try:
@@ -294,15 +294,18 @@ class NvmeCache:
                 self._end_move(chunk, error)
 
     def _end_move(self, chunk: Chunk | None, error: BaseException | None = None) -> None:
-        """Make a chunk cached, or lost by ``error``. Without a chunk, lose those that others wait for."""
+        """End the move of a chunk: it is cached, or lost by ``error``.
+
+        Without a chunk, those on disk that other threads wait for are lost.
+        """
         with self._lock:
             try:
-                if chunk is not None and error is None:
-                    chunk.state = ChunkState.CACHED
-                elif error is not None:
+                if error is not None:
                     wanted = (each for each in self._chunks if each.requests and each.state is ChunkState.ON_DISK)
                     for each in wanted if chunk is None else (chunk,):
                         self._lose(each, error)
+                elif chunk is not None:
+                    chunk.state = ChunkState.CACHED
             finally:
                 self._readers.notify_all()
                 self._users.notify_all()
