@@ -63,7 +63,8 @@ class Variant:
         self.removed = removed
         if "host updates" in removed:
             for offloaded in self.system.optimizer.engine.offloaded.values():
-                offloaded.host.kernel = _nothing  # type: ignore[assignment]
+                # Jobs of Python's threads call what they find here; those of native threads would not.
+                offloaded.host.kernel, offloaded.host.native = _nothing, None  # type: ignore[assignment]
 
     @contextmanager
     def without_parts(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import clipping, gil_gap, op_overhead, parts, profiler_overhead
+from benchmarks import clipping, gil_gap, op_overhead, parts, profiler_overhead, waiting_jobs
 
 
 def test_gil_gap(results: Path) -> None:
@@ -17,6 +17,12 @@ def test_gil_gap(results: Path) -> None:
     assert row["milliseconds"]["gap"]["n"] == 2
     assert row["longest_gap_ms"] >= row["milliseconds"]["gap"]["median"]
     assert written["targets"][0]["limit"] == gil_gap.TARGET_MS
+
+
+def test_waiting_jobs(results: Path) -> None:
+    assert waiting_jobs.main(["--jobs", "3", "--workers", "2", "--rounds", "2", "--operators", "100"]) == 0
+    (row,) = json.loads((results / "waiting_jobs.json").read_text())["rows"]
+    assert row["native"]["n"] == row["python"]["n"] == row["alone again"]["n"] == 2
 
 
 @pytest.mark.slow

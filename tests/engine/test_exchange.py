@@ -18,7 +18,7 @@ from zenflow_compile.planning import plan as plans
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import host_adam
-from zenflow_compile.runtime.host.workers import Job, WorkerPool
+from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob, StateExchange
@@ -302,15 +302,15 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
 def test_close_ends_after_an_unqueued_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt came before the job was queued, so no worker will run it: ``close()`` must not wait for it."""
     training = Training(EAGER_BACKEND, EVERY_STEP).run(0, 3)
-    submit = WorkerPool.submit
+    submit = PythonPool.submit
 
-    def interrupted(pool: WorkerPool, *jobs: Job) -> None:
+    def interrupted(pool: PythonPool, *jobs: PythonJob) -> None:
         if isinstance(jobs[0], ExchangeJob):
             raise KeyboardInterrupt
         submit(pool, *jobs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerPool, "submit", interrupted)
+        patch.setattr(PythonPool, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.loss(3)
     with pytest.raises(RuntimeError, match="half-way"):

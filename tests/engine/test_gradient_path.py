@@ -58,7 +58,7 @@ def test_gradient_crosses_few_calls_and_files() -> None:
     inputs = torch.randn(8, 64)
     with CallCounter() as counter:
         optimizer = zf.ZenFlowAdamW(
-            model.named_parameters(), update_interval=1, min_offload_size=1, host_kernel="aten", workers=1
+            model.named_parameters(), update_interval=1, min_offload_size=1, host_kernel="native", workers=1
         )
         call = torch.compile(model, backend="zenflow", options={"inner": "eager"})
         loss = call(inputs).square().mean()

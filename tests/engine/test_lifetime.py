@@ -29,7 +29,7 @@ from tests.support.training import (
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.python_pool import PythonJob
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -197,7 +197,7 @@ def test_worker_may_collect_the_optimizer() -> None:
         dropped.set()
         return 0
 
-    engine.registry.transport.workers.submit(Job([drop], deadline=-1, step=0, param=""))
+    engine.registry.transport.workers.submit(PythonJob([drop], deadline=-1, step=0, param=""))
     assert dropped.wait(20)
     for thread in threading.enumerate():
         if thread.name == "zenflow-close":
@@ -276,7 +276,7 @@ def test_ended_jobs_are_freed(staleness: int) -> None:
 
     def jobs() -> int:
         gc.collect()
-        return sum(isinstance(each, Job) for each in gc.get_objects())
+        return sum(isinstance(each, PythonJob) for each in gc.get_objects())
 
     before = jobs()
     training = Training(EAGER_BACKEND, {"update_interval": 1, "staleness": staleness}).run(0, 20)

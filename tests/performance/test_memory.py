@@ -16,7 +16,7 @@ from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters.capacity import specs_of
 
 ALIGNMENT = 64  # bytes, of every tensor
@@ -40,7 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def device_tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
     """All tensors that are reachable from ``part`` of the runtime, but for what works on the host only."""
-    if id(part) in seen or isinstance(part, (HostArena, WorkerPool)):
+    if id(part) in seen or isinstance(part, (HostArena, HostWorkers)):
         return
     seen.add(id(part))
     if isinstance(part, Tensor):

@@ -294,7 +294,7 @@ def test_clear_waits_for_running_jobs() -> None:
 def test_job_waits_for_the_factors_of_its_gradients() -> None:
     """A worker that took the job earlier would block in its middle, before a job that could run."""
     host, factor = host_of(), ThreadTicket()
-    scale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [factor], lambda: 0.5)
+    scale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [factor], [torch.tensor(0.5, dtype=torch.float64)])
     for number in (1.0, scale, scale):
         index, buffer = host.free_buffer()
         buffer.fill_(1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.test_nvme_cache import plan_of, values
 from tests.runtime.test_workers import job, pool_of
-from zenflow_compile.runtime.host.workers import _Queued
+from zenflow_compile.runtime.host.python_pool import _Queued
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.cached_state import CachedState
 from zenflow_compile.runtime.nvme.chunk import chunk_bytes

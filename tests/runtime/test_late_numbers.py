@@ -52,7 +52,8 @@ def same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def late(value: float, ticket: ThreadTicket | None = None) -> LateNumber:
-    return LateNumber(torch.tensor(value, dtype=torch.float64), [ticket or ThreadTicket.ended()], lambda: value)
+    number = torch.tensor(value, dtype=torch.float64)
+    return LateNumber(number, [ticket or ThreadTicket.ended()], [number.clone()])
 
 
 # Whole runs.
@@ -206,12 +207,18 @@ def test_rate_on_the_device_is_read_once_per_step() -> None:
 
 
 def test_number_waits_for_its_copy_once() -> None:
-    ticket, computed = ThreadTicket(), []
-    number = LateNumber(torch.tensor(2.0), [ticket], lambda: computed.append(ticket.is_set) or 2.0)
+    ticket, reads = ThreadTicket(), []
+
+    class Cell:
+        def item(self) -> float:
+            reads.append(ticket.is_set)
+            return 2.0
+
+    number = LateNumber(torch.tensor(2.0), [ticket], [Cell()])
     negative = -number
     threading.Timer(0.05, ticket.set).start()
     assert (float(negative), float(number), float(number)) == (-2.0, 2.0, 2.0)
-    assert computed == [True]
+    assert reads == [True, True]
     assert negative.on_device.item() == -2.0
     assert number != late(2.0)
     assert len({number, negative, late(2.0), late(2.0)}) == 4

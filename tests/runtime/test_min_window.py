@@ -13,7 +13,7 @@ import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
-from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step import min_window
 from zenflow_compile.runtime.step.min_window import ShortestWindow, host_rate, shortest_window
@@ -168,7 +168,7 @@ def test_host_rate_uses_the_kernel_on_all_workers(
         calls.append((threading.current_thread().name, len(update.gradients), part.stop - part.start))
         kernel(update, part)
 
-    pool = WorkerPool(workers, Recorder())
+    pool = PythonPool(workers, Recorder())
     try:
         assert host_rate(watched, PLAN, pool) > 0  # type: ignore[arg-type]
     finally:

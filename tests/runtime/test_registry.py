@@ -56,7 +56,7 @@ def test_worker_cores_option_is_used_unchanged() -> None:
     core = min(os.sched_getaffinity(0))
     training = Training(None, {"worker_cores": [core]}).run(0, 2)
     assert training.optimizer.engine.worker_cores == (core,)
-    pool = training.optimizer.engine.registry.transport.workers
+    pool = training.optimizer.engine.registry.transport.workers._python
     assert [os.sched_getaffinity(thread.native_id or 0) for thread in pool._threads] == [{core}]
     training.optimizer.close()
 

@@ -282,11 +282,12 @@ def test_late_unscale_is_read_two_steps_later() -> None:
     run, plain = (Run(LONGEST, **ADAPTIVE, auto_ratio=0.7, min_update_interval=1) for _ in range(2))
     for step in range(12):
 
-        def compute(step: int = step) -> float:
-            reads.append(step)
-            return 0.5
+        class Cell:
+            def item(self, step: int = step) -> float:
+                reads.append(step)
+                return 0.5
 
-        unscale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [], compute)
+        unscale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [], [Cell()])
         for each, factor in ((run, unscale), (plain, 0.5)):
             each.device.norms.copy_(norms_at(step))
             each.schedule.begin_step(step)

@@ -21,7 +21,9 @@ from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
-from zenflow_compile.runtime.host.workers import Job, WorkerPool
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters import state_exchange
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -160,7 +162,7 @@ class Engine:
     def __init__(self, *params: ParamPlan, workers: int = 2) -> None:
         self.recorder = Recorder()
         self.to_host, self.to_device = (ThreadLane(name, self.recorder) for name in ("D2H", "H2D"))
-        self.workers = WorkerPool(workers, self.recorder)
+        self.workers = HostWorkers(NativePool(workers, self.recorder), PythonPool(workers, self.recorder), workers)
         self.exchange = StateExchange(self.to_host, self.to_device, self.workers, self.recorder, device_of(CPU))
         self.exchange.fit(Plan(policy="zenflow", params=params).exchange_buffer_bytes)
 
@@ -237,7 +239,7 @@ def test_exchanges_overlap_in_a_few_buffers() -> None:
             new.assert_same(old)
 
 
-class HeldJob(Job):
+class HeldJob(PythonJob):
     """A job of the state that has one task, which the test runs."""
 
     def __init__(self) -> None:
@@ -272,7 +274,7 @@ def test_lane_that_cannot_wait_gets_finished_jobs(monkeypatch: pytest.MonkeyPatc
         submitted = []
         submit = made.to_device.submit
 
-        def checked(*tensors: Tensor, after: Job, **keywords: Any) -> Any:
+        def checked(*tensors: Tensor, after: PythonJob, **keywords: Any) -> Any:
             submitted.append(after.is_set)
             return submit(*tensors, after=after, **keywords)
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from zenflow_compile.runtime.device.copy_lanes import CopyError
-from zenflow_compile.runtime.host.workers import Job, WorkerPool, _Queued, preferred_worker
+from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool, _Queued, preferred_worker
 from zenflow_compile.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def pool_of(workers: int) -> WorkerPool:
-    return WorkerPool(workers, Recorder())
+def pool_of(workers: int) -> PythonPool:
+    return PythonPool(workers, Recorder())
 
 
-class GatedJob(Job):
+class GatedJob(PythonJob):
     """A job with inputs."""
 
     def __init__(
@@ -44,7 +44,7 @@ def job(
     arrived: Callable[[], bool] = lambda: True,
     param: str = "w",
     step: int = 7,
-) -> Job:
+) -> PythonJob:
     return GatedJob(tasks, ready, arrived, deadline=deadline, step=step, param=param)
 
 
@@ -416,7 +416,7 @@ def test_preferred_workers_are_in_order_and_even(tasks: int, workers: int) -> No
 def test_workers_run_on_their_cores() -> None:
     mine = os.sched_getaffinity(0)
     core = max(mine)
-    pool = WorkerPool(2, Recorder(), cores=[core, core])
+    pool = PythonPool(2, Recorder(), cores=[core, core])
     seen: list[set[int]] = []
     two = job(*[lambda: seen.append(os.sched_getaffinity(0)) or 0] * 2)
     pool.submit(two)
@@ -466,7 +466,7 @@ def test_event_that_cannot_be_recorded_fails_the_job() -> None:
 
     recorder = Recorder()
     recorder.timeline = FullTimeline()  # type: ignore[assignment]
-    pool = WorkerPool(1, recorder)
+    pool = PythonPool(1, recorder)
     bad = job(lambda: 0)
     pool.submit(bad)
     with pytest.raises(RuntimeError, match="failed"):

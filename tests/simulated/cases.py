@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import threading
@@ -12,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +26,11 @@ from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
 from tests.simulated.streams import Stream
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.native.library import COUNTER
+from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
+from zenflow_compile.runtime.host.native_pool import NativeJob
 from zenflow_compile.runtime.parameters.host_state import WindowJob
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob
 
@@ -50,6 +56,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "zenflow streamed": {**SELECTING, "update_stride": 2},
     "files": {"policy": "zero_infinity"},
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
+    "python workers": {**SELECTING, "update_interval": 2, "staleness": 1, "host_kernel": "aten"},
     "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
 }  # fmt: skip
 """Options of the optimizer, by name: each takes other ways through the runtime."""
@@ -145,7 +152,7 @@ class Loop:
         self.case = case
         self.device = device
         self.model = MODELS[case.model]().to(device)
-        options = {"host_kernel": "aten", "min_offload_size": 100, **OPTION_SETS[case.options]}
+        options = {"host_kernel": "native", "min_offload_size": 100, **OPTION_SETS[case.options]}
         if case.model == "gpt" and "staging_bytes" in options:
             options["staging_bytes"] = 12288  # its largest upload
         if options.get("policy", "zenflow") == "zenflow":
@@ -238,9 +245,52 @@ class Loop:
         self._folder.cleanup()
 
 
+class LateInput:
+    """A ticket of one more input of a native job: a value that a late stream writes."""
+
+    error = None
+
+    def __init__(self, flag: Flag) -> None:
+        self._flag = flag
+
+    def gate(self) -> Gate:
+        return Gate(self._flag.address, self._flag.value, COUNTER)
+
+    def done(self) -> bool:
+        return self._flag.reached()
+
+    def wait(self) -> None:
+        self._flag.wait()
+
+    wait_on_device = settle = wait
+
+
+@contextmanager
+def late_native_jobs(simulator: Simulator) -> Iterator[None]:
+    """Make every native job late, by one more input."""
+    device = device_of(simulator.device)
+    streams = device.streams
+    assert streams is not None
+    late = [streams.acquire(urgent=False) for _ in range(4)]  # so that a job may be ready before an earlier one
+    for stream in late:
+        simulator.delay(stream, 0.997)
+    flags, values = HostFlags(len(late), device), [itertools.count(1) for _ in late]
+    init = NativeJob.__init__
+
+    def with_late_input(job: NativeJob, parts: Any, inputs: Any, *arguments: Any, **keywords: Any) -> None:
+        number = random.randrange(len(late))
+        flag = Flag(flags, number, next(values[number]))
+        flag.write_from(streams, late[number])
+        init(job, parts, [*inputs, LateInput(flag)], *arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeJob, "__init__", with_late_input)
+        yield
+
+
 @contextmanager
 def slow_jobs() -> Iterator[None]:
-    """Make every task of a host update late."""
+    """Make every task of a Python thread's job late."""
     kinds: tuple[Any, ...] = (WindowJob, ExchangeJob)
     runs = [kind.run for kind in kinds]
 
@@ -285,6 +335,8 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
         stack.enter_context(hazard())
         if case.delays == "jobs late" and on == "sim":
             stack.enter_context(slow_jobs())
+            if case.values:
+                stack.enter_context(late_native_jobs(simulator))
         return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)
 
 

@@ -62,12 +62,17 @@ def test_full_queue_blocks_until_there_is_room(simulator: Simulator) -> None:
             _launch_many(values)
 
     thread, ended = _in_thread(launch)
-    time.sleep(0.3)
+    end = time.monotonic() + 20
+    while "16 queued entries of 16" not in simulator.dump():  # the launches are another thread's
+        assert not ended
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.1)
     assert not ended
-    assert "16 queued entries of 16" in simulator.dump()
     flag.rise()
     thread.join(10)
     assert ended == [None]
+    stream.synchronize()
     assert values.cpu().eq(40).all()
 
 

@@ -1,76 +1,91 @@
-"""A bounded launch queue: where training goes on, and where it hangs because a launch keeps the GIL.
+"""A bounded launch queue: training goes on also where a launch keeps the GIL while it blocks.
 
-The device waits for a host job, the job's thread needs the GIL, and the launching thread blocks on the full queue with
-the GIL. Inductor's launcher and ``empty_strided_cuda`` block like this.
+The device waits for a host job while the launching thread blocks on the full queue. Inductor's launcher and
+``empty_strided_cuda`` keep the GIL there. Native jobs end without it; for the jobs of Python's threads the host waits,
+and the device never does.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from tests.simulated.cases import Case, Loop, train
+from tests.simulated.cases import OPTION_SETS, Case, Loop, train
 from tests.simulated.process import SimulatedHang, SimulatedProcess
 from tests.simulated.simulator import load_simulator
 from tests.simulated.streams import current_stream
+from tests.support.late_words import LateWord
+from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.parameters import allocation
 from zenflow_compile.runtime.parameters.host_state import WindowJob
 
 LIMITS = (8, 40, 1000)
-HANGING = (40, 1000)
 LATE_STEP = 2
 JOB_SECONDS = 0.5  # longer than the launching thread needs to fill the queue
 
 
-def fill_queue(limit: int, hold_gil: bool, values: bool) -> bool:
-    """Train with jobs of half a second in one step, and launch more than the queue holds behind their first update.
+def fill_queue(case: Case, hold_gil: bool) -> bool:
+    """Train with jobs that are half a second late in one step, and launch more than the queue holds behind them.
 
     Returns:
         Whether the weights equal those of the CPU.
     """
-    case = Case("exact", limit=limit, values=values, steps=5)
-    simulator, run, forward = load_simulator(), WindowJob.run, Loop.loss
+    simulator, init, run, forward = load_simulator(), NativeJob.__init__, WindowJob.run, Loop.loss
     expected = train(replace(case, limit=0), "cpu")
 
-    def late(job: WindowJob, part: slice) -> int:
+    def late_input(job: NativeJob, parts: Any, inputs: Any, *arguments: Any, step: int, **keywords: Any) -> None:
+        late = [LateWord(JOB_SECONDS)] if step == LATE_STEP else []
+        init(job, parts, [*inputs, *late], *arguments, step=step, **keywords)
+
+    def late_run(job: WindowJob, part: slice) -> int:
         if job.step == LATE_STEP:
-            time.sleep(JOB_SECONDS)
+            LateWord(JOB_SECONDS).wait()
         return run(job, part)
 
     def filling(loop: Loop, step: int) -> Tensor:
         value = forward(loop, step)
         if step == LATE_STEP + 1:
-            for _ in range(limit + 10):
+            for _ in range(case.limit + 10):
                 simulator.launch_noop(current_stream(), hold_gil=hold_gil)
         return value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WindowJob, "run", late)
+        patch.setattr(NativeJob, "__init__", late_input)
+        patch.setattr(WindowJob, "run", late_run)
         patch.setattr(Loop, "loss", filling)
         return train(case).equals(expected)
 
 
+@pytest.mark.parametrize("options", ["exact", "python workers", "files"])
 @pytest.mark.parametrize("values", [True, False], ids=["values", "no values"])
+@pytest.mark.parametrize("hold_gil", [True, False], ids=["with the GIL", "without"])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_full_queue_without_the_gil_goes_on(simulated: SimulatedProcess, limit: int, values: bool) -> None:
-    assert simulated.call(fill_queue, limit, False, values, timeout=60)
+def test_full_queue_goes_on(
+    simulated: SimulatedProcess, limit: int, hold_gil: bool, values: bool, options: str
+) -> None:
+    case = Case(options, limit=limit, values=values, steps=5)
+    assert simulated.call(fill_queue, case, hold_gil, timeout=60)
 
 
-@pytest.mark.parametrize("limit", [HANGING[0], pytest.param(HANGING[1], marks=pytest.mark.long)])
-def test_full_queue_with_the_gil_hangs_on_values(simulated: SimulatedProcess, limit: int) -> None:
-    """The hang that jobs without the GIL will end: the device waits for a thread that waits for the GIL."""
+def let_the_device_wait_for_python(case: Case) -> None:
+    """``fill_queue`` where jobs of Python's threads have flags; runs in the child process."""
+    keep = allocation.EngineMemory.keep
+
+    def with_flags(self: Any, allocated: Any) -> None:
+        for host in allocated.hosts.values():
+            host.native = None
+        keep(self, allocated)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation.EngineMemory, "keep", with_flags)
+        fill_queue(case, True)
+
+
+def test_waits_for_jobs_with_the_gil_hang(simulated: SimulatedProcess) -> None:
+    """Proves that the tests above see a hang: the device waits for a thread that waits for the GIL."""
+    assert OPTION_SETS["exact"]["update_interval"] == 1
     with pytest.raises(SimulatedHang):
-        simulated.call(fill_queue, limit, True, True, timeout=12)
-
-
-def test_shortest_queue_is_full_before_the_launch(simulated: SimulatedProcess) -> None:
-    """The forward's own operators fill it, and wait without the GIL until the job is done."""
-    assert simulated.call(fill_queue, min(LIMITS), True, True, timeout=60)
-
-
-@pytest.mark.parametrize("limit", LIMITS)
-def test_full_queue_with_the_gil_goes_on_elsewhere(simulated: SimulatedProcess, limit: int) -> None:
-    """Without stream values the host waits for jobs, and the device never does."""
-    assert simulated.call(fill_queue, limit, True, False, timeout=60)
+        simulated.call(let_the_device_wait_for_python, Case("exact", limit=40, steps=5), timeout=12)

@@ -11,7 +11,7 @@ from tests.simulated.accelerator import serve
 from tests.simulated.cases import Case, Loop
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Simulator
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.python_pool import PythonJob
 
 LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
@@ -24,7 +24,7 @@ def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> N
         loop.step(step)
     offloaded = next(iter(loop.optimizer.engine.offloaded.values()))
     host = offloaded.host
-    job = Job([lambda: 0], deadline=0, step=0, param="reader", flag=host.next_flag())
+    job = PythonJob([lambda: 0], deadline=0, step=0, param="reader", flag=host.next_flag())
     index = host.next_buffer
     host.readers[index] = job
     before = host.gradients[index].clone()

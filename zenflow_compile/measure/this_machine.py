@@ -19,7 +19,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cores import physical_cores
 from zenflow_compile.runtime.host.host_adam import make_host_adam
-from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes, worker_cores
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.min_window import host_rate
@@ -78,7 +78,7 @@ def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps
     )
     kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_gradients=steps)
-    pool = WorkerPool(len(cores), Recorder(), cores)
+    pool = PythonPool(len(cores), Recorder(), cores)
     try:
         return host_rate(kernel, plan, pool)
     finally:

@@ -1,18 +1,63 @@
-#include "update_rule.h"
+// What Python calls. Functions that take a lock of the pool may be called with the GIL: no holder of it needs the GIL.
+#include "pool.h"
 
-using zenflow::UpdateWindow;
+namespace zenflow {
+
+void update_window(const UpdateWindow& window, int64_t begin, int64_t end) {
+  switch (window.out_dtype) {
+    case kFloat32: return update_any<Float32>(window, begin, end);
+    case kBFloat16: return update_any<BFloat16>(window, begin, end);
+    case kFloat16: return update_any<Float16>(window, begin, end);
+  }
+}
+
+}  // namespace zenflow
+
+using zenflow::Job;
+using zenflow::Pool;
 
 extern "C" {
 
-// Python compares it with its own structure.
-int64_t zenflow_window_bytes() { return sizeof(UpdateWindow); }
+// Python compares them with its own structures.
+int64_t zenflow_window_bytes() { return sizeof(zenflow::UpdateWindow); }
+int64_t zenflow_job_bytes() { return sizeof(Job); }
 
 // Applies an update window to the elements [begin, end). Threads may do so at the same time on disjoint ranges.
-void zenflow_update(const UpdateWindow* window, int64_t begin, int64_t end) {
-  switch (window->out_dtype) {
-    case zenflow::kFloat32: return zenflow::update_any<zenflow::Float32>(*window, begin, end);
-    case zenflow::kBFloat16: return zenflow::update_any<zenflow::BFloat16>(*window, begin, end);
-    case zenflow::kFloat16: return zenflow::update_any<zenflow::Float16>(*window, begin, end);
+void zenflow_update(const zenflow::UpdateWindow* window, int64_t begin, int64_t end) {
+  zenflow::update_window(*window, begin, end);
+}
+
+// Stores the new pool in *pool, in Python's memory: an interrupt after the call does not lose it. Returns 0 or an error
+// number.
+int zenflow_open(Pool** pool, int workers, const int32_t* cores, int64_t poll_ns) {
+  try {
+    *pool = new Pool(workers, cores, poll_ns);
+    return 0;
+  } catch (const std::system_error& refused) {
+    return refused.code().value();
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
   }
+}
+
+int zenflow_submit(Pool* pool, Job* const* jobs, int64_t count) { return pool->submit(jobs, count); }
+
+// Without a pool the job was never queued.
+void zenflow_abort(Pool* pool, Job* job) {
+  if (pool) return pool->abort(job);
+  if (!job->settled) zenflow::fail_job(job);
+}
+
+int zenflow_wait(Pool* pool, const Job* job, int settled, int64_t timeout_ns) {
+  return pool->wait(job, settled != 0, timeout_ns);
+}
+
+int zenflow_close(Pool* pool, int64_t timeout_ns) { return pool->close(timeout_ns); }
+
+// After zenflow_close has returned 1, when no thread is in a call. Clears *pool, so that it may be repeated.
+void zenflow_free(Pool** pool) {
+  Pool* const freed = *pool;
+  *pool = nullptr;
+  delete freed;
 }
 }

@@ -1,4 +1,4 @@
-"""The functions of the compiled library, and the structures that they take."""
+"""The functions of the compiled library, and the structures that they take. Addresses keep no memory alive."""
 
 from __future__ import annotations
 
@@ -12,23 +12,92 @@ from zenflow_compile.native.build import BuildError, load_library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Numbers of dtypes, as ``Dtype`` in update_rule.h."""
 
+PENDING, DONE, FAILED = 0, 1, 2
+"""``State`` in pool.h."""
+COUNTER, STATE = 0, 1
+"""``GateKind`` in pool.h."""
+UPDATE, EXCHANGE = 0, 1
+"""``Kind`` in pool.h."""
+
+_Field = tuple[str, type]
+
+
+def _fields(kind: type, *names: str) -> tuple[_Field, ...]:
+    return tuple((name, kind) for name in names)
+
 
 class Step(ctypes.Structure):
     """``Step`` of update_rule.h: the hyperparameters of the optimizer step that used a gradient."""
 
-    _fields_ = tuple((name, ctypes.c_float) for name in ("grad_scale", "beta1", "beta1_rest", "beta2", "beta2_rest"))
+    _fields_ = _fields(ctypes.c_float, "grad_scale", "beta1", "beta1_rest", "beta2", "beta2_rest")
 
 
 class UpdateWindow(ctypes.Structure):
-    """``UpdateWindow`` of update_rule.h. Addresses keep no memory alive: the caller does."""
+    """``UpdateWindow`` of update_rule.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "out")),
+        *_fields(ctypes.c_void_p, "master", "exp_avg", "exp_avg_sq", "out"),
         ("gradients", ctypes.POINTER(ctypes.c_void_p)),
         ("steps", ctypes.POINTER(Step)),
-        *((name, ctypes.c_int64) for name in ("count", "slices", "length")),
-        *((name, ctypes.c_int32) for name in ("gradient_dtype", "out_dtype")),
-        *((name, ctypes.c_float) for name in ("decay", "step_size", "bias_correction2_sqrt", "eps")),
+        *_fields(ctypes.c_int64, "count", "slices", "length"),
+        *_fields(ctypes.c_int32, "gradient_dtype", "out_dtype"),
+        *_fields(ctypes.c_float, "decay", "step_size", "bias_correction2_sqrt", "eps"),
+    )
+
+
+class Gate(ctypes.Structure):
+    """``Gate`` of pool.h: an input of a job."""
+
+    _fields_ = (("word", ctypes.c_void_p), ("value", ctypes.c_uint32), ("kind", ctypes.c_int32))
+
+
+class Record(ctypes.Structure):
+    """``Record`` of pool.h: when and where a task ran."""
+
+    _fields_ = (*_fields(ctypes.c_int64, "begin_ns", "end_ns", "rows"), ("worker", ctypes.c_int32))
+
+
+class LateScale(ctypes.Structure):
+    """``LateScale`` of pool.h: a ``LateNumber``."""
+
+    _fields_ = (
+        ("cells", ctypes.POINTER(ctypes.c_void_p)),
+        *_fields(ctypes.c_int64, "count", "gradient"),
+        ("factor", ctypes.c_double),
+    )
+
+
+class Exchange(ctypes.Structure):
+    """``Exchange`` of pool.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+        ("state", ctypes.c_void_p * 3),
+        ("block", ctypes.c_void_p * 3),
+    )
+
+
+class HostJob(ctypes.Structure):
+    """``Job`` of pool.h."""
+
+    _fields_ = (
+        *_fields(ctypes.c_uint32, "state", "settled", "queued"),
+        ("kind", ctypes.c_int32),
+        *_fields(ctypes.c_int64, "failed_gate", "step", "deadline"),
+        ("gates", ctypes.POINTER(Gate)),
+        ("gate_count", ctypes.c_int64),
+        ("flag", ctypes.c_void_p),
+        ("flag_value", ctypes.c_uint32),
+        ("bounds", ctypes.POINTER(ctypes.c_int64)),
+        ("tasks", ctypes.c_int64),
+        ("records", ctypes.POINTER(Record)),
+        ("window", ctypes.POINTER(UpdateWindow)),
+        ("steps", ctypes.POINTER(Step)),
+        ("late", ctypes.POINTER(LateScale)),
+        ("late_count", ctypes.c_int64),
+        ("exchange", ctypes.POINTER(Exchange)),
+        *_fields(ctypes.c_int64, "untaken", "unfinished"),
     )
 
 
@@ -40,10 +109,37 @@ def library() -> ctypes.CDLL:
         BuildError: see :func:`load_library`; or the library was made for other structures.
     """
     loaded = load_library()
-    loaded.zenflow_update.argtypes = (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)
-    loaded.zenflow_update.restype = None
-    loaded.zenflow_window_bytes.argtypes = ()
-    loaded.zenflow_window_bytes.restype = ctypes.c_int64
-    if loaded.zenflow_window_bytes() != ctypes.sizeof(UpdateWindow):
-        raise BuildError("the compiled library and zenflow_compile/native/library.py disagree on UpdateWindow")
+    _declare(loaded)
+    for size, structure in ((loaded.zenflow_window_bytes(), UpdateWindow), (loaded.zenflow_job_bytes(), HostJob)):
+        if size != ctypes.sizeof(structure):
+            raise BuildError(f"the compiled library and native/library.py disagree on {structure.__name__}")
     return loaded
+
+
+@cache
+def library_with_gil() -> ctypes.PyDLL:
+    """The library for calls of some microseconds: they keep the GIL, so that no interrupt comes in the middle."""
+    loaded = library()
+    same = ctypes.PyDLL(loaded._name, handle=loaded._handle)
+    _declare(same)
+    return same
+
+
+def _declare(loaded: ctypes.CDLL) -> None:
+    pool, job = ctypes.c_void_p, ctypes.POINTER(HostJob)
+    functions: dict[str, tuple[type | None, tuple[type, ...]]] = {
+        "zenflow_window_bytes": (ctypes.c_int64, ()),
+        "zenflow_job_bytes": (ctypes.c_int64, ()),
+        "zenflow_update": (None, (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)),
+        "zenflow_open": (
+            ctypes.c_int, (ctypes.POINTER(pool), ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64)
+        ),
+        "zenflow_submit": (ctypes.c_int, (pool, ctypes.POINTER(job), ctypes.c_int64)),
+        "zenflow_abort": (None, (pool, job)),
+        "zenflow_wait": (ctypes.c_int, (pool, job, ctypes.c_int, ctypes.c_int64)),
+        "zenflow_close": (ctypes.c_int, (pool, ctypes.c_int64)),
+        "zenflow_free": (None, (ctypes.POINTER(pool),)),
+    }  # fmt: skip
+    for name, (result, arguments) in functions.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments

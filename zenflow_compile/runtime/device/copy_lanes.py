@@ -8,7 +8,7 @@ has none, ``thread_lane`` makes it of a thread that copies without the GIL, so t
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,19 @@ from zenflow_compile.runtime.device.stream_flags import Flag
 
 class CopyError(RuntimeError):
     """An asynchronous copy failed; chained to the error that made it fail."""
+
+
+class Gate(NamedTuple):
+    """A word in host memory by which native threads see that a copy is complete.
+
+    Attributes:
+        address: of 32 bits. They outlive the ticket's copy as long as the ticket does.
+        value, kind: what they must be; see ``Gate`` in native/library.py.
+    """
+
+    address: int
+    value: int
+    kind: int
 
 
 class Ticket(Protocol):
@@ -49,6 +62,10 @@ class Ticket(Protocol):
         """Make the device's current stream wait for the copy (on the CPU: the calling thread)."""
         ...
 
+    def gate(self) -> Gate:
+        """What native threads wait for; only where the lane has gates."""
+        ...
+
 
 class HostWork(Protocol):
     """Work of other threads on the host that a lane can wait for.
@@ -74,6 +91,11 @@ class CopyLane(Protocol):
     @property
     def failed(self) -> bool:
         """Whether a copy has failed, as far as its ticket says so."""
+        ...
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether native threads can wait for its copies."""
         ...
 
     def submit(

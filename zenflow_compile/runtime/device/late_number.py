@@ -6,7 +6,8 @@ in a job, whose inputs the copy joins, at a decision of a later step, or in a ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -20,27 +21,40 @@ class LateNumber:
 
     Args:
         on_device: f64[], as Python's numbers are, so that arithmetic on the device and on the host has the same bits.
-        copies: the copies to the host that ``compute`` reads.
-        compute: returns the number when ``copies`` are complete.
+        copies: the copies to the host that write ``cells``.
+        cells: f64[] each, in host memory.
+        factor: the number is this times the only cell. 0: it is the largest finite magnitude of all cells, or 1 if none
+            is above 0.
     """
 
-    __slots__ = ("_compute", "_value", "copies", "on_device")
+    __slots__ = ("_value", "cells", "copies", "factor", "on_device")
 
-    def __init__(self, on_device: Tensor, copies: Sequence[Ticket], compute: Callable[[], float]) -> None:
+    def __init__(
+        self, on_device: Tensor, copies: Sequence[Ticket], cells: Sequence[Tensor], factor: float = 1.0
+    ) -> None:
         self.on_device = on_device
         self.copies = copies
-        self._compute = compute
+        self.cells = cells
+        self.factor = factor
         self._value: float | None = None
 
     def __float__(self) -> float:
         if self._value is None:
             for copy in self.copies:
                 copy.wait()
-            self._value = self._compute()  # several threads may do this: they store the same number
+            # Several threads may do this: they store the same number. Native workers compute it, too: see pool.h.
+            values = [cell.item() for cell in self.cells]
+            self._value = self.factor * values[0] if self.factor else largest_magnitude(values)
         return self._value
 
     def __neg__(self) -> LateNumber:
-        return LateNumber(-self.on_device, self.copies, lambda: -float(self))
+        assert self.factor, "a magnitude is not negated"
+        return LateNumber(-self.on_device, self.copies, self.cells, -self.factor)
+
+
+def largest_magnitude(values: Sequence[float]) -> float:
+    """The largest magnitude that can be divided by; 1 if there is none."""
+    return max((magnitude for value in values if 0.0 < (magnitude := abs(value)) < math.inf), default=1.0)
 
 
 Number = float | LateNumber

@@ -45,15 +45,19 @@ class HostFlags:
 
 
 class Flag:
-    """One value of one counter, to be reached one time."""
+    """One value of one counter, to be reached one time.
 
-    __slots__ = ("_address", "_flags", "_value", "_word")
+    Attributes:
+        address: of the counter.
+    """
+
+    __slots__ = ("_flags", "_word", "address", "value")
 
     def __init__(self, flags: HostFlags, counter: int, value: int) -> None:
         self._flags = flags  # keeps the memory alive
-        self._address = flags.address(counter)
-        self._value = value & 0xFFFFFFFF
-        self._word = ctypes.c_uint32.from_address(self._address)
+        self.address = flags.address(counter)
+        self.value = value & 0xFFFFFFFF
+        self._word = ctypes.c_uint32.from_address(self.address)
 
     def raise_it(self) -> None:
         """Set the counter to the value. A thread that sees it sees all earlier writes of the calling thread."""
@@ -62,11 +66,11 @@ class Flag:
         with self._flags.fence:
             pass
         with self._flags.fence:
-            self._word.value = self._value
+            self._word.value = self.value
 
     def reached(self) -> bool:
         """Whether the counter is at the value or beyond."""
-        return (self._word.value - self._value) & 0xFFFFFFFF < 1 << 31
+        return (self._word.value - self.value) & 0xFFFFFFFF < 1 << 31
 
     def wait(self, seconds: float = math.inf) -> bool:
         """Block the calling thread until the value is reached; no call of the driver, and no GIL while it sleeps.
@@ -83,11 +87,11 @@ class Flag:
 
     def write_from(self, streams: Streams, stream: Stream) -> None:
         """Make ``stream`` set the counter to the value when it gets there."""
-        streams.write_value(stream, self._address, self._value)
+        streams.write_value(stream, self.address, self.value)
 
     def wait_on(self, streams: Streams, stream: Stream) -> None:
         """Make ``stream`` wait at this place until the value is reached."""
-        streams.wait_value(stream, self._address, self._value)
+        streams.wait_value(stream, self.address, self.value)
 
 
 def make_flags(count: int, device: Device) -> HostFlags | None:

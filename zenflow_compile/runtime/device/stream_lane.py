@@ -7,7 +7,8 @@ import time
 
 from torch import Tensor
 
-from zenflow_compile.runtime.device.copy_lanes import HostWork, Ticket
+from zenflow_compile.native.library import COUNTER
+from zenflow_compile.runtime.device.copy_lanes import Gate, HostWork, Ticket
 from zenflow_compile.runtime.device.device import Device, Streams
 from zenflow_compile.runtime.device.stream_flags import Flag, make_flags
 from zenflow_compile.runtime.recorder import Recorder
@@ -58,6 +59,11 @@ class StreamTicket:
     def settle(self) -> None:
         """See :meth:`Ticket.settle`."""
         self._end.synchronize()
+
+    def gate(self) -> Gate:
+        """See :meth:`Ticket.gate`."""
+        assert self._flag is not None, "ask has_gates first"
+        return Gate(self._flag.address, self._flag.value, COUNTER)
 
     def wait_on_device(self) -> None:
         """See :meth:`Ticket.wait_on_device`."""
@@ -112,6 +118,11 @@ class StreamLane:
         if timeline is not None and start is not None:
             timeline.add_device(streams, self._name, kind, start, end, step=step, param=param, bytes=source.nbytes)
         return StreamTicket(streams, end, (target, source), self._raise_flag())
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the stream can write values."""
+        return self._flags is not None
 
     @property
     def failed(self) -> bool:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.device.copy_lanes import CopyError, HostWork, Ticket
+from zenflow_compile.native.library import DONE, FAILED, PENDING, STATE
+from zenflow_compile.runtime.device.copy_lanes import CopyError, Gate, HostWork, Ticket
 from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.recorder import Recorder
@@ -24,7 +25,11 @@ and two switches of the GIL, some 20 us, in which a core copies as much."""
 class ThreadTicket(Latch):
     """A copy by a host thread."""
 
-    __slots__ = ()
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = ctypes.c_uint32(PENDING)
 
     @classmethod
     def ended(cls, error: BaseException | None = None) -> ThreadTicket:
@@ -32,6 +37,17 @@ class ThreadTicket(Latch):
         ticket = cls()
         ticket.set(error)
         return ticket
+
+    def set(self, error: BaseException | None = None) -> None:
+        """See :meth:`Latch.set`."""
+        super().set(error)
+        # Orders the copied bytes before the state, as in ``Flag.raise_it``: ``Latch.set`` has released this lock.
+        with self._gate:
+            self._state.value = DONE if self.error is None else FAILED
+
+    def gate(self) -> Gate:
+        """See :meth:`Ticket.gate`."""
+        return Gate(ctypes.addressof(self._state), DONE, STATE)
 
     def done(self) -> bool:
         """See :meth:`Ticket.done`."""
@@ -70,6 +86,8 @@ class ThreadLane:
     Attributes:
         failed: a copy has failed.
     """
+
+    has_gates = True
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.failed = False

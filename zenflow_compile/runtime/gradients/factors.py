@@ -116,7 +116,7 @@ class Factors:
         # A ticket keeps both tensors of its copy alive. The numbers may be dropped before the copy is over.
         self._copies = [each for each in self._copies if not each.done()] + [copy]
         cells = zip(packed[:, 0].unbind(), host[:, 0].unbind(), strict=True)
-        return [LateNumber(on_device, (copy,), cell.item) for on_device, cell in cells]
+        return [LateNumber(on_device, (copy,), (cell,)) for on_device, cell in cells]
 
 
 def product_of(one: Factor, other: Factor) -> Factor:

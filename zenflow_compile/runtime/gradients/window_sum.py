@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.runtime.device.late_number import LateNumber, Number, largest_magnitude
 
 
 class Scales:
@@ -39,7 +39,7 @@ class Scales:
         scales = tuple(each.grad_scale for each in coefficients)
         if any(isinstance(scale, LateNumber) for scale in scales):
             return self._largest_late(scales)
-        return _largest(scales)
+        return largest_magnitude([float(scale) for scale in scales])
 
     def quotient(self, number: Number, by: Number, count: int = 1) -> float | Tensor:
         """Return ``number / by / count`` for operators on fp32 tensors: a float, or f32[] on the device."""
@@ -106,18 +106,22 @@ class WindowSum:
         return coefficients
 
 
-def _largest(scales: Sequence[Number]) -> float:
-    magnitudes = (abs(float(scale)) for scale in scales)
-    return max((scale for scale in magnitudes if 0.0 < scale < math.inf), default=1.0)
-
-
 def _largest_late(scales: tuple[Number, ...]) -> LateNumber:
     late = [scale for scale in scales if isinstance(scale, LateNumber)]
     like = late[0].on_device
     magnitudes = torch.stack([_on(each, like) for each in scales]).abs_()
     usable = torch.where((magnitudes > 0.0) & (magnitudes < math.inf), magnitudes, 0.0).amax()
     copies = list(dict.fromkeys(copy for each in late for copy in each.copies))
-    return LateNumber(torch.where(usable > 0.0, usable, 1.0), copies, lambda: _largest(scales))
+    cells = [_cell(scale) for scale in scales]
+    return LateNumber(torch.where(usable > 0.0, usable, 1.0), copies, cells, factor=0.0)
+
+
+def _cell(scale: Number) -> Tensor:
+    """The number in host memory, up to its sign."""
+    if not isinstance(scale, LateNumber):
+        return torch.tensor(scale, dtype=torch.float64, device="cpu")
+    assert abs(scale.factor) == 1.0
+    return scale.cells[0]
 
 
 def _late_quotient(number: Number, by: Number, count: int) -> Tensor:

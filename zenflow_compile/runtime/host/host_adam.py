@@ -27,9 +27,10 @@ from torch import Tensor
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.native.build import BuildError
-from zenflow_compile.native.library import DTYPES, Step, UpdateWindow, library
+from zenflow_compile.native.library import DTYPES, LateScale, Step, UpdateWindow, library
 from zenflow_compile.planning.plan import FP32_BYTES
 from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients, rule_p_, window_coefficients
+from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.host.compressed_block import EXPANDED_ELEMENTS, expanded, scales_and_values
 from zenflow_compile.torch_internals import torch_private
 
@@ -171,8 +172,22 @@ class NativeHostAdam:
                 update.out[part].copy_(update.state[0][part])
 
     def _prepare(self, update: WindowUpdate) -> UpdateWindow:
+        window, steps, _ = self.describe(update)
+        for step, own in zip(steps, update.coefficients, strict=True):
+            step.grad_scale = float(own.grad_scale)
+        return window
+
+    def describe(self, update: WindowUpdate) -> tuple[UpdateWindow, ctypes.Array[Step], list[LateScale]]:
+        """What native code needs of ``update``, without waiting for late numbers. It keeps no memory alive.
+
+        Returns:
+            The update, the step of each gradient in it, and the scales that are still to be written there.
+
+        Raises: see :meth:`HostAdam.__call__`.
+        """
         _check(update, self)
-        count = len(update.coefficients)
+        coefficients = update.coefficients
+        count = len(coefficients)
         window = UpdateWindow(
             *(each.data_ptr() for each in update.state),
             out=update.out.data_ptr(),
@@ -181,19 +196,25 @@ class NativeHostAdam:
             out_dtype=DTYPES[self.out_dtype],
             eps=update.eps,
         )
-        if not count:
-            return window
-        if self.gradient_dtype == torch.int8:
-            window.slices, window.length = scales_and_values(update.gradients[0])[1].shape
-        window.gradients = (ctypes.c_void_p * count)(*(gradient.data_ptr() for gradient in update.gradients))
+        late: list[LateScale] = []
         # Each number is computed in double precision, and rounded to fp32 where it is stored.
-        window.steps = (Step * count)(
-            *(Step(float(s.grad_scale), s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2) for s in update.coefficients)
-        )
-        whole = window_coefficients(update.coefficients, update.step)
-        window.decay, window.step_size = whole.decay, whole.step_size
-        window.bias_correction2_sqrt = whole.bias_correction2_sqrt
-        return window
+        steps = (Step * count)(*(Step(0.0, s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2) for s in coefficients))
+        for number, own in enumerate(coefficients):
+            scale = own.grad_scale
+            if isinstance(scale, LateNumber):
+                cells = (ctypes.c_void_p * len(scale.cells))(*(cell.data_ptr() for cell in scale.cells))
+                late.append(LateScale(cells, len(cells), number, scale.factor))
+            else:
+                steps[number].grad_scale = scale
+        if count:
+            if self.gradient_dtype == torch.int8:
+                window.slices, window.length = scales_and_values(update.gradients[0])[1].shape
+            window.gradients = (ctypes.c_void_p * count)(*(gradient.data_ptr() for gradient in update.gradients))
+            window.steps = steps
+            whole = window_coefficients(coefficients, update.step)
+            window.decay, window.step_size = whole.decay, whole.step_size
+            window.bias_correction2_sqrt = whole.bias_correction2_sqrt
+        return window, steps, late
 
 
 class AtenHostAdam:

@@ -25,8 +25,10 @@ from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, S
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.cores import may_pin, nodes_of, run_pinned
-from zenflow_compile.runtime.host.host_adam import HostAdam, make_host_adam
-from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, make_host_adam
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.cached_state import CachedState
 from zenflow_compile.runtime.parameters.capacity import (
@@ -68,13 +70,15 @@ class EngineMemory:
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
         cores = worker_cores(options)
+        self._native = NativePool(len(cores), recorder, cores)
+        python = PythonPool(len(cores), recorder, cores)
         self._device = device_of(device)
         self.transport = Transport(
             to_host=make_lane("D2H", self._device, recorder),
             to_device=make_lane("H2D", self._device, recorder),
             down_ring=StagingRing(GRADIENT_RING, 0, device),
             up_ring=StagingRing(UPLOAD_RING, 0, device),
-            workers=WorkerPool(len(cores), recorder, cores),
+            workers=HostWorkers(self._native, python, len(cores), cores),
             recorder=recorder,
             order=None if self._device.streams is None else StreamOrder(self._device.streams),
         )
@@ -129,10 +133,16 @@ class EngineMemory:
                 f"the driver of {self._device.name} offers no stream memory operations (on CUDA: install "
                 "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
             )
-        # Hazard: a copy from unpinned memory reads it when it is queued, and not when the stream gets there. A wait of
-        # the stream for the job that writes it would come too late. Without a flag the host waits.
-        if flags is not None and arena.pinned:
-            for number, host in enumerate(hosts.values()):
+        lanes = self.transport.to_host, self.transport.to_device
+        for number, host in enumerate(hosts.values()):
+            # Jobs on state in files wait for Python's threads, which read it.
+            if isinstance(host.kernel, NativeHostAdam) and not host.plan.in_file and all(x.has_gates for x in lanes):
+                host.native = self._native.handle
+            # Hazard: the host may block in a call of the device with the GIL, while the device waits for a flag. So
+            # only jobs that need no GIL have one.
+            # Hazard: a copy from unpinned memory reads it when it is queued, and not when the stream gets there. A wait
+            # of the stream for the job that writes it would come too late. Without a flag the host waits.
+            if host.native is not None and flags is not None and arena.pinned:
                 host.flags = flags, number
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
         self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))

@@ -32,6 +32,7 @@ class DeviceState:
         norms: f32[slices], squared norms of that gradient's slices.
         score: f32[slices], moving average of the squared norms of unscaled gradients.
         steps: number of gradients in the moments.
+        selects: whether the selection may change.
         selected_at: step of the last re-selection; None before the first.
     """
 
@@ -43,6 +44,7 @@ class DeviceState:
     exp_avg_sq: Tensor
     norms: Tensor
     score: Tensor
+    selects: bool
     steps: int = 0
     selected_at: int | None = None
 
@@ -62,6 +64,7 @@ class DeviceState:
             exp_avg_sq=state[2],
             norms=torch.zeros(plan.slices, dtype=torch.float32, device=device),
             score=torch.zeros(plan.slices, dtype=torch.float32, device=device),
+            selects=plan.selects,
         )
 
     @property

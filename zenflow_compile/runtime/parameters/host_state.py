@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
+from zenflow_compile.native.library import UPDATE, LateScale
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
@@ -15,9 +18,11 @@ from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate
+from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
 from zenflow_compile.runtime.host.state_store import InMemoryState, State, StateLock, StateStore
-from zenflow_compile.runtime.host.workers import Job, preferred_worker
+from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
 
@@ -84,8 +89,8 @@ class FlushedWindow:
     selection: Wanted | None = None
 
 
-class WindowJob(Job):
-    """The host update of one flushed update window.
+class WindowJob(PythonJob):
+    """The host update of one flushed update window, by Python threads.
 
     Args:
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
@@ -127,7 +132,7 @@ class WindowJob(Job):
         super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
 
     def arrived(self) -> bool:
-        """See :meth:`Job.arrived`."""
+        """See :meth:`PythonJob.arrived`."""
         for ticket in self._inputs:
             if not ticket.done() and ticket.error is None:
                 return False
@@ -137,7 +142,7 @@ class WindowJob(Job):
         )
 
     def ready(self) -> None:
-        """See :meth:`Job.ready`.
+        """See :meth:`PythonJob.ready`.
 
         Raises:
             CopyError: a copy failed.
@@ -151,7 +156,7 @@ class WindowJob(Job):
             self._lock_of_state.check()
 
     def ended(self) -> None:
-        """See :meth:`Job.ended`."""
+        """See :meth:`PythonJob.ended`."""
         if self._lock_of_state is not None:
             try:
                 self._lock_of_state.release()
@@ -164,22 +169,63 @@ class WindowJob(Job):
     @annotated("host_update", lambda job, _: (job.param,))
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
-        host, plan = self._host, self._host.plan
+        host = self._host
         if (update := self._update) is None:
             # Not before: now the inputs have arrived, factors among them, and a state in a file is in memory. Several
             # workers may do this: they store the same.
-            state = [block.view(-1) for block in (*(host.in_memory or host.store.state()), self._upload)]
-            gradients = self._gradients if plan.compressed else [each.view(-1) for each in self._gradients]
-            update = self._update = WindowUpdate(
-                state[:3], state[3], gradients, self._coefficients, self._taken, self._eps
+            update = self._update = host.window_update(
+                self._gradients, self._coefficients, self._upload, step=self._taken, eps=self._eps
             )
         host.kernel(update, part)
         count: int = part.stop - part.start
-        number = len(self._coefficients)
-        # Workers may do this at the same time: they store the same number.
-        if (touched := host.touched.get(number)) is None:
-            touched = host.touched[number] = touched_bytes(plan, number)
-        return round(touched * count)
+        return round(host.bytes_per_element(len(self._coefficients)) * count)
+
+
+class NativeWindowJob(NativeJob):
+    """The host update of one flushed update window, by native threads.
+
+    Args:
+        update: what it computes.
+        bytes_per_element: of host memory that it reads and writes.
+    """
+
+    def __init__(
+        self,
+        update: WindowUpdate,
+        kernel: NativeHostAdam,
+        bytes_per_element: float,
+        parts: Sequence[slice],
+        inputs: Sequence[Ticket],
+        before: Job | None,
+        pool: ctypes.c_void_p,
+        *,
+        deadline: int,
+        step: int,
+        param: str,
+        flag: Flag | None,
+    ) -> None:
+        window, steps, late = kernel.describe(update)
+        scales = (LateScale * len(late))(*late)
+        super().__init__(
+            parts,
+            inputs,
+            before,
+            (update, window, steps, late, scales),
+            pool,
+            deadline=deadline,
+            step=step,
+            param=param,
+            flag=flag,
+        )
+        self._bytes_per_element = bytes_per_element
+        memory = self.memory
+        memory.kind = UPDATE
+        memory.window, memory.steps = ctypes.pointer(window), steps
+        memory.late, memory.late_count = scales, len(late)
+
+    def touched_bytes(self, number: int) -> int:
+        """See :meth:`NativeJob.touched_bytes`."""
+        return round(self._bytes_per_element * (self._bounds[number + 1] - self._bounds[number]))
 
 
 @dataclass(slots=True)
@@ -200,6 +246,7 @@ class HostState:
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
         ranges: the elements of each task of a job.
+        native: the pool of all its jobs; None: Python's threads run them all.
         touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer.
         next_buffer: index of the next gradient buffer (round robin).
@@ -220,6 +267,7 @@ class HostState:
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     in_memory: State | None = None
+    native: ctypes.c_void_p | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
     readers: list[Job | None] = field(default_factory=list)
@@ -308,19 +356,7 @@ class HostState:
             deadline = max(deadline, before.deadline)
         lock = self.store.lock(step=at, deadline=deadline) if self.plan.in_file else None
         try:
-            job = WindowJob(
-                self,
-                [self.gradients[buffer.index] for buffer in buffers],
-                [buffer.coefficients for buffer in buffers],
-                upload,
-                inputs,
-                before,
-                lock,
-                deadline=deadline,
-                step=at,
-                eps=eps,
-                flag=self.next_flag(),
-            )
+            job = self._window_job(buffers, upload, inputs, before, lock, deadline=deadline, step=at, eps=eps)
             for buffer in buffers:
                 # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
                 self.readers[buffer.index] = job
@@ -332,6 +368,55 @@ class HostState:
                 lock.release()
             raise
         return window
+
+    def _window_job(
+        self,
+        buffers: list[GradientBuffer],
+        upload: Tensor,
+        inputs: list[Ticket],
+        before: Job | None,
+        lock: StateLock | None,
+        *,
+        deadline: int,
+        step: int,
+        eps: float,
+    ) -> Job:
+        gradients = [self.gradients[buffer.index] for buffer in buffers]
+        coefficients = [buffer.coefficients for buffer in buffers]
+        flag = self.next_flag()
+        if self.native is None:
+            return WindowJob(
+                self, gradients, coefficients, upload, inputs, before, lock,
+                deadline=deadline, step=step, eps=eps, flag=flag,
+            )  # fmt: skip
+        assert isinstance(self.kernel, NativeHostAdam)
+        update = self.window_update(gradients, coefficients, upload, step=self.taken, eps=eps)
+        touched = self.bytes_per_element(len(coefficients))
+        return NativeWindowJob(
+            update, self.kernel, touched, self.ranges, inputs, before, self.native,
+            deadline=deadline, step=step, param=self.plan.name, flag=flag,
+        )  # fmt: skip
+
+    def window_update(
+        self,
+        gradients: list[Tensor],
+        coefficients: list[StepCoefficients],
+        upload: Tensor,
+        *,
+        step: int,
+        eps: float,
+    ) -> WindowUpdate:
+        """The update of the state, which is in memory, by these gradients; see :class:`WindowUpdate`."""
+        state = [block.view(-1) for block in (*self.state(), upload)]
+        flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
+        return WindowUpdate(state[:3], state[3], flat, coefficients, step, eps)
+
+    def bytes_per_element(self, gradients: int) -> float:
+        """``touched_bytes`` of a window of so many gradients."""
+        # Workers may do this at the same time: they store the same number.
+        if (touched := self.touched.get(gradients)) is None:
+            touched = self.touched[gradients] = touched_bytes(self.plan, gradients)
+        return touched
 
     @property
     def unfinished_job(self) -> Job | None:

@@ -12,19 +12,24 @@ come back as they went.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from zenflow_compile.native.library import EXCHANGE, Exchange
 from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
 from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.host.workers import Job, WorkerPool
+from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.recorder import Recorder
@@ -35,8 +40,8 @@ from zenflow_compile.torch_internals import torch_private
 _PIECE_ELEMENTS = 1 << 18
 
 
-class ExchangeJob(Job):
-    """Swaps rows of a parameter's host state with rows in the host's half of an exchange buffer.
+class ExchangeJob(PythonJob):
+    """Swaps rows of a parameter's host state with rows in the host's half of an exchange buffer, by Python threads.
 
     Args:
         rows: i32[n], as in :class:`Reselection`.
@@ -54,7 +59,7 @@ class ExchangeJob(Job):
         blocks: tuple[Tensor, ...],
         copied: Ticket,
         before: Job | None,
-        workers: int,
+        parts: list[slice],
         *,
         deadline: int,
         step: int,
@@ -65,19 +70,18 @@ class ExchangeJob(Job):
         self._blocks = blocks
         self._copied: Ticket | None = copied
         self._before = before
-        size = -(-len(rows) // workers)
-        tasks = [partial(self.run, slice(first, first + size)) for first in range(0, len(rows), size)]
+        tasks = [partial(self.run, part) for part in parts]
         super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
 
     def arrived(self) -> bool:
-        """See :meth:`Job.arrived`."""
+        """See :meth:`PythonJob.arrived`."""
         copied, before = self._copied, self._before
         if copied is not None and not copied.done() and copied.error is None:
             return False
         return before is None or before.is_set
 
     def ready(self) -> None:
-        """See :meth:`Job.ready`.
+        """See :meth:`PythonJob.ready`.
 
         Raises:
             CopyError: the copy failed.
@@ -89,7 +93,7 @@ class ExchangeJob(Job):
             before.wait()
 
     def ended(self) -> None:
-        """See :meth:`Job.ended`."""
+        """See :meth:`PythonJob.ended`."""
         self._copied, self._before = None, None  # each job would keep all jobs before it alive
 
     @annotated("exchange", lambda job, _: (job.param,))
@@ -110,6 +114,57 @@ class ExchangeJob(Job):
                     incoming.copy_(leaving)
                     swapped += leaving.nbytes
         return 4 * swapped
+
+
+class NativeExchangeJob(NativeJob):
+    """Swaps rows of host state with rows in the host's half of an exchange buffer, by native threads.
+
+    Args:
+        state: f32[deferred, length] each: master and moments.
+        rows: i32[n], as in :class:`Reselection`.
+        blocks: f32[n, length] each.
+    """
+
+    kind = "state"
+
+    def __init__(
+        self,
+        state: Sequence[Tensor],
+        rows: Tensor,
+        blocks: Sequence[Tensor],
+        parts: Sequence[slice],
+        inputs: Sequence[Ticket],
+        before: Job | None,
+        pool: ctypes.c_void_p,
+        *,
+        deadline: int,
+        step: int,
+        param: str,
+        flag: Flag | None,
+    ) -> None:
+        assert all(each.is_contiguous() for each in (*state, rows, *blocks))
+        self._length = state[0].shape[1]
+        exchange = Exchange(rows=rows.data_ptr(), length=self._length)
+        exchange.state[:] = [each.data_ptr() for each in state]
+        exchange.block[:] = [each.data_ptr() for each in blocks]
+        super().__init__(
+            parts,
+            inputs,
+            before,
+            (state, rows, blocks, exchange),
+            pool,
+            deadline=deadline,
+            step=step,
+            param=param,
+            flag=flag,
+        )
+        self.memory.kind = EXCHANGE
+        self.memory.exchange = ctypes.pointer(exchange)
+
+    def touched_bytes(self, number: int) -> int:
+        """See :meth:`NativeJob.touched_bytes`. Both places of each row are read and written."""
+        rows: int = self.records[number].rows
+        return 4 * STATE_TENSORS * FP32_BYTES * self._length * rows
 
 
 @dataclass(slots=True)
@@ -133,7 +188,7 @@ class _Chunk:
     buffer: _Buffer
     device: DeviceState
     rows: Tensor
-    job: ExchangeJob
+    job: Job
     ticket: Ticket | None = None
 
     @property
@@ -150,7 +205,7 @@ class StateExchange:
     """
 
     def __init__(
-        self, to_host: CopyLane, to_device: CopyLane, workers: WorkerPool, recorder: Recorder, device: Device
+        self, to_host: CopyLane, to_device: CopyLane, workers: HostWorkers, recorder: Recorder, device: Device
     ) -> None:
         self._to_host = to_host
         self._to_device = to_device
@@ -235,18 +290,18 @@ class StateExchange:
         before = host.unfinished_job
         if before is not None:
             deadline = max(deadline, before.deadline)
-        job = ExchangeJob(
-            host,
-            of_host,
-            blocks,
-            copied,
-            before,
-            self._workers.workers,
-            deadline=deadline,
-            step=step,
-            # As for uploads: a lane that waits for a job must copy from pinned memory.
-            flag=host.next_flag() if self._pinned else None,
-        )
+        size = -(-len(rows) // self._workers.workers)
+        parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+        # As for uploads: a lane that waits for a job must copy from pinned memory.
+        flag = host.next_flag() if self._pinned else None
+        job: Job
+        if host.native is None:
+            job = ExchangeJob(host, of_host, blocks, copied, before, parts, deadline=deadline, step=step, flag=flag)
+        else:
+            job = NativeExchangeJob(
+                host.state(), of_host, blocks, parts, (copied,), before, host.native,
+                deadline=deadline, step=step, param=name, flag=flag,
+            )  # fmt: skip
         chunk = _Chunk(buffer, device, rows, job)
         host.add_exchange(job)  # from here on it can be withdrawn
         self._workers.submit(job)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_order import StreamOrder
-from zenflow_compile.runtime.host.workers import WorkerPool
+from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -32,7 +32,7 @@ class Transport:
     to_device: CopyLane
     down_ring: StagingRing
     up_ring: StagingRing
-    workers: WorkerPool
+    workers: HostWorkers
     recorder: Recorder
     order: StreamOrder | None = None
     exchange: StateExchange | None = None

@@ -19,7 +19,8 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
-from zenflow_compile.runtime.host.workers import Job, WorkerPool
+from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
@@ -106,7 +107,7 @@ def shortest_window(plans: Sequence[ParamPlan], *, bytes_per_second: float, hidd
     return longest
 
 
-def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
+def host_rate(kernel: HostAdam, plan: ParamPlan, workers: HostWorkers | PythonPool) -> float:
     """Measure the bytes per second at which all workers together update windows of the longest length.
 
     It takes some ten milliseconds, in memory made for it: tasks of the usual size, the same number for each worker,
@@ -136,7 +137,7 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: WorkerPool) -> float:
     tasks = [task() for _ in range(rounds * workers.workers)]
     seconds = 0.0
     for _ in range(2):
-        job = Job(tasks, deadline=0, step=0, param="(measuring the host's rate)")
+        job = PythonJob(tasks, deadline=0, step=0, param="(measuring the host's rate)")
         begin = time.perf_counter()
         workers.submit(job)
         job.wait()

@@ -201,7 +201,7 @@ class Schedule:
         if grown or window.steps >= plan.interval:
             self._windows[plan.index] = AdaptiveWindow()
             return True
-        if present and plan.selects:
+        if present and device.selects:
             self._joined[plan.index] = _Joined(plan, unscale, window)
             device.selected_norm(out=self._readback.cell(plan.index, _SELECTED))
             torch.sum(device.norms, 0, out=self._readback.cell(plan.index, _TOTAL))
@@ -214,7 +214,7 @@ class Schedule:
         enough steps have passed and, at the previous flush, too small a share of the selected slices would have stayed.
         Then no more slices change sides than the steps since the last re-selection have paid for.
         """
-        if not plan.selects:
+        if not device.selects:
             return None
         if device.selected_at is None:
             return Wanted(device.best_slices(), plan.most_swaps)

@@ -1,0 +1,111 @@
+"""How much do host jobs that wait for gradients slow the training thread?
+
+The thread runs a loop of small operators while queued jobs wait for inputs that do not arrive: with native threads,
+with Python's threads, and without jobs, in turns. Two runs without jobs are compared, too: the machine's noise.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal
+
+import torch
+
+from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool
+from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
+from zenflow_compile.runtime.recorder import Recorder
+
+INPUTS = 4  # of each job
+SLOWDOWN = 1.3
+
+Kind = Literal["alone", "alone again", "native", "python"]
+
+
+class _WaitingJob(PythonJob):
+    """A job of a Python thread that waits for copies."""
+
+    def __init__(self, inputs: Sequence[ThreadTicket]) -> None:
+        self._inputs = inputs
+        super().__init__([lambda: 0], deadline=0, step=0, param="")
+
+    def arrived(self) -> bool:
+        return all(ticket.done() for ticket in self._inputs)
+
+
+def _native_job(inputs: Sequence[ThreadTicket], pool: NativePool) -> NativeJob:
+    state = [torch.zeros(1, 1) for _ in range(3)]
+    return NativeExchangeJob(
+        state, torch.zeros(1, dtype=torch.int32), state, [slice(0, 1)], inputs, None, pool.handle,
+        deadline=0, step=0, param="", flag=None,
+    )  # fmt: skip
+
+
+def loop_seconds(operators: int) -> float:
+    """Seconds of a loop of small operators in the calling thread."""
+    values = torch.ones(16)
+    begin = time.perf_counter()
+    for _ in range(operators):
+        values = values * 1.0
+    return time.perf_counter() - begin
+
+
+def beside(kind: Kind, jobs: int, workers: int, operators: int) -> float:
+    """``loop_seconds`` beside ``jobs`` waiting jobs of ``workers`` threads."""
+    inputs = [[ThreadTicket() for _ in range(INPUTS)] for _ in range(jobs)]
+    if kind in ("alone", "alone again"):
+        return loop_seconds(operators)
+    end: Callable[[], None]
+    if kind == "native":
+        native = NativePool(workers, Recorder())
+        native.submit(*[_native_job(each, native) for each in inputs])
+        end = native.close
+    else:
+        python = PythonPool(workers, Recorder())
+        python.submit(*[_WaitingJob(each) for each in inputs])
+        end = python.close
+    try:
+        return loop_seconds(operators)
+    finally:
+        for each in inputs:
+            for ticket in each:
+                ticket.set()
+        end()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks waiting_jobs``."""
+    parser = option_parser("waiting_jobs", __doc__, rounds=12)
+    parser.add_argument("--jobs", type=int, nargs="+", default=[47, 189], help="jobs that wait (default 47 189)")
+    parser.add_argument("--workers", type=int, default=14, help="threads of the pool (default 14)")
+    parser.add_argument("--operators", type=int, default=50_000, help="operators of the loop (default 50000)")
+    options = parser.parse_args(arguments)
+    kinds: tuple[Kind, ...] = ("alone", "native", "python", "alone again")
+    rows, targets = [], []
+    for jobs in options.jobs:
+
+        def work(kind: Kind, jobs: int = jobs) -> Callable[[], float]:
+            return lambda: beside(kind, jobs, options.workers, options.operators)
+
+        seconds = interleaved(options.rounds, {kind: work(kind) for kind in kinds})
+        row: dict[str, object] = {"jobs": jobs, "inputs": INPUTS, "workers": options.workers}
+        print(f"{jobs} jobs with {INPUTS} inputs, {options.workers} workers; seconds over those without jobs:")
+        for kind in kinds[1:]:
+            spread = Spread.of(ratios(seconds[kind], seconds["alone"]))
+            row[kind] = spread.row()
+            print(f"  {kind}: {spread}")
+        rows.append(row)
+        slowdown = median(ratios(seconds["native"], seconds["alone"]))
+        targets.append(Target(f"slowdown by {jobs} native jobs", slowdown, SLOWDOWN, at_least=False))
+        print(f"  {targets[-1]}")
+    print(f"wrote {write_results('waiting_jobs', rows, out=options.out, targets=targets)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,425 @@
+"""Native threads: the order of jobs, what they wait for, and how they end."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.late_words import LateWord
+from zenflow_compile.native import library as native
+from zenflow_compile.runtime.device.copy_lanes import Gate
+from zenflow_compile.runtime.device.stream_flags import Flag
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host import native_pool
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline.events import Timeline
+
+pytestmark = pytest.mark.timeout(60)
+
+ROWS = 8
+
+
+class Word:
+    """A flag of a job, in plain memory."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(1, dtype=torch.int32)
+        self.fence = threading.Lock()
+
+    def address(self, counter: int) -> int:
+        return self._memory.data_ptr()
+
+    @property
+    def value(self) -> int:
+        return int(self._memory.item())
+
+
+class Swap(NativeExchangeJob):
+    """Swaps ones with twos."""
+
+    def __init__(self, pool: NativePool, *inputs: Any, before: Any = None, tasks: int = 2, **place: Any) -> None:
+        self.host = [torch.ones(ROWS, 4) for _ in range(3)]
+        self.blocks = [torch.full((ROWS, 4), 2.0) for _ in range(3)]
+        size = -(-ROWS // tasks)
+        parts = [slice(first, min(first + size, ROWS)) for first in range(0, ROWS, size)]
+        place = {"deadline": 0, "step": 0, "param": "w", "flag": None, **place}
+        rows = torch.arange(ROWS, dtype=torch.int32)
+        super().__init__(self.host, rows, self.blocks, parts, inputs, before, pool.handle, **place)
+
+    @property
+    def swapped(self) -> bool:
+        return all(bool((each == 2).all()) for each in self.host)
+
+
+def ended(error: BaseException | None = None) -> ThreadTicket:
+    return ThreadTicket.ended(error)
+
+
+@pytest.fixture
+def pool() -> Iterator[NativePool]:
+    made = NativePool(2, Recorder())
+    yield made
+    made.close()
+
+
+def order_of(jobs: Sequence[Swap]) -> list[int]:
+    """The jobs' numbers, by when they ran."""
+    return sorted(range(len(jobs)), key=lambda number: jobs[number].records[0].begin_ns)
+
+
+def test_jobs_run_by_step_and_then_by_deadline() -> None:
+    pool, gate = NativePool(1, Recorder()), ThreadTicket()
+    places = [(1, 0), (0, 5), (0, 2), (1, 1), (0, 2)]
+    jobs = [Swap(pool, gate, step=step, deadline=deadline) for step, deadline in places]
+    pool.submit(jobs[:3])
+    pool.submit(jobs[3:])
+    gate.set()
+    for job in jobs:
+        job.wait()
+    pool.close()
+    assert order_of(jobs) == [2, 4, 1, 0, 3]
+    assert all(job.swapped for job in jobs)
+
+
+def test_arrived_job_overtakes_one_that_waits(pool: NativePool) -> None:
+    gate = ThreadTicket()
+    late, early = Swap(pool, gate), Swap(pool, step=7)
+    pool.submit(late, early)
+    early.wait()
+    assert not late.is_set
+    gate.set()
+    late.wait()
+
+
+def test_all_workers_share_a_job() -> None:
+    """One worker alone would run all tasks; here the tasks are long enough for the others to wake up."""
+    pool = NativePool(3, Recorder())
+    host = [torch.ones(6, 1 << 20) for _ in range(3)]
+    blocks = [each.clone() for each in host]
+    for _ in range(20):
+        job = NativeExchangeJob(
+            host, torch.arange(6, dtype=torch.int32), blocks, [slice(n, n + 1) for n in range(6)], (), None,
+            pool.handle, deadline=0, step=0, param="w", flag=None,
+        )  # fmt: skip
+        pool.submit(job)
+        job.settle()
+        if len({record.worker for record in job.records}) == 3:
+            break
+    else:
+        raise AssertionError("no job was shared by all workers")
+    pool.close()
+
+
+def test_job_waits_for_the_one_before(pool: NativePool) -> None:
+    gate = ThreadTicket()
+    first = Swap(pool, gate)
+    second = Swap(pool, before=first)
+    pool.submit(first, second)
+    time.sleep(0.02)
+    assert not second.is_set
+    gate.set()
+    second.wait()
+    assert second.records[0].begin_ns >= first.records[0].end_ns
+
+
+def test_failed_input_fails_the_job_and_its_followers(pool: NativePool) -> None:
+    gate, word = ThreadTicket(), Word()
+    first = Swap(pool, ended(), gate, param="first", flag=Flag(word, 0, 1))
+    second = Swap(pool, before=first, param="second")
+    pool.submit(first, second)
+    gate.set(ValueError("on purpose"))
+    with pytest.raises(RuntimeError, match="the host update of second at step 0 failed") as raised:
+        second.wait()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__.__cause__, ValueError)
+    assert word.value == 1, "a stream may wait for it"
+    assert not first.swapped
+    pool.land()
+    assert pool.failed
+    assert isinstance(first.error.__cause__, ValueError), "the error stays when its inputs are released"
+
+
+def test_flag_is_raised_at_the_end(pool: NativePool) -> None:
+    gate, word = ThreadTicket(), Word()
+    job = Swap(pool, gate, flag=Flag(word, 0, 5))
+    pool.submit(job)
+    time.sleep(0.02)
+    assert word.value == 0
+    gate.set()
+    job.wait()
+    assert word.value == 5
+
+
+def test_abort_fails_a_queued_job(pool: NativePool) -> None:
+    word = Word()
+    job = Swap(pool, ThreadTicket(), flag=Flag(word, 0, 1))
+    pool.submit(job)
+    job.abort(KeyError("lost"))
+    job.settle()
+    with pytest.raises(RuntimeError) as raised:
+        job.wait()
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert word.value == 1
+    assert not job.swapped
+
+
+def test_withdrawn_jobs_are_those_never_queued(pool: NativePool) -> None:
+    gate = ThreadTicket()
+    queued, lost = Swap(pool, gate), Swap(pool)
+    pool.submit(queued)
+    pool.withdraw([queued, lost])
+    assert lost.is_settled
+    assert "interrupted" in str(lost.error)
+    gate.set()
+    queued.wait()
+    assert queued.swapped
+
+
+def test_withdrawn_job_needs_no_pool() -> None:
+    pool = NativePool(1, Recorder())
+    job = Swap(pool)
+    pool.withdraw([job])
+    job.settle()
+    assert pool.failed
+    pool.close()
+
+
+def test_counter_gates_wrap_around(pool: NativePool) -> None:
+    class Counter:
+        error = None
+        word = ctypes.c_uint32(0xFFFFFFFE)
+
+        def gate(self) -> Gate:
+            return Gate(ctypes.addressof(self.word), 1, native.COUNTER)
+
+        def done(self) -> bool:
+            return False
+
+    job = Swap(pool, Counter())
+    pool.submit(job)
+    time.sleep(0.02)
+    assert not job.is_set
+    Counter.word.value = 2
+    job.wait()
+
+
+def test_inputs_that_never_arrive_fail_the_job(pool: NativePool) -> None:
+    """A device that has died raises when its tickets are asked; that is all a queued job hears of it."""
+
+    class Dead:
+        error = None
+        word = ctypes.c_uint32(0)
+
+        def gate(self) -> Gate:
+            return Gate(ctypes.addressof(self.word), 1, native.COUNTER)
+
+        def done(self) -> bool:
+            raise RuntimeError("the device has died")
+
+    first = Swap(pool, Dead())
+    second = Swap(pool, before=first)
+    pool.submit(first, second)
+    with pytest.raises(RuntimeError):
+        second.wait()
+    first.settle()
+    assert "died" in str(first.error)
+
+
+def test_jobs_end_while_a_thread_keeps_the_gil(pool: NativePool) -> None:
+    """A job of 0.4 s beside a C call that holds the GIL for 3 s."""
+    keep = ctypes.PyDLL(None).usleep
+    job = Swap(pool, late := LateWord(0.4))
+    begin = time.perf_counter_ns()
+    pool.submit(job)
+    keep(3_000_000)
+    assert time.perf_counter_ns() - begin > 2.9e9
+    assert job.is_set
+    assert job.records[1].end_ns - begin < 2e9
+    late.wait()
+
+
+def test_interrupt_ends_a_wait(pool: NativePool) -> None:
+    job = Swap(pool, gate := ThreadTicket())
+    pool.submit(job)
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        job.wait()
+    gate.set()
+    job.wait()
+
+
+def test_workers_block_all_signals(pool: NativePool) -> None:
+    job = Swap(pool)
+    pool.submit(job)
+    job.wait()
+    masks = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as file:
+            lines = dict(line.split(":\t") for line in file.read().splitlines())
+        if lines["Name"].startswith("zenflow-") and lines["Name"][8:].isdigit():
+            masks.append(int(lines["SigBlk"], 16))
+    assert masks
+    assert all(mask & 1 << signal.SIGINT - 1 and mask & 1 << signal.SIGTERM - 1 for mask in masks)
+
+
+def test_ended_jobs_are_recorded_and_released() -> None:
+    recorder = Recorder()
+    recorder.attach(timeline := Timeline())
+    pool = NativePool(2, recorder)
+    first = Swap(pool, ended(), param="w", step=3)
+    pool.submit(first)
+    first.settle()
+    pool.land()
+    assert first._kept is None
+    events = timeline.events()
+    assert [(event.kind, event.step, event.param) for event in events] == [("state", 3, "w")] * 2
+    assert sum(event.bytes for event in events) == 4 * 3 * ROWS * 4 * 4
+    pool.land()
+    assert len(timeline.events()) == 2
+    pool.close()
+
+
+def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
+    pool, gate = NativePool(2, Recorder()), ThreadTicket()
+    jobs = [Swap(pool, gate) for _ in range(5)]
+    pool.submit(jobs)
+    threading.Timer(0.05, gate.set).start()
+    pool.close()
+    pool.close()
+    assert all(job.swapped for job in jobs)
+    again = Swap(pool)
+    pool.submit(again)
+    again.wait()
+    pool.close()
+
+
+def test_interrupted_close_is_completed_by_the_next() -> None:
+    pool, gate = NativePool(2, Recorder()), ThreadTicket()
+    job = Swap(pool, gate)
+    pool.submit(job)
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    gate.set()
+    pool.close()
+    assert job.swapped
+    assert pool.handle.address is None
+
+
+def test_collected_pool_ends_its_threads() -> None:
+    pool = NativePool(2, Recorder())
+    job = Swap(pool, ThreadTicket())
+    pool.submit(job)
+    handle = pool.handle
+    del pool
+    gc.collect()
+    assert handle.address is None
+    assert job.is_settled
+    assert not job.swapped
+
+
+def test_refused_threads_fail_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def zenflow_open(self, *_: Any) -> int:
+            return 11  # EAGAIN
+
+    pool, job = NativePool(2, Recorder()), None
+    job = Swap(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(native_pool.native, "library", Refusing)
+        with pytest.raises(RuntimeError, match="ulimit -u"):
+            pool.submit(job)
+    assert job.is_settled
+    assert pool.failed
+    second = Swap(pool)
+    pool.submit(second)
+    second.wait()
+    pool.close()
+
+
+def test_denormals_do_not_depend_on_the_starting_thread() -> None:
+    """A thread inherits the mode of the one that starts it; results would depend on when the first job was."""
+    from zenflow_compile.runtime.adam_rule import StepCoefficients
+    from zenflow_compile.runtime.host.host_adam import NativeHostAdam, WindowUpdate
+    from zenflow_compile.runtime.parameters.host_state import NativeWindowJob
+
+    def moments(*, flush: bool) -> torch.Tensor:
+        kernel = NativeHostAdam(torch.float32, torch.float32, 1)
+        state = [torch.zeros(16), torch.full((16,), 1e-39), torch.zeros(16)]
+        coefficients = [StepCoefficients(0.0, 0.5, 0.5, 0.0, 1.0)]
+        update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1, 1e-8)
+        pool = NativePool(1, Recorder())
+        torch.set_flush_denormal(flush)
+        try:
+            job = NativeWindowJob(
+                update, kernel, 1.0, [slice(0, 16)], (), None, pool.handle, deadline=0, step=0, param="w", flag=None
+            )
+            pool.submit(job)
+            job.wait()
+        finally:
+            torch.set_flush_denormal(False)
+        pool.close()
+        return state[1]
+
+    assert moments(flush=False)[0] > 0
+    assert torch.equal(moments(flush=True), moments(flush=False))
+
+
+SCRIPT = """
+import os, sys, torch
+from tests.runtime.test_native_pool import Swap
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.recorder import Recorder
+pool = NativePool(2, Recorder())
+jobs = [Swap(pool, *([] if number % 2 else [ThreadTicket()])) for number in range(200)]
+pool.submit(jobs)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "del pool, jobs",
+        "raise SystemExit(0)",
+        """
+        child = os.fork()
+        if not child:
+            new = NativePool(1, Recorder())
+            job = Swap(new)
+            new.submit([job])
+            job.wait()
+            new.close()
+            lost = Swap(pool)
+            try:
+                pool.submit(lost)
+            except RuntimeError:
+                lost.settle()
+                jobs[0].abort(RuntimeError("in the child"))
+                jobs[0].settle()
+                sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        """,
+    ],
+    ids=["end of the script", "dropped", "exit", "fork"],
+)
+def test_process_ends_with_jobs_in_flight(end: str) -> None:
+    script = SCRIPT + textwrap.dedent(end)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

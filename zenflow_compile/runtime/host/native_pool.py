@@ -1,0 +1,279 @@
+"""Native threads that run jobs without the GIL, so that a device may wait for a job whatever Python's threads do.
+
+See native/pool.h. A job is described once, when it is made; from then on nothing of it needs Python.
+
+[Note: native memory] Native threads read and write through addresses. So the memory of every queued job is kept until
+no task of it runs or will run: by the list ``_in_flight``, which outlives the pool's Python object, and after which the
+threads have ended. At exit they end before Python frees anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from zenflow_compile.native import library as native
+from zenflow_compile.native.library import HostJob
+from zenflow_compile.runtime.device.copy_lanes import Gate, Ticket
+from zenflow_compile.runtime.device.stream_flags import Flag
+from zenflow_compile.runtime.errors import refuse_threads
+from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline.events import Timeline, worker_lane
+
+_POLL_NS = 100_000
+"""How often one idle thread looks whether inputs of queued jobs have arrived: 9% of a core (2 cores, KVM)."""
+
+_SLICE_NS = 100_000_000
+"""The longest wait without a look at signals, and at the device: a dead one raises no flag."""
+
+
+class NativeJob(Job):
+    """A job of native threads.
+
+    Args:
+        parts: of the work; each is a task.
+        inputs: the copies that it waits for. Each has a gate.
+        before: the last job of this state, which may still run.
+        kept: whatever owns the memory of the work.
+        pool: of the threads that will run it.
+
+    Attributes:
+        memory: what native threads know of it.
+        records: when and where each task ran.
+        recorded: they are in the timeline.
+    """
+
+    native = True
+
+    def __init__(
+        self,
+        parts: Sequence[slice],
+        inputs: Sequence[Ticket],
+        before: Job | None,
+        kept: object,
+        pool: ctypes.c_void_p,
+        *,
+        deadline: int,
+        step: int,
+        param: str,
+        flag: Flag | None = None,
+    ) -> None:
+        super().__init__(deadline=deadline, step=step, param=param, flag=flag)
+        assert before is None or isinstance(before, NativeJob), "all jobs of one state run on threads of one kind"
+        self._pool = pool
+        self._inputs = inputs
+        self._before = before
+        self._kept: Any = kept
+        self._error: BaseException | None = None
+        self.recorded = False
+        gates = [input.gate() for input in inputs]
+        if before is not None:
+            gates.append(Gate(before.state_address, native.DONE, native.STATE))
+        tasks = len(parts)
+        self._gates = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
+        self._bounds = (ctypes.c_int64 * (tasks + 1))(*(part.start for part in parts), parts[-1].stop)
+        self.records = (native.Record * tasks)()
+        self.memory = HostJob(
+            failed_gate=-1,
+            step=step,
+            deadline=deadline,
+            gates=self._gates,
+            gate_count=len(gates),
+            bounds=self._bounds,
+            tasks=tasks,
+            records=self.records,
+            untaken=tasks,
+            unfinished=tasks,
+        )
+        if flag is not None:
+            self.memory.flag, self.memory.flag_value = flag.address, flag.value
+
+    @property
+    def state_address(self) -> int:
+        """Where its state is in memory: the first member."""
+        return ctypes.addressof(self.memory)
+
+    @property
+    def is_set(self) -> bool:  # type: ignore[override]
+        return bool(self.memory.state)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no task runs or will run."""
+        return bool(self.memory.settled)
+
+    @property
+    def error(self) -> BaseException | None:  # type: ignore[override]
+        if self.memory.state != native.FAILED:
+            return None
+        if self._error is None:
+            self._error = self._failed_input()
+        return self._error
+
+    def _failed_input(self) -> BaseException:
+        number = self.memory.failed_gate
+        failed: Ticket | Job | None = self._inputs[number] if number < len(self._inputs) else self._before
+        assert failed is not None
+        try:
+            failed.wait()
+        except Exception as error:
+            return error
+        raise AssertionError("the input has not failed")
+
+    def _block(self, *, settled: bool = False) -> None:
+        memory = self.memory
+        while not (memory.settled if settled else memory.state):
+            self.check_inputs()
+            # The pool is there: a job that was never queued is settled by ``abort``.
+            native.library().zenflow_wait(self._pool, memory, settled, _SLICE_NS)
+
+    def settle(self) -> None:
+        """See :meth:`Job.settle`. Fails the job if the device of its inputs has died."""
+        self._block(settled=True)
+
+    def check_inputs(self) -> None:
+        """Fail the job, or one before it, whose inputs never arrive, because their device has died."""
+        chain, job = [self], self
+        while (before := job._before) is not None and not before.is_set:
+            chain.append(before)
+            job = before
+        for job in reversed(chain):
+            for ticket in job._inputs:
+                try:
+                    ticket.done()
+                except Exception as error:
+                    job.abort(error)
+                    break
+
+    def abort(self, error: BaseException) -> None:
+        """See :meth:`Job.abort`. Tasks that run go on."""
+        if self._error is None:
+            self._error = error  # before the state: whoever sees a failure asks for its error
+        native.library_with_gil().zenflow_abort(self._pool, self.memory)
+
+    def touched_bytes(self, number: int) -> int:
+        """Bytes of host memory that task ``number``, which has run, has read and written."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let go of the memory of a settled job, and of the jobs before it."""
+        _ = self.error  # found through what is released
+        self._before, self._inputs, self._kept = None, (), None
+
+
+class NativePool:
+    """Native threads that run jobs; started with the first job.
+
+    Attributes:
+        handle: the address of the native pool, which jobs keep, and not this object. Null before the first job was
+            submitted, and after the end.
+        failed: a job has failed, as far as ``land`` has seen.
+    """
+
+    def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            cores: the logical core that each worker is pinned to; None pins none.
+        """
+        self.handle = ctypes.c_void_p()
+        self.failed = False
+        self._workers = workers
+        self._cores = tuple(cores or ())
+        self._recorder = recorder
+        self._in_flight: list[NativeJob] = []  # see [Note: native memory]
+        self._end = weakref.finalize(self, _end, self.handle, self._in_flight, os.getpid())
+
+    def submit(self, *jobs: NativeJob) -> None:
+        """Queue all of ``jobs``, or none, if an interrupt comes before.
+
+        Raises:
+            RuntimeError: the system does not start a thread. The jobs have failed then.
+        """
+        try:
+            self.land()
+            if not self.handle:
+                self._open()
+            pointers = (ctypes.POINTER(HostJob) * len(jobs))(*(ctypes.pointer(job.memory) for job in jobs))
+            self._in_flight += jobs  # before threads see their addresses
+            error = native.library_with_gil().zenflow_submit(self.handle, pointers, len(jobs))
+            if error:
+                raise RuntimeError(f"the host updates of a step could not be queued: {os.strerror(error)}")
+        except Exception as error:  # after an interrupt, ``withdraw`` finds those that were not queued
+            self.failed = True
+            for job in jobs:
+                job.abort(error)
+            raise
+
+    def _open(self) -> None:
+        cores = (ctypes.c_int32 * self._workers)(*self._cores) if self._cores else None
+        error = native.library().zenflow_open(ctypes.byref(self.handle), self._workers, cores, _POLL_NS)
+        if error:
+            refuse_threads(RuntimeError(os.strerror(error)))
+
+    def withdraw(self, jobs: Iterable[NativeJob]) -> None:
+        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""
+        for job in jobs:
+            if not (job.memory.queued or job.is_set):
+                self.failed = True
+                job.abort(RuntimeError("the step was interrupted before this update was queued"))
+
+    def land(self) -> None:
+        """Record the jobs that have ended since, and let go of their memory."""
+        jobs = self._in_flight
+        if not jobs:
+            return
+        timeline, left = self._recorder.timeline, []
+        for job in jobs:
+            if job.memory.state == native.FAILED:
+                self.failed = True
+            if not job.memory.settled:
+                left.append(job)
+                continue
+            if timeline is not None and not job.recorded:
+                self._record(timeline, job)
+            job.release()
+        # One assignment to the list itself, which ``_end`` knows. After an interrupt above, the next call does it all
+        # again, but for records that were made.
+        jobs[:] = left
+
+    def _record(self, timeline: Timeline, job: NativeJob) -> None:
+        job.recorded = True
+        for number, record in enumerate(job.records):
+            if record.end_ns:
+                timeline.add(
+                    worker_lane(record.worker), job.kind, record.begin_ns, record.end_ns,
+                    step=job.step, param=job.param, bytes=job.touched_bytes(number),
+                )  # fmt: skip
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Always False: its threads are none of Python's."""
+        return False
+
+    def close(self) -> None:
+        """Finish all queued jobs, then stop the threads."""
+        if not self.handle:
+            return
+        for job in list(self._in_flight):
+            job.settle()
+        while not native.library().zenflow_close(self.handle, _SLICE_NS):
+            pass
+        self.land()
+        # One call: an interrupt comes before it, or finds no pool.
+        native.library_with_gil().zenflow_free(ctypes.byref(self.handle))
+
+
+def _end(handle: ctypes.c_void_p, in_flight: list[NativeJob], process: int) -> None:
+    """Stop the threads of a pool that was collected, or of a process that ends. Tasks that run are finished."""
+    if not handle or os.getpid() != process:  # a forked child has no such threads
+        return
+    for job in in_flight:
+        job.abort(RuntimeError("the optimizer was deleted, or the process ends"))
+    while not native.library().zenflow_close(handle, _SLICE_NS):
+        pass
+    in_flight.clear()
+    native.library_with_gil().zenflow_free(ctypes.byref(handle))
