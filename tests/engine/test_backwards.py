@@ -38,8 +38,8 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_failed_backward_is_dropped_with_in_backward(max_grad_norm: float | None) -> None:
-    """Parameters that were updated before it failed have made their step; nothing is applied twice or kept."""
+def test_failed_backward_is_dropped_or_stops(max_grad_norm: float | None) -> None:
+    """If parameters were updated before it failed, the step is half made: nothing goes on until a state is loaded."""
     torch.manual_seed(1)
     model = Product()
     keywords = {"inner": "eager", **ADAM, **OFFLOAD_ALL, "update_interval": 2, "max_grad_norm": max_grad_norm}
@@ -52,6 +52,7 @@ def test_failed_backward_is_dropped_with_in_backward(max_grad_norm: float | None
     for step in range(3):
         loss(step).backward()
     optimizer = optimizer_of(call)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     steps = optimizer.engine.step
     handle = model.bias.register_post_accumulate_grad_hook(lambda param: 1 / 0)
     failing = loss(3)
@@ -60,14 +61,23 @@ def test_failed_backward_is_dropped_with_in_backward(max_grad_norm: float | None
     handle.remove()
     updated = [each.plan.name for each in optimizer.engine.offloaded.values() if each.state is GradientState.CONSUMED]
     assert bool(updated) == (max_grad_norm is None)
+    if updated:
+        failing = loss(4)
+        with pytest.raises(RuntimeError, match="half-way") as raised:
+            failing.backward()
+        assert "some parameters had been updated in it, 2 of 3 (first, ...)" in str(raised.value.__cause__)
+        with pytest.raises(RuntimeError, match="half-way"):
+            optimizer.synchronize()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
     loss(4).backward()
     optimizer.synchronize()
-    assert optimizer.engine.step == steps + 1 + bool(updated)
+    assert optimizer.engine.step == steps + 1
     assert model.bias.grad is None
     assert all(each.record is None for each in optimizer.engine.offloaded.values())
     for each in optimizer.engine.offloaded.values():
         attempts = each.host.taken + len(each.host.open)
-        assert each.device.steps == attempts == steps + 1 + (each.plan.name in updated)
+        assert each.device.steps == attempts == steps + 1
         assert len(each.host.open) < each.plan.interval
     before = [param.detach().clone() for param in model.parameters()]
     for step in range(5, 7):
@@ -146,7 +156,7 @@ def test_first_gradient_detects_a_failed_backward(has_out: bool) -> None:
         cut.check()
 
 
-def test_first_gradient_after_failed_backward_is_kept() -> None:
+def test_first_gradient_after_a_half_made_step_raises() -> None:
     cut = Cut(policy="zenflow", update_interval=2, max_grad_norm=None)
     for step in range(3):
         cut.run(step)
@@ -154,8 +164,9 @@ def test_first_gradient_after_failed_backward_is_kept() -> None:
     first, head = (each for each in engine.offloaded.values())
     cut.fail(3)
     assert (first.state, head.state) == (GradientState.CONSUMED, GradientState.PARTS)
-    cut.run(4)
-    assert (engine.step, first.device.steps, head.device.steps) == (5, 5, 4)
+    with pytest.raises(RuntimeError, match="half-way"):
+        cut.run(4)
+    assert (engine.step, first.device.steps, head.device.steps) == (3, 4, 3)
 
 
 def test_gradient_added_to_a_failed_one_raises_once() -> None:

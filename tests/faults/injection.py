@@ -1,4 +1,4 @@
-"""Makes one of the package's calls of other code fail. A run of the program finds these calls.
+"""Makes one of the package's calls of other code fail, or interrupts the package. A run of the program finds where.
 
 A profile function sees the calls of C functions by frames of the package, and of Python functions of others. What it
 raises is raised by the call, before the function has done anything. In Python 3.11 it sees neither operators nor calls
@@ -60,6 +60,12 @@ def _site(frame: FrameType, event: str, argument: Any) -> Site | None:
     return Site(file[len(PACKAGE) + 1 :], caller.f_lineno, name, here)
 
 
+def _interruptible(frame: FrameType, event: str) -> bool:
+    """Whether a signal can be delivered here: in the training thread, between calls of the package."""
+    inside = event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE)
+    return inside and threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def _profiled(function: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Profile the calling thread, and those that are started from now on."""
@@ -72,18 +78,25 @@ def _profiled(function: Callable[[FrameType, str, Any], None]) -> Iterator[None]
         threading.setprofile(None)
 
 
+Target = Site | int
+"""A call that fails, or the number of the point at which Ctrl-C comes: the interpreter delivers signals after calls."""
+
+
 class Injector:
     """Watches the threads of one trial.
 
     Attributes:
         found: sites that were passed while ``recording``.
-        raised: the call of ``target`` has failed.
+        points: at which the training thread can be interrupted that were passed while ``recording``, or since
+            ``target`` was set.
+        raised: the call of ``target`` has failed, or the interrupt has come.
     """
 
     def __init__(self) -> None:
         self.found: dict[Site, None] = {}
+        self.points = 0
         self.recording = False
-        self.target: Site | None = None
+        self.target: Target | None = None
         self.raised = False
 
     @contextmanager
@@ -99,8 +112,12 @@ class Injector:
     def _seen(self, frame: FrameType, event: str, argument: Any) -> None:
         if not self.recording and self.target is None:
             return
-        site = _site(frame, event, argument)
-        if site is None:
+        if _interruptible(frame, event):
+            self.points += 1
+            if self.points - 1 == self.target:
+                self.target, self.raised = None, True
+                raise KeyboardInterrupt
+        if isinstance(self.target, int) or (site := _site(frame, event, argument)) is None:
             return
         if self.recording:
             self.found[site] = None

@@ -1,4 +1,4 @@
-"""Each call that can fail, fails one time: training raises or is not affected, and never hangs or differs silently."""
+"""Each call that can fail, fails one time, and Ctrl-C comes anywhere: nothing hangs, and nothing differs silently."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.faults.injection import Site
-from tests.faults.trials import PHASES, SCENARIOS, Trial, outcome, sites_of
+from tests.faults.injection import Site, Target
+from tests.faults.trials import PHASES, SCENARIOS, Trial, outcome, targets_of
 from tests.simulated.process import SimulatedCrash, SimulatedHang, SimulatedProcess
 from zenflow_compile.runtime.host.python_pool import PythonPool
 
@@ -17,25 +17,25 @@ IN_EVERY_RUN = 4  # sites of each scenario and phase
 SECONDS = 30.0  # a trial takes less than two
 
 
-def tried(process: SimulatedProcess, trial: Trial, sites: Sequence[Site]) -> dict[Site, str]:
+def tried(process: SimulatedProcess, trial: Trial, targets: Sequence[Target]) -> dict[Target, str]:
     """The outcome of each trial."""
-    found = {site: outcome_of(process, trial, site) for site in sites}
+    found = {target: outcome_of(process, trial, target) for target in targets}
     print(trial, Counter(text.partition(":")[0] for text in found.values()))
     return found
 
 
-def outcome_of(process: SimulatedProcess, trial: Trial, site: Site) -> str:
+def outcome_of(process: SimulatedProcess, trial: Trial, target: Target) -> str:
     """``outcome`` in a process that a hang ends."""
     try:
-        return process.call(outcome, trial, site, timeout=SECONDS)
+        return process.call(outcome, trial, target, timeout=SECONDS)
     except (SimulatedHang, SimulatedCrash) as lost:
         return f"WRONG: {lost}"
     except Exception as error:
         return f"WRONG: {type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
 
 
-def wrong(found: dict[Site, str]) -> dict[Site, str]:
-    return {site: text for site, text in found.items() if text.startswith("WRONG")}
+def wrong(found: dict[Target, str]) -> dict[Target, str]:
+    return {target: text for target, text in found.items() if text.startswith("WRONG")}
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -43,7 +43,7 @@ def wrong(found: dict[Site, str]) -> dict[Site, str]:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_some_failed_calls_are_harmless(simulated: SimulatedProcess, scenario: str, phase: str, device: str) -> None:
     trial = Trial(scenario, "hooks", phase, device)
-    sites = simulated.call(sites_of, trial)
+    sites, _ = simulated.call(targets_of, trial)
     drawn = random.Random(f"{scenario} {phase} {device}").sample(sites, min(IN_EVERY_RUN, len(sites)))
     found = tried(simulated, trial, drawn)
     assert not wrong(found)
@@ -61,7 +61,7 @@ def test_trials_find_a_job_without_an_end(simulated: SimulatedProcess) -> None:
     """Proves that a trial sees a hang: ``close`` waits forever for a job that no worker will run."""
     trial = Trial("windows", "hooks", "close")
     (site,) = (
-        site for site in simulated.call(sites_of, trial) if site.callee == "sorted" and "python_pool" in site.file
+        site for site in simulated.call(targets_of, trial)[0] if site.callee == "sorted" and "python_pool" in site.file
     )
     assert not outcome_of(simulated, trial, site).startswith("WRONG")
     with pytest.raises(SimulatedHang):
@@ -78,4 +78,39 @@ def test_every_failed_call_is_harmless(
     simulated: SimulatedProcess, scenario: str, entry: str, phase: str, device: str
 ) -> None:
     trial = Trial(scenario, entry, phase, device)
-    assert not wrong(tried(simulated, trial, simulated.call(sites_of, trial)))
+    assert not wrong(tried(simulated, trial, simulated.call(targets_of, trial)[0]))
+
+
+INTERRUPTED = [
+    (scenario, entry, phase)
+    for scenario in SCENARIOS
+    for entry in ("hooks", "graph", "backward")
+    for phase in ("train", "close")
+]
+
+
+def points_of(process: SimulatedProcess, trial: Trial, count: int) -> list[int]:
+    """A seeded draw of the points at which the trial can be interrupted."""
+    _, points = process.call(targets_of, trial)
+    return random.Random(str(trial)).sample(range(points), min(count, points))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize(("scenario", "entry", "phase"), INTERRUPTED)
+def test_some_interrupts_are_harmless(
+    simulated: SimulatedProcess, scenario: str, entry: str, phase: str, device: str
+) -> None:
+    trial = Trial(scenario, entry, phase, device)
+    assert not wrong(tried(simulated, trial, points_of(simulated, trial, 2)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize(("scenario", "entry", "phase"), INTERRUPTED)
+def test_many_interrupts_are_harmless(
+    simulated: SimulatedProcess, scenario: str, entry: str, phase: str, device: str
+) -> None:
+    trial = Trial(scenario, entry, phase, device)
+    count = 60 if phase == "train" else 20
+    assert not wrong(tried(simulated, trial, points_of(simulated, trial, count)))

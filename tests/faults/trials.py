@@ -1,7 +1,8 @@
-"""One trial: train, let a call fail, and look at what training makes of it."""
+"""One trial: train, let a call fail or Ctrl-C come, and look at what training makes of it."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.faults.injection import Injector, Site
+import zenflow_compile
+from tests.faults.injection import Injector, Site, Target
 from tests.simulated.accelerator import serve
-from tests.support.training import EAGER_BACKEND, Training, batch, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, batch, mlp
 
 BEGIN, END = 4, 9  # the steps in which calls fail; those before warm up
 
@@ -34,7 +36,7 @@ class Trial:
     """A scenario, how the model is called, what runs while calls fail, and the device: "cpu" or "sim"."""
 
     scenario: str
-    entry: str  # "hooks" or "graph"
+    entry: str  # "hooks", "graph", or "backward": the optimizer is in the backward graph
     phase: str
     device: str = "cpu"
 
@@ -59,6 +61,29 @@ class WatchedTraining(Training):
 
     device: str = "cpu"
     injector: Injector = field(default_factory=Injector)
+    in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.in_backward:
+            super().__post_init__()
+            return
+        self.model = self.build(self.dtype)
+        options = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, **self.options}
+        self.call = torch.compile(self.model, backend="zenflow", options=options)
+        with torch.no_grad():
+            self.call(batch(0)[0].to(self.device))  # the first call makes the optimizer
+        self.optimizer = zenflow_compile.optimizer_of(self.call)
+
+    def step(self, step: int) -> None:
+        if self.in_backward:
+            self.backward(step)
+        else:
+            super().step(step)
+
+    def zero_grad(self) -> None:
+        """As a loop does after an error; one without an optimizer of its own does nothing."""
+        if not self.in_backward:
+            self.optimizer.zero_grad()
 
     def loss(self, step: int) -> Tensor:
         inputs, targets = (each.to(self.device) for each in batch(step, self.dtype))
@@ -79,6 +104,7 @@ def _begin(trial: Trial, folder: str, injector: Injector) -> tuple[Training, byt
         build=lambda dtype: mlp(dtype).to(trial.device),
         device=trial.device,
         injector=injector,
+        in_backward=trial.entry == "backward",
     )
     training.run(0, BEGIN)
     return training, training.saved()
@@ -98,8 +124,8 @@ def expected(trial: Trial, without: int | None = None) -> list[Tensor]:
         return training.weights_as_they_are() if trial.phase == "close" else weights
 
 
-def sites_of(trial: Trial) -> list[Site]:
-    """The calls that can fail in this phase."""
+def targets_of(trial: Trial) -> tuple[list[Site], int]:
+    """The calls that can fail in this phase, and the number of points at which it can be interrupted."""
     with tempfile.TemporaryDirectory() as folder, Injector().watch() as injector:
         training, saved = _begin(trial, folder, injector)
         injector.recording = trial.phase == "train"
@@ -109,22 +135,25 @@ def sites_of(trial: Trial) -> list[Site]:
         injector.recording = trial.phase == "close"
         training.optimizer.close()
         injector.recording = False
-    return sorted(injector.found)
+    return sorted(injector.found), injector.points
 
 
-def outcome(trial: Trial, site: Site) -> str:
-    """What a failure at ``site`` leads to; ``"WRONG: ..."`` if it is not what it has to be."""
+def outcome(trial: Trial, target: Target) -> str:
+    """What a failure or an interrupt at ``target`` leads to; ``"WRONG: ..."`` if it is not what it has to be."""
     others = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder, Injector().watch() as injector:
         training, saved = _begin(trial, folder, injector)
         try:
-            found = _PHASES[trial.phase](trial, training, saved, injector, site)
+            found = _PHASES[trial.phase](trial, training, saved, injector, target)
         finally:
             injector.target = None
             training.optimizer.close()
+        files = sorted(os.listdir(folder))
     left = [thread.name for thread in set(threading.enumerate()) - others if thread.name.startswith("zenflow")]
     if left:
         return f"WRONG: threads are left: {left}"
+    if files:
+        return f"WRONG: files are left: {files}"
     return found
 
 
@@ -134,8 +163,8 @@ def _train(training: Training) -> list[Tensor]:
     return training.weights()
 
 
-def _in_training(trial: Trial, training: Training, saved: bytes, injector: Injector, site: Site) -> str:
-    injector.target = site
+def _in_training(trial: Trial, training: Training, saved: bytes, injector: Injector, target: Target) -> str:
+    injector.target, injector.points = target, 0
     failed_at, refused, found = None, False, "nothing changed"
     for step in range(BEGIN, END + 1):
         try:
@@ -143,12 +172,12 @@ def _in_training(trial: Trial, training: Training, saved: bytes, injector: Injec
                 training.step(step)
             else:
                 weights = training.weights()
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             if failed_at is not None or step == END:
                 refused = True
                 break
             failed_at = step
-            training.optimizer.zero_grad()
+            training.zero_grad()
     injector.target = None
     if refused:
         found = "refused"
@@ -165,13 +194,13 @@ def _in_training(trial: Trial, training: Training, saved: bytes, injector: Injec
     )
 
 
-def _in_load(trial: Trial, training: Training, saved: bytes, injector: Injector, site: Site) -> str:
+def _in_load(trial: Trial, training: Training, saved: bytes, injector: Injector, target: Target) -> str:
     _train(training)
-    injector.target = site
+    injector.target, injector.points = target, 0
     found = "nothing changed"
     try:
         training.load(saved)
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         found = "refused"
         injector.target = None
         training.load(saved)
@@ -185,14 +214,19 @@ def _in_load(trial: Trial, training: Training, saved: bytes, injector: Injector,
     return found if same(weights, expected(trial)) else f"WRONG: {found}, then other weights"
 
 
-def _in_close(trial: Trial, training: Training, saved: bytes, injector: Injector, site: Site) -> str:
+def _in_close(trial: Trial, training: Training, saved: bytes, injector: Injector, target: Target) -> str:
     _train(training)
-    injector.target = site
+    injector.target, injector.points = target, 0
     found = "nothing changed"
     try:
         training.optimizer.close()
     except Exception:
         found = "refused"
+    except KeyboardInterrupt:
+        try:
+            training.optimizer.close()
+        except RuntimeError:  # an update that was flushed and not queued is lost, and named
+            found = "refused"
     injector.target = None
     training.optimizer.close()
     right = found == "refused" or same(training.weights_as_they_are(), expected(trial))

@@ -91,15 +91,17 @@ class Engine(StepRunner):
     def _drop_failed_backward(self, arrived: int | None) -> None:
         """Drop the gradients of the backward before this one, which failed, but not the gradient that ``arrived``.
 
-        If parameters were updated on its tail, the step counts, without a gradient for all the others. Raises: see
-        ``StaleGradients``.
+        Raises:
+            RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
         """
         with self.stale.dropped(arrived) as updated:
-            self.discard()
             if updated:
-                self.begin_update()
-                self._update(list(self.offloaded), slices=False)
-                self.end_update()
+                self.failure = RuntimeError(
+                    "a backward failed or was interrupted after some parameters had been updated in it, "
+                    f"{len(updated)} of {len(self.params)} ({updated[0]}, ...)"
+                )
+                errors.refuse_failed(self.failure)
+            self.discard()
             self.backward.task = None  # nothing is left of it
 
     def end_backward(self, *, nested: bool) -> None:

@@ -29,19 +29,20 @@ class StaleGradients:
         self._in_grad.clear()
 
     @contextmanager
-    def dropped(self, arrived: int | None) -> Iterator[bool]:
+    def dropped(self, arrived: int | None) -> Iterator[list[str]]:
         """Discard all gradients in ``.grad``, except the first one of the new backward, of parameter ``arrived``.
 
         That gradient is taken out of ``.grad`` inside the block, and put back only if the block succeeds: on an error
         its backward fails too.
 
         Yields:
-            Whether parameters were updated in the failed backward.
+            The names of the parameters that were updated in the failed backward.
 
         Raises:
             RuntimeError: the new gradient was added to a stale one. Both are dropped, after the block.
         """
-        updated = any(each.state is GradientState.CONSUMED for each in self._registry.offloaded.values())
+        offloaded = self._registry.offloaded.values()
+        updated = [each.plan.name for each in offloaded if each.state is GradientState.CONSUMED]
         if arrived is None:
             self._registry.drop_grads()
             yield updated
