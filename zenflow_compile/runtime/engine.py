@@ -94,13 +94,8 @@ class Engine(StepRunner):
         Raises:
             RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
         """
-        with self.stale.dropped(arrived) as updated:
-            if updated:
-                self.failure = RuntimeError(
-                    "a backward failed or was interrupted after some parameters had been updated in it, "
-                    f"{len(updated)} of {len(self.params)} ({updated[0]}, ...)"
-                )
-                errors.refuse_failed(self.failure)
+        self._refuse_half_made_step()
+        with self.stale.dropped(arrived):
             self.discard()
             self.backward.task = None  # nothing is left of it
 

@@ -225,6 +225,7 @@ class OptimizerRuntime:
             self._check_weights_in_child()
             return
         self._check()
+        self._check_backward()
         self.check_unchanged()
         self.uploads.apply_due(self.step)
         for offloaded in self.uploads.by_deadline():
@@ -283,6 +284,7 @@ class OptimizerRuntime:
             ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         self._check()
+        self._check_backward()
         self.check_parameters()
         for index in self.offloaded:
             self.registry.eps(index)
@@ -321,6 +323,20 @@ class OptimizerRuntime:
             errors.refuse_failed(self.failure)
         if self.order is not None:
             self.order.follow()
+
+    def _check_backward(self) -> None:
+        """Raise if the last backward of the optimizer-in-backward form failed half-way; not inside of a backward."""
+        if self.in_backward and self.backward.task is not None and torch_private.current_graph_task() == -1:
+            self._refuse_half_made_step()
+
+    def _refuse_half_made_step(self) -> None:
+        """Raise if parameters were updated in a backward that has failed, and others were not."""
+        if updated := self.stale.updated():
+            self.failure = RuntimeError(
+                "a backward failed or was interrupted after some parameters had been updated in it, "
+                f"{len(updated)} of {len(self.params)} ({updated[0]}, ...)"
+            )
+            errors.refuse_failed(self.failure)
 
     def enter_child(self) -> None:
         """Refuse everything but reading weights: this process was forked from the engine's."""
@@ -369,6 +385,8 @@ class OptimizerRuntime:
 
     def _finish(self, *, flush: bool) -> None:
         if not self._finished:
+            if self.failure is None:
+                self._check_backward()
             if self.order is not None:
                 self.order.follow()
             try:

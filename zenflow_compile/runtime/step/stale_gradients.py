@@ -28,30 +28,30 @@ class StaleGradients:
         """All gradients in ``.grad`` were discarded."""
         self._in_grad.clear()
 
+    def updated(self) -> list[str]:
+        """The names of the parameters that were updated in a failed backward."""
+        offloaded = self._registry.offloaded.values()
+        return [each.plan.name for each in offloaded if each.state is GradientState.CONSUMED]
+
     @contextmanager
-    def dropped(self, arrived: int | None) -> Iterator[list[str]]:
+    def dropped(self, arrived: int | None) -> Iterator[None]:
         """Discard all gradients in ``.grad``, except the first one of the new backward, of parameter ``arrived``.
 
         That gradient is taken out of ``.grad`` inside the block, and put back only if the block succeeds: on an error
         its backward fails too.
 
-        Yields:
-            The names of the parameters that were updated in the failed backward.
-
         Raises:
             RuntimeError: the new gradient was added to a stale one. Both are dropped, after the block.
         """
-        offloaded = self._registry.offloaded.values()
-        updated = [each.plan.name for each in offloaded if each.state is GradientState.CONSUMED]
         if arrived is None:
             self._registry.drop_grads()
-            yield updated
+            yield
             return
         param, name = self._registry.params[arrived], self._registry.plan.params[arrived].name
         mixed = arrived in self._in_grad
         grad = autograd_hooks.take_grad(param, name)
         self._registry.drop_grads()
-        yield updated
+        yield
         if mixed:
             errors.refuse_mixed_grad(name)
         param.grad = grad
