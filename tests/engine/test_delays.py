@@ -21,6 +21,8 @@ SETTINGS = settings(
 STREAMED = settings("streamed", "every_second_streamed", "windows_and_streamed")
 THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 
+pytestmark = pytest.mark.usefixtures("python_workers")
+
 
 def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -> Delays:
     """Make every copy and every task of a worker late."""

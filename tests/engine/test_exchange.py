@@ -23,7 +23,7 @@ from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob, StateExchange
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("python_workers")]
 
 EVERY_STEP: dict[str, Any] = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
 SETTINGS = {

@@ -15,7 +15,7 @@ from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.parameters import offloaded_param
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("python_workers")]
 
 
 class BrokenError(Exception):

@@ -276,7 +276,7 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
     for policy in ("zero_infinity", "zero_offload"):
         torch.manual_seed(0)
         first, second = nn.Linear(32, 32), nn.Linear(32, 64)
-        options = {"policy": policy, "host_kernel": "aten", "min_offload_size": 100}
+        options = {"policy": policy, "host_kernel": "native", "min_offload_size": 100}
         if policy == "zero_infinity":
             path = files._root / "group"
             path.mkdir()
@@ -296,7 +296,7 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
 
 
 def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
+    options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
     cache = optimizer.engine.registry.memory.files
     assert cache is not None
@@ -319,7 +319,7 @@ def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
+    options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(4, 4).parameters(), **options)  # so small that it has no file
     optimizer.synchronize()
     group = {"params": list(nn.Linear(32, 64).parameters())}
@@ -341,7 +341,7 @@ def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: p
 def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
     monkeypatch.setattr(capacity, "require_host_memory", lambda size, hint: needed.append(size))
-    options = {"policy": "zero_infinity", "host_kernel": "aten", "min_offload_size": 100, "nvme_path": tmp_path}
+    options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=CHUNK_BYTES, **options)
     optimizer.synchronize()
     optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})

@@ -12,7 +12,7 @@ from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, 
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.host import host_adam
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("python_workers")]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {},

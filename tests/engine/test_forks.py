@@ -115,7 +115,7 @@ ORPHAN = """
 import os, sys, torch
 from zenflow_compile import ZenFlowAdamW
 params = [torch.nn.Parameter(torch.zeros(64, 64))]
-options = {"policy": "zero_infinity", "nvme_path": sys.argv[1], "min_offload_size": 100, "host_kernel": "aten"}
+options = {"policy": "zero_infinity", "nvme_path": sys.argv[1], "min_offload_size": 100, "host_kernel": "native"}
 optimizer = ZenFlowAdamW(params, **options)
 optimizer.synchronize()
 child = os.fork()

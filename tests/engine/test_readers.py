@@ -30,7 +30,7 @@ WIDTH = 512
 STEPS = 4
 CLOSE = 1e-6  # of AdamW's weights; a step that is missing shows as 1e-3, the learning rate
 ADAM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
-EXACT: dict[str, Any] = {**ADAM, "update_interval": 1, "device_share": 0.0, "host_kernel": "aten"}
+EXACT: dict[str, Any] = {**ADAM, "update_interval": 1, "device_share": 0.0, "host_kernel": "native"}
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from zenflow_compile import ZenFlowAdamW
 ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 
 # Every matrix goes to the host, and no kernel is compiled for it.
-OFFLOAD_ALL: dict[str, Any] = {"host_kernel": "aten", "min_offload_size": 100, "device_share": 0.0}
+OFFLOAD_ALL: dict[str, Any] = {"host_kernel": "native", "min_offload_size": 100, "device_share": 0.0}
 
 EAGER_BACKEND: dict[str, Any] = {"backend": "zenflow", "options": {"inner": "eager"}}
 ENTRIES = [None, EAGER_BACKEND]
