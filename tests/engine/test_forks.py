@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import gc
 import os
 import signal
 import subprocess
@@ -75,6 +77,57 @@ def test_forked_child_refuses_every_use(entry: dict[str, Any] | None, options: d
     expected = Training(entry, {"policy": "zero_offload"} if "policy" in options else options).run(0, 5)
     assert_same(training.run(4, 5).weights(), expected.weights())
     training.optimizer.close()
+
+
+def _exit(training: Training) -> None:
+    """End as a script does: with the functions that are registered for the end."""
+    signal.alarm(10)
+    atexit._run_exitfuncs()
+
+
+def _forget(training: Training) -> None:
+    training.__dict__.clear()
+    gc.collect()
+
+
+ANYTHING: dict[str, Callable[[Training], object]] = {
+    **USES,
+    "whole step": lambda training: training.step(9),
+    "zero_grad": lambda training: training.optimizer.zero_grad(),
+    "synchronize": lambda training: training.optimizer.synchronize(),
+    "flush": lambda training: training.optimizer.flush(),
+    "close": lambda training: training.optimizer.close(),
+    "evaluation": lambda training: training.call(batch(0)[0]).sum().item(),
+    "collection": _forget,
+    "end": _exit,
+}
+FORKED = {
+    "windows": {"update_interval": 2},
+    "files": {"policy": "zero_infinity"},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("options", FORKED.values(), ids=FORKED)
+def test_nothing_in_a_child_crashes_or_hangs(
+    entry: dict[str, Any] | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Updates are in flight at each fork; the parent trains on as if there had been none."""
+    if options.get("policy") == "zero_infinity":
+        options = {**options, "nvme_path": tmp_path}
+    training = Training(entry, {**options, "workers": 2}).run(0, 2)
+    step = 2
+    for name, action in ANYTHING.items():
+        training.step(step)
+        step += 1
+        told = in_child(lambda action=action: action(training))
+        assert not told.startswith("signal"), f"{name}: {told}"
+    weights = training.run(step, step + 2).weights()
+    training.optimizer.close()
+    undisturbed = Training(entry, {**options, "workers": 2}).run(0, step + 2)
+    assert_same(weights, undisturbed.weights())
+    undisturbed.optimizer.close()
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)

@@ -1,0 +1,40 @@
+"""A training run that can be killed at any time: ``python -m tests.faults.killed_run FOLDER POLICY STEPS``.
+
+It goes on from the last checkpoint in the folder, and writes the weights there when it is done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support.training import EAGER_BACKEND, Training
+
+EVERY = 5  # steps per checkpoint
+
+
+def main(folder: Path, policy: str, steps: int) -> None:
+    options = {"policy": policy, "workers": 1}
+    if policy == "zero_infinity":
+        options["nvme_path"] = str(folder)
+    training, checkpoint, begin = Training(EAGER_BACKEND, options), folder / "checkpoint", 0
+    if checkpoint.exists():
+        number, _, saved = checkpoint.read_bytes().partition(b"\n")
+        begin = int(number)
+        training.load(saved)
+    print("training", flush=True)
+    for step in range(begin, steps):
+        training.step(step)
+        if (step + 1) % EVERY == 0:
+            (folder / "new").write_bytes(b"%d\n" % (step + 1) + training.saved())
+            os.replace(folder / "new", checkpoint)
+    torch.save(training.weights(), folder / "new")
+    training.optimizer.close()
+    os.replace(folder / "new", folder / "weights")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
