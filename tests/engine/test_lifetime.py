@@ -30,6 +30,7 @@ from tests.support.training import (
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.host.workers import Job
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -276,7 +277,7 @@ def test_ended_jobs_are_freed(staleness: int) -> None:
 
     def jobs() -> int:
         gc.collect()
-        return sum(isinstance(each, PythonJob) for each in gc.get_objects())
+        return sum(isinstance(each, Job) for each in gc.get_objects())
 
     before = jobs()
     training = Training(EAGER_BACKEND, {"update_interval": 1, "staleness": staleness}).run(0, 20)

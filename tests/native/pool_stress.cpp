@@ -116,7 +116,7 @@ int main() {
     for (std::thread& waiter : waiters) waiter.join();
     while (!zenflow_close(pool, 1000000)) {
     }
-    zenflow_free(&pool);
+    delete pool;
     for (auto& work : works) {
       if (!work->right()) {
         std::printf("round %d: job %d is wrong\n", round, (int)(&work - &works[0]));

@@ -366,7 +366,7 @@ def test_library_that_is_not_ours_is_compiled_anew(no_library: Path, damage: str
         path.write_bytes(good if damage == "written by all" else good[:100])
         path.chmod(0o777 if damage == "written by all" else 0o700)
     # Another process: this one has loaded a library of this name.
-    code = "from zenflow_compile.native.library import library; print(library().zenflow_window_bytes())"
+    code = "from zenflow_compile.native.library import library; print(library().zenflow_bytes(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert int(done.stdout) > 0
     assert path.stat().st_size == len(good)

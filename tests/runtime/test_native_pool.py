@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host import native_pool
-from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.native_pool import NativePool, bounds_of
 from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import Timeline
@@ -59,7 +60,7 @@ class Swap(NativeExchangeJob):
         parts = [slice(first, min(first + size, ROWS)) for first in range(0, ROWS, size)]
         place = {"deadline": 0, "step": 0, "param": "w", "flag": None, **place}
         rows = torch.arange(ROWS, dtype=torch.int32)
-        super().__init__(self.host, rows, self.blocks, parts, inputs, before, pool.handle, **place)
+        super().__init__(self.host, rows, self.blocks, bounds_of(parts), inputs, before, pool.handle, **place)
 
     @property
     def swapped(self) -> bool:
@@ -86,8 +87,8 @@ def test_jobs_run_by_step_and_then_by_deadline() -> None:
     pool, gate = NativePool(1, Recorder()), ThreadTicket()
     places = [(1, 0), (0, 5), (0, 2), (1, 1), (0, 2)]
     jobs = [Swap(pool, gate, step=step, deadline=deadline) for step, deadline in places]
-    pool.submit(jobs[:3])
-    pool.submit(jobs[3:])
+    pool.submit(*jobs[:3])
+    pool.submit(*jobs[3:])
     gate.set()
     for job in jobs:
         job.wait()
@@ -113,7 +114,7 @@ def test_all_workers_share_a_job() -> None:
     blocks = [each.clone() for each in host]
     for _ in range(20):
         job = NativeExchangeJob(
-            host, torch.arange(6, dtype=torch.int32), blocks, [slice(n, n + 1) for n in range(6)], (), None,
+            host, torch.arange(6, dtype=torch.int32), blocks, bounds_of([slice(n, n + 1) for n in range(6)]), (), None,
             pool.handle, deadline=0, step=0, param="w", flag=None,
         )  # fmt: skip
         pool.submit(job)
@@ -285,7 +286,8 @@ def test_ended_jobs_are_recorded_and_released() -> None:
     pool.submit(first)
     first.settle()
     pool.land()
-    assert first._kept is None
+    assert first.owners is None
+    assert pool._owners == []
     events = timeline.events()
     assert [(event.kind, event.step, event.param) for event in events] == [("state", 3, "w")] * 2
     assert sum(event.bytes for event in events) == 4 * 3 * ROWS * 4 * 4
@@ -297,7 +299,7 @@ def test_ended_jobs_are_recorded_and_released() -> None:
 def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
     pool, gate = NativePool(2, Recorder()), ThreadTicket()
     jobs = [Swap(pool, gate) for _ in range(5)]
-    pool.submit(jobs)
+    pool.submit(*jobs)
     threading.Timer(0.05, gate.set).start()
     pool.close()
     pool.close()
@@ -318,7 +320,48 @@ def test_interrupted_close_is_completed_by_the_next() -> None:
     gate.set()
     pool.close()
     assert job.swapped
-    assert pool.handle.address is None
+    assert not pool.handle
+
+
+def test_close_fails_a_job_that_was_not_queued() -> None:
+    """An interrupt came between the list of jobs in flight and the queue."""
+    pool = NativePool(1, Recorder())
+    queued, lost = Swap(pool), Swap(pool)
+    pool.submit(queued)
+    pool._in_flight.append(lost)
+    pool.close()
+    assert queued.swapped
+    assert "interrupted" in str(lost.error)
+
+
+def test_wait_for_a_job_that_was_never_queued_raises() -> None:
+    pool = NativePool(1, Recorder())
+    with pytest.raises(RuntimeError) as raised:
+        Swap(pool).wait()
+    assert "not queued" in str(raised.value.__cause__)
+
+
+def test_failed_job_keeps_no_frame_alive() -> None:
+    """Its error has a traceback, whose frames refer to the engine: the threads must not outlive that."""
+
+    class Engine:
+        pass
+
+    def run() -> weakref.ref[Engine]:
+        engine = Engine()
+        pool = NativePool(1, Recorder())
+        gate = ThreadTicket()
+        job = Swap(pool, gate)
+        pool.submit(job)
+        gate.set(ValueError())
+        with pytest.raises(RuntimeError):
+            job.wait()
+        engine.pool, engine.job = pool, job  # type: ignore[attr-defined]
+        return weakref.ref(engine)
+
+    engine = run()
+    gc.collect()
+    assert engine() is None
 
 
 def test_collected_pool_ends_its_threads() -> None:
@@ -328,7 +371,7 @@ def test_collected_pool_ends_its_threads() -> None:
     handle = pool.handle
     del pool
     gc.collect()
-    assert handle.address is None
+    assert not handle
     assert job.is_settled
     assert not job.swapped
 
@@ -356,19 +399,21 @@ def test_denormals_do_not_depend_on_the_starting_thread() -> None:
     """A thread inherits the mode of the one that starts it; results would depend on when the first job was."""
     from zenflow_compile.runtime.adam_rule import StepCoefficients
     from zenflow_compile.runtime.host.host_adam import NativeHostAdam, WindowUpdate
-    from zenflow_compile.runtime.parameters.host_state import NativeWindowJob
+    from zenflow_compile.runtime.parameters.host_state import NativeWindowJob, WindowAddresses
 
     def moments(*, flush: bool) -> torch.Tensor:
         kernel = NativeHostAdam(torch.float32, torch.float32, 1)
         state = [torch.zeros(16), torch.full((16,), 1e-39), torch.zeros(16)]
         coefficients = [StepCoefficients(0.0, 0.5, 0.5, 0.0, 1.0)]
         update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1, 1e-8)
+        addresses = WindowAddresses(kernel.window(update), update)
         pool = NativePool(1, Recorder())
         torch.set_flush_denormal(flush)
         try:
             job = NativeWindowJob(
-                update, kernel, 1.0, [slice(0, 16)], (), None, pool.handle, deadline=0, step=0, param="w", flag=None
-            )
+                addresses, coefficients, 1, 1e-8, 1.0, bounds_of([slice(0, 16)]), (), None, pool.handle,
+                deadline=0, step=0, param="w", flag=None,
+            )  # fmt: skip
             pool.submit(job)
             job.wait()
         finally:
@@ -388,7 +433,7 @@ from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.recorder import Recorder
 pool = NativePool(2, Recorder())
 jobs = [Swap(pool, *([] if number % 2 else [ThreadTicket()])) for number in range(200)]
-pool.submit(jobs)
+pool.submit(*jobs)
 """
 
 
@@ -403,7 +448,7 @@ pool.submit(jobs)
         if not child:
             new = NativePool(1, Recorder())
             job = Swap(new)
-            new.submit([job])
+            new.submit(job)
             job.wait()
             new.close()
             lost = Swap(pool)
@@ -411,8 +456,9 @@ pool.submit(jobs)
                 pool.submit(lost)
             except RuntimeError:
                 lost.settle()
-                jobs[0].abort(RuntimeError("in the child"))
-                jobs[0].settle()
+            try:
+                jobs[0].wait()
+            except RuntimeError:
                 sys.exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         """,

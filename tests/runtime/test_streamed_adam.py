@@ -18,7 +18,7 @@ from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
-from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.timeline.events import D2H, H2D, Event, Timeline
 
 pytestmark = pytest.mark.timeout(120)
@@ -322,7 +322,7 @@ def test_host_starts_first_and_resident_is_last(monkeypatch: pytest.MonkeyPatch)
         return call
 
     training = Training(EAGER_BACKEND, {**SECOND, "ratio": 0.8}, build=chain).run(0, 2)
-    monkeypatch.setattr(PythonPool, "submit", noted("host", PythonPool.submit))
+    monkeypatch.setattr(HostWorkers, "submit", noted("host", HostWorkers.submit))
     monkeypatch.setattr(StreamedAdam, "_update", noted("streamed", StreamedAdam._update))
     monkeypatch.setattr(ResidentAdam, "update", noted("resident", ResidentAdam.update))
     training.step(2)

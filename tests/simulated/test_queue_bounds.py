@@ -7,19 +7,21 @@ and the device never does.
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from tests.simulated.cases import OPTION_SETS, Case, Loop, train
+from tests.simulated.cases import Case, Loop, train
 from tests.simulated.process import SimulatedHang, SimulatedProcess
 from tests.simulated.simulator import load_simulator
 from tests.simulated.streams import current_stream
 from tests.support.late_words import LateWord
 from zenflow_compile.runtime.host.native_pool import NativeJob
-from zenflow_compile.runtime.parameters import allocation
 from zenflow_compile.runtime.parameters.host_state import WindowJob
 
 LIMITS = (8, 40, 1000)
@@ -70,22 +72,29 @@ def test_full_queue_goes_on(
     assert simulated.call(fill_queue, case, hold_gil, timeout=60)
 
 
+class WordOfPython(LateWord):
+    """The same word, raised by a thread of Python."""
+
+    def __init__(self, seconds: float) -> None:
+        self._word = ctypes.c_uint32()
+        self._thread = threading.Timer(seconds, self._rise)
+        self._thread.start()
+
+    def _rise(self) -> None:
+        self._word.value = 1
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
 def let_the_device_wait_for_python(case: Case) -> None:
-    """``fill_queue`` where jobs of Python's threads have flags; runs in the child process."""
-    keep = allocation.EngineMemory.keep
-
-    def with_flags(self: Any, allocated: Any) -> None:
-        for host in allocated.hosts.values():
-            host.native = None
-        keep(self, allocated)
-
+    """``fill_queue`` with inputs of native jobs that need the GIL; runs in the child process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocation.EngineMemory, "keep", with_flags)
+        patch.setattr(sys.modules[__name__], "LateWord", WordOfPython)
         fill_queue(case, True)
 
 
 def test_waits_for_jobs_with_the_gil_hang(simulated: SimulatedProcess) -> None:
     """Proves that the tests above see a hang: the device waits for a thread that waits for the GIL."""
-    assert OPTION_SETS["exact"]["update_interval"] == 1
     with pytest.raises(SimulatedHang):
         simulated.call(let_the_device_wait_for_python, Case("exact", limit=40, steps=5), timeout=12)

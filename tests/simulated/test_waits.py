@@ -11,7 +11,9 @@ from tests.simulated.accelerator import serve
 from tests.simulated.cases import Case, Loop
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Simulator
-from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.native_pool import bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
 
 LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
@@ -24,14 +26,19 @@ def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> N
         loop.step(step)
     offloaded = next(iter(loop.optimizer.engine.offloaded.values()))
     host = offloaded.host
-    job = PythonJob([lambda: 0], deadline=0, step=0, param="reader", flag=host.next_flag())
+    gate = ThreadTicket()
+    job = NativeExchangeJob(
+        [torch.zeros(1, 1)] * 3, torch.zeros(1, dtype=torch.int32), [torch.zeros(1, 1)] * 3, bounds_of([slice(0, 1)]),
+        (gate,), None, host.native, deadline=0, step=0, param="reader", flag=host.next_flag(),
+    )  # fmt: skip
+    offloaded.transport.workers.submit(job)
     index = host.next_buffer
     host.readers[index] = job
     before = host.gradients[index].clone()
     loop.loss(6).backward()
     time.sleep(LATE_SECONDS)
     assert torch.equal(host.gradients[index], before)
-    job.finish_task()
+    gate.set()
     offloaded.transport.to_host.settle()
     assert not torch.equal(host.gradients[index], before)
     loop.close()

@@ -18,9 +18,12 @@ using zenflow::Pool;
 
 extern "C" {
 
-// Python compares them with its own structures.
-int64_t zenflow_window_bytes() { return sizeof(zenflow::UpdateWindow); }
-int64_t zenflow_job_bytes() { return sizeof(Job); }
+// Python compares them with its own structures, in this order.
+int64_t zenflow_bytes(int structure) {
+  const int64_t bytes[] = {sizeof(zenflow::Step), sizeof(zenflow::UpdateWindow), sizeof(zenflow::Gate),
+                           sizeof(zenflow::Record), sizeof(zenflow::LateScale), sizeof(zenflow::Exchange), sizeof(Job)};
+  return bytes[structure];
+}
 
 // Applies an update window to the elements [begin, end). Threads may do so at the same time on disjoint ranges.
 void zenflow_update(const zenflow::UpdateWindow* window, int64_t begin, int64_t end) {
@@ -48,16 +51,17 @@ void zenflow_abort(Pool* pool, Job* job) {
   if (!job->settled) zenflow::fail_job(job);
 }
 
+// Returns whether the calling process may wait: not in a forked child, or without a pool.
 int zenflow_wait(Pool* pool, const Job* job, int settled, int64_t timeout_ns) {
-  return pool->wait(job, settled != 0, timeout_ns);
+  if (!pool || pool->in_child()) return 0;
+  pool->wait(job, settled != 0, timeout_ns);
+  return 1;
 }
 
+// After a plain load of a state, and before what it stands for is read: what a load with acquire does by itself.
+void zenflow_acquire() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+
+// Both end the threads, and may be repeated. The pool is never freed: a thread may still be in zenflow_wait.
 int zenflow_close(Pool* pool, int64_t timeout_ns) { return pool->close(timeout_ns); }
-
-// After zenflow_close has returned 1, when no thread is in a call. Clears *pool, so that it may be repeated.
-void zenflow_free(Pool** pool) {
-  Pool* const freed = *pool;
-  *pool = nullptr;
-  delete freed;
-}
+void zenflow_end(Pool* pool) { pool->end(); }
 }

@@ -110,8 +110,8 @@ def library() -> ctypes.CDLL:
     """
     loaded = load_library()
     _declare(loaded)
-    for size, structure in ((loaded.zenflow_window_bytes(), UpdateWindow), (loaded.zenflow_job_bytes(), HostJob)):
-        if size != ctypes.sizeof(structure):
+    for number, structure in enumerate((Step, UpdateWindow, Gate, Record, LateScale, Exchange, HostJob)):
+        if loaded.zenflow_bytes(number) != ctypes.sizeof(structure):
             raise BuildError(f"the compiled library and native/library.py disagree on {structure.__name__}")
     return loaded
 
@@ -128,8 +128,7 @@ def library_with_gil() -> ctypes.PyDLL:
 def _declare(loaded: ctypes.CDLL) -> None:
     pool, job = ctypes.c_void_p, ctypes.POINTER(HostJob)
     functions: dict[str, tuple[type | None, tuple[type, ...]]] = {
-        "zenflow_window_bytes": (ctypes.c_int64, ()),
-        "zenflow_job_bytes": (ctypes.c_int64, ()),
+        "zenflow_bytes": (ctypes.c_int64, (ctypes.c_int,)),
         "zenflow_update": (None, (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)),
         "zenflow_open": (
             ctypes.c_int, (ctypes.POINTER(pool), ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64)
@@ -137,8 +136,9 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "zenflow_submit": (ctypes.c_int, (pool, ctypes.POINTER(job), ctypes.c_int64)),
         "zenflow_abort": (None, (pool, job)),
         "zenflow_wait": (ctypes.c_int, (pool, job, ctypes.c_int, ctypes.c_int64)),
+        "zenflow_acquire": (None, ()),
         "zenflow_close": (ctypes.c_int, (pool, ctypes.c_int64)),
-        "zenflow_free": (None, (ctypes.POINTER(pool),)),
+        "zenflow_end": (None, (pool,)),
     }  # fmt: skip
     for name, (result, arguments) in functions.items():
         function = getattr(loaded, name)

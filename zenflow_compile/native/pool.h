@@ -147,7 +147,7 @@ inline void end_job(Job* job, uint32_t state) {
   if (job->state == kPending) {
     // Before the state, which lets the parameter's next job run: that one raises the same counter to the next value,
     // and a late write of this value would take it back, under a stream that waits for the next one.
-    if (job->flag) {
+    if (job->flag && (int32_t)(job->flag_value - seen(job->flag)) > 0) {  // an aborted later job may have raised it
       __atomic_thread_fence(__ATOMIC_SEQ_CST);
       __atomic_store_n(job->flag, job->flag_value, __ATOMIC_RELEASE);
     }
@@ -237,12 +237,24 @@ class Pool {
     done_.notify_all();
   }
 
-  // Blocks until the job is done, or settled; at most so long. Returns whether it is.
-  bool wait(const Job* job, bool settled, int64_t timeout_ns) {
+  // Blocks until the job is done, or settled; at most so long. In a forked child it does not wait.
+  void wait(const Job* job, bool settled, int64_t timeout_ns) {
     const auto reached = [&] { return seen(settled ? &job->settled : &job->state) != 0; };
-    if (in_child()) return reached();
+    if (in_child()) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    return done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), reached);
+    done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), reached);
+  }
+
+  // Fails all queued jobs, waits for the tasks that run, and ends the threads.
+  void end() {
+    if (in_child()) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (Queued& queued : queue_) fail_job(queued.job);
+      queue_.clear();
+      done_.notify_all();
+    }
+    close(INT64_MAX);
   }
 
   // Ends the threads when the queue is empty. Returns whether they have ended within the time; may be repeated.
@@ -252,7 +264,12 @@ class Pool {
       std::unique_lock<std::mutex> lock(mutex_);
       closing_ = true;
       work_.notify_all();
-      if (!done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return running_ == 0; })) return false;
+      const auto ended = [&] { return running_ == 0; };
+      if (timeout_ns == INT64_MAX) {
+        done_.wait(lock, ended);
+      } else if (!done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended)) {
+        return false;
+      }
     }
     for (std::thread& thread : threads_) thread.join();
     threads_.clear();
@@ -378,6 +395,7 @@ class Pool {
       }
     }
     --running_;
+    work_.notify_all();  // the others sleep while the queue has jobs, and it is empty now
     done_.notify_all();
   }
 

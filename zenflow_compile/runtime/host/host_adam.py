@@ -172,49 +172,57 @@ class NativeHostAdam:
                 update.out[part].copy_(update.state[0][part])
 
     def _prepare(self, update: WindowUpdate) -> UpdateWindow:
-        window, steps, _ = self.describe(update)
+        window = self.window(update)
+        steps, _ = put_numbers(window, update.coefficients, step=update.step, eps=update.eps)
         for step, own in zip(steps, update.coefficients, strict=True):
             step.grad_scale = float(own.grad_scale)
         return window
 
-    def describe(self, update: WindowUpdate) -> tuple[UpdateWindow, ctypes.Array[Step], list[LateScale]]:
-        """What native code needs of ``update``, without waiting for late numbers. It keeps no memory alive.
-
-        Returns:
-            The update, the step of each gradient in it, and the scales that are still to be written there.
+    def window(self, update: WindowUpdate) -> UpdateWindow:
+        """The addresses of ``update``; it keeps none of its tensors alive. ``put_numbers`` adds the rest.
 
         Raises: see :meth:`HostAdam.__call__`.
         """
         _check(update, self)
-        coefficients = update.coefficients
-        count = len(coefficients)
+        count = len(update.gradients)
         window = UpdateWindow(
             *(each.data_ptr() for each in update.state),
             out=update.out.data_ptr(),
             count=count,
             gradient_dtype=DTYPES[self.gradient_dtype],
             out_dtype=DTYPES[self.out_dtype],
-            eps=update.eps,
         )
-        late: list[LateScale] = []
-        # Each number is computed in double precision, and rounded to fp32 where it is stored.
-        steps = (Step * count)(*(Step(0.0, s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2) for s in coefficients))
-        for number, own in enumerate(coefficients):
-            scale = own.grad_scale
-            if isinstance(scale, LateNumber):
-                cells = (ctypes.c_void_p * len(scale.cells))(*(cell.data_ptr() for cell in scale.cells))
-                late.append(LateScale(cells, len(cells), number, scale.factor))
-            else:
-                steps[number].grad_scale = scale
         if count:
             if self.gradient_dtype == torch.int8:
                 window.slices, window.length = scales_and_values(update.gradients[0])[1].shape
             window.gradients = (ctypes.c_void_p * count)(*(gradient.data_ptr() for gradient in update.gradients))
-            window.steps = steps
-            whole = window_coefficients(coefficients, update.step)
-            window.decay, window.step_size = whole.decay, whole.step_size
-            window.bias_correction2_sqrt = whole.bias_correction2_sqrt
-        return window, steps, late
+        return window
+
+
+def put_numbers(
+    window: UpdateWindow, coefficients: Sequence[StepCoefficients], *, step: int, eps: float
+) -> tuple[ctypes.Array[Step], list[LateScale]]:
+    """Put all numbers but late ones into ``window``.
+
+    Returns:
+        The step of each gradient, and the scales that are still to be written there.
+    """
+    late: list[LateScale] = []
+    # Each number is computed in double precision, and rounded to fp32 where it is stored.
+    steps = (Step * len(coefficients))()
+    for number, (own, to) in enumerate(zip(coefficients, steps, strict=True)):
+        to.beta1, to.beta1_rest, to.beta2, to.beta2_rest = own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2
+        if isinstance(scale := own.grad_scale, LateNumber):
+            cells = (ctypes.c_void_p * len(scale.cells))(*(cell.data_ptr() for cell in scale.cells))
+            late.append(LateScale(cells, len(cells), number, scale.factor))
+        else:
+            to.grad_scale = scale
+    window.steps, window.eps = steps, eps
+    if coefficients:
+        whole = window_coefficients(coefficients, step)
+        window.decay, window.step_size = whole.decay, whole.step_size
+        window.bias_correction2_sqrt = whole.bias_correction2_sqrt
+    return steps, late
 
 
 class AtenHostAdam:

@@ -3,8 +3,10 @@
 See native/pool.h. A job is described once, when it is made; from then on nothing of it needs Python.
 
 [Note: native memory] Native threads read and write through addresses. So the memory of every queued job is kept until
-no task of it runs or will run: by the list ``_in_flight``, which outlives the pool's Python object, and after which the
-threads have ended. At exit they end before Python frees anything.
+no task of it runs or will run, by the list ``_owners``. A reference of its own keeps that list until the threads have
+ended: an interrupt in between leaks it. Owners refer to no job and no engine: an engine that is forgotten is collected,
+and ends the threads, as the end of the process does. The native pool itself, some hundred bytes, is never freed: a
+Python thread may still be on its way out of a wait for a job that has just ended.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import ctypes
 import os
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,11 +35,20 @@ _SLICE_NS = 100_000_000
 """The longest wait without a look at signals, and at the device: a dead one raises no flag."""
 
 
+Bounds = ctypes.Array[ctypes.c_int64]
+"""Task i of a job covers the elements or rows from bound i to bound i + 1."""
+
+
+def bounds_of(parts: Sequence[slice]) -> Bounds:
+    """The bounds of tasks that do one of ``parts`` each."""
+    return (ctypes.c_int64 * (len(parts) + 1))(*(part.start for part in parts), parts[-1].stop)
+
+
 class NativeJob(Job):
     """A job of native threads.
 
     Args:
-        parts: of the work; each is a task.
+        bounds: of the tasks.
         inputs: the copies that it waits for. Each has a gate.
         before: the last job of this state, which may still run.
         kept: whatever owns the memory of the work.
@@ -44,6 +56,7 @@ class NativeJob(Job):
 
     Attributes:
         memory: what native threads know of it.
+        owners: of all memory that they use for it.
         records: when and where each task ran.
         recorded: they are in the timeline.
     """
@@ -52,7 +65,7 @@ class NativeJob(Job):
 
     def __init__(
         self,
-        parts: Sequence[slice],
+        bounds: Bounds,
         inputs: Sequence[Ticket],
         before: Job | None,
         kept: object,
@@ -68,21 +81,20 @@ class NativeJob(Job):
         self._pool = pool
         self._inputs = inputs
         self._before = before
-        self._kept: Any = kept
         self._error: BaseException | None = None
         self.recorded = False
         gates = [input.gate() for input in inputs]
         if before is not None:
             gates.append(Gate(before.state_address, native.DONE, native.STATE))
-        tasks = len(parts)
-        self._gates = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
-        self._bounds = (ctypes.c_int64 * (tasks + 1))(*(part.start for part in parts), parts[-1].stop)
+        tasks = len(bounds) - 1
+        words = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
+        self._bounds = bounds
         self.records = (native.Record * tasks)()
         self.memory = HostJob(
             failed_gate=-1,
             step=step,
             deadline=deadline,
-            gates=self._gates,
+            gates=words,
             gate_count=len(gates),
             bounds=self._bounds,
             tasks=tasks,
@@ -92,6 +104,8 @@ class NativeJob(Job):
         )
         if flag is not None:
             self.memory.flag, self.memory.flag_value = flag.address, flag.value
+        of_before = None if before is None else before.memory
+        self.owners: Any = self.memory, words, self._bounds, self.records, inputs, of_before, kept, flag
 
     @property
     def state_address(self) -> int:
@@ -100,7 +114,10 @@ class NativeJob(Job):
 
     @property
     def is_set(self) -> bool:  # type: ignore[override]
-        return bool(self.memory.state)
+        if not self.memory.state:
+            return False
+        native.library_with_gil().zenflow_acquire()  # what the job has written is seen from here on
+        return True
 
     @property
     def is_settled(self) -> bool:
@@ -111,26 +128,23 @@ class NativeJob(Job):
     def error(self) -> BaseException | None:  # type: ignore[override]
         if self.memory.state != native.FAILED:
             return None
+        inputs, before = self._inputs, self._before  # first: ``release`` finds the error, and then drops them
         if self._error is None:
-            self._error = self._failed_input()
+            number = self.memory.failed_gate
+            failed: Ticket | Job | None = inputs[number] if number < len(inputs) else before
+            assert failed is not None
+            try:
+                failed.wait()
+            except Exception as error:
+                self._error = error
         return self._error
-
-    def _failed_input(self) -> BaseException:
-        number = self.memory.failed_gate
-        failed: Ticket | Job | None = self._inputs[number] if number < len(self._inputs) else self._before
-        assert failed is not None
-        try:
-            failed.wait()
-        except Exception as error:
-            return error
-        raise AssertionError("the input has not failed")
 
     def _block(self, *, settled: bool = False) -> None:
         memory = self.memory
         while not (memory.settled if settled else memory.state):
             self.check_inputs()
-            # The pool is there: a job that was never queued is settled by ``abort``.
-            native.library().zenflow_wait(self._pool, memory, settled, _SLICE_NS)
+            if not native.library().zenflow_wait(self._pool, memory, settled, _SLICE_NS):
+                self.abort(RuntimeError("this update was not queued by this process"))
 
     def settle(self) -> None:
         """See :meth:`Job.settle`. Fails the job if the device of its inputs has died."""
@@ -156,14 +170,14 @@ class NativeJob(Job):
             self._error = error  # before the state: whoever sees a failure asks for its error
         native.library_with_gil().zenflow_abort(self._pool, self.memory)
 
+    @abstractmethod
     def touched_bytes(self, number: int) -> int:
         """Bytes of host memory that task ``number``, which has run, has read and written."""
-        raise NotImplementedError
 
     def release(self) -> None:
         """Let go of the memory of a settled job, and of the jobs before it."""
         _ = self.error  # found through what is released
-        self._before, self._inputs, self._kept = None, (), None
+        self._before, self._inputs, self.owners = None, (), None
 
 
 class NativePool:
@@ -185,8 +199,9 @@ class NativePool:
         self._workers = workers
         self._cores = tuple(cores or ())
         self._recorder = recorder
-        self._in_flight: list[NativeJob] = []  # see [Note: native memory]
-        self._end = weakref.finalize(self, _end, self.handle, self._in_flight, os.getpid())
+        self._in_flight: list[NativeJob] = []
+        self._owners: list[Any] = []  # see [Note: native memory]
+        self._end = weakref.finalize(self, _end, self.handle, self._owners)
 
     def submit(self, *jobs: NativeJob) -> None:
         """Queue all of ``jobs``, or none, if an interrupt comes before.
@@ -199,7 +214,8 @@ class NativePool:
             if not self.handle:
                 self._open()
             pointers = (ctypes.POINTER(HostJob) * len(jobs))(*(ctypes.pointer(job.memory) for job in jobs))
-            self._in_flight += jobs  # before threads see their addresses
+            self._in_flight += jobs
+            self._owners += [job.owners for job in jobs]  # before threads see the addresses
             error = native.library_with_gil().zenflow_submit(self.handle, pointers, len(jobs))
             if error:
                 raise RuntimeError(f"the host updates of a step could not be queued: {os.strerror(error)}")
@@ -210,6 +226,9 @@ class NativePool:
             raise
 
     def _open(self) -> None:
+        if not self._end.alive:
+            raise RuntimeError("the process ends: no update can be made any more")
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owners))
         cores = (ctypes.c_int32 * self._workers)(*self._cores) if self._cores else None
         error = native.library().zenflow_open(ctypes.byref(self.handle), self._workers, cores, _POLL_NS)
         if error:
@@ -237,9 +256,9 @@ class NativePool:
             if timeline is not None and not job.recorded:
                 self._record(timeline, job)
             job.release()
-        # One assignment to the list itself, which ``_end`` knows. After an interrupt above, the next call does it all
-        # again, but for records that were made.
-        jobs[:] = left
+        # After an interrupt above, the next call does it all again, but for records that were made.
+        self._in_flight = left
+        self._owners[:] = [job.owners for job in left]
 
     def _record(self, timeline: Timeline, job: NativeJob) -> None:
         job.recorded = True
@@ -258,22 +277,24 @@ class NativePool:
         """Finish all queued jobs, then stop the threads."""
         if not self.handle:
             return
+        self.withdraw(self._in_flight)
         for job in list(self._in_flight):
             job.settle()
         while not native.library().zenflow_close(self.handle, _SLICE_NS):
             pass
         self.land()
-        # One call: an interrupt comes before it, or finds no pool.
-        native.library_with_gil().zenflow_free(ctypes.byref(self.handle))
+        _forget(self.handle, self._owners)  # the next job makes another pool
 
 
-def _end(handle: ctypes.c_void_p, in_flight: list[NativeJob], process: int) -> None:
+def _end(handle: ctypes.c_void_p, owners: list[Any]) -> None:
     """Stop the threads of a pool that was collected, or of a process that ends. Tasks that run are finished."""
-    if not handle or os.getpid() != process:  # a forked child has no such threads
-        return
-    for job in in_flight:
-        job.abort(RuntimeError("the optimizer was deleted, or the process ends"))
-    while not native.library().zenflow_close(handle, _SLICE_NS):
-        pass
-    in_flight.clear()
-    native.library_with_gil().zenflow_free(ctypes.byref(handle))
+    if handle:
+        native.library_with_gil().zenflow_end(handle)  # no interrupt comes in the middle
+        _forget(handle, owners)
+
+
+def _forget(handle: ctypes.c_void_p, owners: list[Any]) -> None:
+    """The pool's threads have ended."""
+    owners.clear()
+    handle.value = None
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(owners))

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from zenflow_compile.runtime.device.latch import Latch
-from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
 from zenflow_compile.runtime.host.workers import Job
@@ -34,16 +33,14 @@ class PythonJob(Latch, Job):
         taken: a worker has taken one of its tasks; written under the pool's lock.
     """
 
-    def __init__(
-        self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str, flag: Flag | None = None
-    ) -> None:
+    def __init__(self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str) -> None:
         """
         Args:
             tasks: each does a part of the work and returns the bytes of host memory that it read and wrote. In the
                 order of that memory, since ``preferred_worker`` gives neighbors to one worker.
         """
         Latch.__init__(self)
-        Job.__init__(self, deadline=deadline, step=step, param=param, flag=flag)
+        Job.__init__(self, deadline=deadline, step=step, param=param)
         self.tasks = tasks
         self.taken = False
         self._lock = threading.Lock()
@@ -112,10 +109,6 @@ class PythonJob(Latch, Job):
             if self._settled is not None:
                 self._settled.set()
         if not self.is_set:
-            if self.flag is not None:
-                # Before ``set``, which lets the parameter's next job run: that one raises the same counter to the next
-                # value, and a late write of this value would take it back, under a stream that waits for the next one.
-                self.flag.raise_it()
             self.set(self.error)
 
 

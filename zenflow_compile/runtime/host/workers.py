@@ -19,7 +19,7 @@ class Job(ABC):
         native: native threads run it.
         step, param: for recordings and errors.
         deadline: position of the parameter in the next forward; smaller runs earlier.
-        flag: raised when the job is done or has failed, so that no waiting stream hangs.
+        flag: of a native job: raised when it is done or has failed, so that no waiting stream hangs.
         is_set: every task has run, or one failed.
         error: of the task or input that failed; None before the end, and after a success.
     """

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
-from zenflow_compile.native.library import UPDATE, LateScale
+from zenflow_compile.native.library import UPDATE, LateScale, UpdateWindow
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
@@ -18,8 +19,8 @@ from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
-from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate
-from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
+from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
 from zenflow_compile.runtime.host.state_store import InMemoryState, State, StateLock, StateStore
 from zenflow_compile.runtime.host.workers import Job
@@ -114,7 +115,6 @@ class WindowJob(PythonJob):
         deadline: int,
         step: int,
         eps: float,
-        flag: Flag | None,
     ) -> None:
         self._host = host
         self._gradients = gradients
@@ -129,7 +129,7 @@ class WindowJob(PythonJob):
         self._update: WindowUpdate | None = None
         tasks = [partial(self.run, part) for part in host.ranges]
         # Last: a job without tasks ends in here, and ``ended`` reads the attributes above.
-        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
+        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name)
 
     def arrived(self) -> bool:
         """See :meth:`PythonJob.arrived`."""
@@ -181,20 +181,36 @@ class WindowJob(PythonJob):
         return round(host.bytes_per_element(len(self._coefficients)) * count)
 
 
+class WindowAddresses(NamedTuple):
+    """Where the memory of an update window is: checked, and described for native code, one time.
+
+    Attributes:
+        window: without numbers.
+        owner: of the memory.
+    """
+
+    window: UpdateWindow
+    owner: WindowUpdate
+
+
 class NativeWindowJob(NativeJob):
     """The host update of one flushed update window, by native threads.
 
     Args:
-        update: what it computes.
+        addresses: of the state, the gradients and the upload buffer.
+        coefficients: one for each gradient.
+        taken: gradients in the moments after this window.
         bytes_per_element: of host memory that it reads and writes.
     """
 
     def __init__(
         self,
-        update: WindowUpdate,
-        kernel: NativeHostAdam,
+        addresses: WindowAddresses,
+        coefficients: Sequence[StepCoefficients],
+        taken: int,
+        eps: float,
         bytes_per_element: float,
-        parts: Sequence[slice],
+        bounds: Bounds,
         inputs: Sequence[Ticket],
         before: Job | None,
         pool: ctypes.c_void_p,
@@ -204,13 +220,14 @@ class NativeWindowJob(NativeJob):
         param: str,
         flag: Flag | None,
     ) -> None:
-        window, steps, late = kernel.describe(update)
+        window = UpdateWindow.from_buffer_copy(addresses.window)
+        steps, late = put_numbers(window, coefficients, step=taken, eps=eps)
         scales = (LateScale * len(late))(*late)
         super().__init__(
-            parts,
+            bounds,
             inputs,
             before,
-            (update, window, steps, late, scales),
+            (addresses, coefficients, window, steps, late, scales),
             pool,
             deadline=deadline,
             step=step,
@@ -270,6 +287,8 @@ class HostState:
     native: ctypes.c_void_p | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
+    _addresses: dict[tuple[int, ...], WindowAddresses] = field(default_factory=dict)  # by upload and gradient buffers
+    _bounds: Bounds | None = None
     readers: list[Job | None] = field(default_factory=list)
     next_buffer: int = 0
     _next_upload: int = 0
@@ -383,18 +402,21 @@ class HostState:
     ) -> Job:
         gradients = [self.gradients[buffer.index] for buffer in buffers]
         coefficients = [buffer.coefficients for buffer in buffers]
-        flag = self.next_flag()
         if self.native is None:
             return WindowJob(
-                self, gradients, coefficients, upload, inputs, before, lock,
-                deadline=deadline, step=step, eps=eps, flag=flag,
-            )  # fmt: skip
+                self, gradients, coefficients, upload, inputs, before, lock, deadline=deadline, step=step, eps=eps
+            )
         assert isinstance(self.kernel, NativeHostAdam)
-        update = self.window_update(gradients, coefficients, upload, step=self.taken, eps=eps)
+        places = (upload.data_ptr(), *[buffer.index for buffer in buffers])
+        if (addresses := self._addresses.get(places)) is None:
+            update = self.window_update(gradients, coefficients, upload, step=self.taken, eps=eps)
+            addresses = self._addresses[places] = WindowAddresses(self.kernel.window(update), update)
+        if self._bounds is None:
+            self._bounds = bounds_of(self.ranges)
         touched = self.bytes_per_element(len(coefficients))
         return NativeWindowJob(
-            update, self.kernel, touched, self.ranges, inputs, before, self.native,
-            deadline=deadline, step=step, param=self.plan.name, flag=flag,
+            addresses, coefficients, self.taken, eps, touched, self._bounds, inputs, before, self.native,
+            deadline=deadline, step=step, param=self.plan.name, flag=self.next_flag(),
         )  # fmt: skip
 
     def window_update(

@@ -27,7 +27,7 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -63,7 +63,6 @@ class ExchangeJob(PythonJob):
         *,
         deadline: int,
         step: int,
-        flag: Flag | None,
     ) -> None:
         self._host = host
         self._rows = rows
@@ -71,7 +70,7 @@ class ExchangeJob(PythonJob):
         self._copied: Ticket | None = copied
         self._before = before
         tasks = [partial(self.run, part) for part in parts]
-        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name, flag=flag)
+        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name)
 
     def arrived(self) -> bool:
         """See :meth:`PythonJob.arrived`."""
@@ -132,7 +131,7 @@ class NativeExchangeJob(NativeJob):
         state: Sequence[Tensor],
         rows: Tensor,
         blocks: Sequence[Tensor],
-        parts: Sequence[slice],
+        bounds: Bounds,
         inputs: Sequence[Ticket],
         before: Job | None,
         pool: ctypes.c_void_p,
@@ -148,7 +147,7 @@ class NativeExchangeJob(NativeJob):
         exchange.state[:] = [each.data_ptr() for each in state]
         exchange.block[:] = [each.data_ptr() for each in blocks]
         super().__init__(
-            parts,
+            bounds,
             inputs,
             before,
             (state, rows, blocks, exchange),
@@ -292,14 +291,14 @@ class StateExchange:
             deadline = max(deadline, before.deadline)
         size = -(-len(rows) // self._workers.workers)
         parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
-        # As for uploads: a lane that waits for a job must copy from pinned memory.
-        flag = host.next_flag() if self._pinned else None
         job: Job
         if host.native is None:
-            job = ExchangeJob(host, of_host, blocks, copied, before, parts, deadline=deadline, step=step, flag=flag)
+            job = ExchangeJob(host, of_host, blocks, copied, before, parts, deadline=deadline, step=step)
         else:
+            # As for uploads: a lane that waits for a job must copy from pinned memory.
+            flag = host.next_flag() if self._pinned else None
             job = NativeExchangeJob(
-                host.state(), of_host, blocks, parts, (copied,), before, host.native,
+                host.state(), of_host, blocks, bounds_of(parts), (copied,), before, host.native,
                 deadline=deadline, step=step, param=name, flag=flag,
             )  # fmt: skip
         chunk = _Chunk(buffer, device, rows, job)
