@@ -59,7 +59,7 @@ def defect_in_submission(trial: Trial, site: Site) -> str:
 
 def test_trials_find_a_job_without_an_end(simulated: SimulatedProcess) -> None:
     """Proves that a trial sees a hang: ``close`` waits forever for a job that no worker will run."""
-    trial = Trial("windows", "hooks", "close")
+    trial = Trial("python workers", "hooks", "close")
     (site,) = (
         site for site in simulated.call(targets_of, trial)[0] if site.callee == "sorted" and "python_pool" in site.file
     )

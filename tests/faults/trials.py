@@ -23,7 +23,7 @@ BEGIN, END = 4, 9  # the steps in which calls fail; those before warm up
 WINDOWS = {"update_interval": 2, "full_warm_up_rounds": 1, "select_strategy": "step", "select_interval": 2}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "windows": WINDOWS,
-    "native": {**WINDOWS, "host_kernel": "native"},
+    "python workers": {**WINDOWS, "host_kernel": "aten"},
     "int8": {**WINDOWS, "gradient_compression": "int8"},
     "summed": {**WINDOWS, "accumulate_on_device": True},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
