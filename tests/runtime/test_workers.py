@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool, _Queued, preferred_worker
@@ -512,3 +513,17 @@ def test_lost_worker_fails_queued_jobs(workers: int, monkeypatch: pytest.MonkeyP
     good.wait()
     assert sorted(thread.name for thread in pool._threads) == [f"zenflow-worker-{index}" for index in range(workers)]
     pool.close()
+
+
+def test_denormals_do_not_depend_on_the_starting_thread() -> None:
+    found = []
+    torch.set_flush_denormal(True)
+    try:
+        pool = pool_of(1)
+        one = job(lambda: found.append((torch.tensor(1e-39) * 0.5).item()) or 0)
+        pool.submit(one)
+        one.wait()
+    finally:
+        torch.set_flush_denormal(False)
+    pool.close()
+    assert found[0] > 0

@@ -228,10 +228,11 @@ class NativePool:
     def _open(self) -> None:
         if not self._end.alive:
             raise RuntimeError("the process ends: no update can be made any more")
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owners))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owners))  # see [Note: native memory]
         cores = (ctypes.c_int32 * self._workers)(*self._cores) if self._cores else None
         error = native.library().zenflow_open(ctypes.byref(self.handle), self._workers, cores, _POLL_NS)
         if error:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._owners))
             refuse_threads(RuntimeError(os.strerror(error)))
 
     def withdraw(self, jobs: Iterable[NativeJob]) -> None:

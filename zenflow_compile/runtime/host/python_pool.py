@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
@@ -266,6 +268,8 @@ class PythonPool:
         try:
             if self.cores:
                 pin_this_thread(self.cores[index])
+            # A thread inherits this mode: results would depend on when the first job was.
+            torch.set_flush_denormal(False)
             lane = worker_lane(index)
             while (taken := self._take(index)) is not None:
                 job, task = taken
