@@ -18,7 +18,7 @@ from benchmarks.common import Spread, Target, interleaved, option_parser, ratios
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
 
 INPUTS = 4  # of each job
@@ -40,10 +40,8 @@ class _WaitingJob(PythonJob):
 
 def _native_job(inputs: Sequence[ThreadTicket], pool: NativePool) -> NativeJob:
     state = [torch.zeros(1, 1) for _ in range(3)]
-    return NativeExchangeJob(
-        state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]), inputs, None, pool.handle,
-        deadline=0, step=0, param="", flag=None,
-    )  # fmt: skip
+    work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
+    return NativeJob(work, inputs, None, pool.handle, deadline=0, step=0, param="")
 
 
 def loop_seconds(operators: int) -> float:

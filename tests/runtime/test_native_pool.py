@@ -25,8 +25,8 @@ from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host import native_pool
-from zenflow_compile.runtime.host.native_pool import NativePool, bounds_of
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
+from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import Timeline
 
@@ -50,7 +50,7 @@ class Word:
         return int(self._memory.item())
 
 
-class Swap(NativeExchangeJob):
+class Swap(NativeJob):
     """Swaps ones with twos."""
 
     def __init__(self, pool: NativePool, *inputs: Any, before: Any = None, tasks: int = 2, **place: Any) -> None:
@@ -58,9 +58,9 @@ class Swap(NativeExchangeJob):
         self.blocks = [torch.full((ROWS, 4), 2.0) for _ in range(3)]
         size = -(-ROWS // tasks)
         parts = [slice(first, min(first + size, ROWS)) for first in range(0, ROWS, size)]
-        place = {"deadline": 0, "step": 0, "param": "w", "flag": None, **place}
-        rows = torch.arange(ROWS, dtype=torch.int32)
-        super().__init__(self.host, rows, self.blocks, bounds_of(parts), inputs, before, pool.handle, **place)
+        place = {"deadline": 0, "step": 0, "param": "w", **place}
+        work = NativeExchange(self.host, torch.arange(ROWS, dtype=torch.int32), self.blocks, bounds_of(parts))
+        super().__init__(work, inputs, before, pool.handle, **place)
 
     @property
     def swapped(self) -> bool:
@@ -113,10 +113,9 @@ def test_all_workers_share_a_job() -> None:
     host = [torch.ones(6, 1 << 20) for _ in range(3)]
     blocks = [each.clone() for each in host]
     for _ in range(20):
-        job = NativeExchangeJob(
-            host, torch.arange(6, dtype=torch.int32), blocks, bounds_of([slice(n, n + 1) for n in range(6)]), (), None,
-            pool.handle, deadline=0, step=0, param="w", flag=None,
-        )  # fmt: skip
+        tasks = bounds_of([slice(n, n + 1) for n in range(6)])
+        work = NativeExchange(host, torch.arange(6, dtype=torch.int32), blocks, tasks)
+        job = NativeJob(work, (), None, pool.handle, deadline=0, step=0, param="w")
         pool.submit(job)
         job.settle()
         if len({record.worker for record in job.records}) == 3:
@@ -399,7 +398,7 @@ def test_denormals_do_not_depend_on_the_starting_thread() -> None:
     """A thread inherits the mode of the one that starts it; results would depend on when the first job was."""
     from zenflow_compile.runtime.adam_rule import StepCoefficients
     from zenflow_compile.runtime.host.host_adam import NativeHostAdam, WindowUpdate
-    from zenflow_compile.runtime.parameters.host_state import NativeWindowJob, WindowAddresses
+    from zenflow_compile.runtime.parameters.host_state import NativeUpdate, WindowAddresses
 
     def moments(*, flush: bool) -> torch.Tensor:
         kernel = NativeHostAdam(torch.float32, torch.float32, 1)
@@ -410,10 +409,8 @@ def test_denormals_do_not_depend_on_the_starting_thread() -> None:
         pool = NativePool(1, Recorder())
         torch.set_flush_denormal(flush)
         try:
-            job = NativeWindowJob(
-                addresses, coefficients, 1, 1e-8, 1.0, bounds_of([slice(0, 16)]), (), None, pool.handle,
-                deadline=0, step=0, param="w", flag=None,
-            )  # fmt: skip
+            work = NativeUpdate(addresses, coefficients, 1, 1e-8, 1.0, bounds_of([slice(0, 16)]))
+            job = NativeJob(work, (), None, pool.handle, deadline=0, step=0, param="w")
             pool.submit(job)
             job.wait()
         finally:

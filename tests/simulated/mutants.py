@@ -169,7 +169,7 @@ MUTANTS = {
         "step_runner:StepRunner._update_slices", "exchange.finish()", Case("reselect often", delays="H2D late")
     ),
     "exchange before the rows are on the host": without(
-        EXCHANGE + "_send", "(copied,), before", Case("reselect often", delays="D2H late"), "(), before",
+        EXCHANGE + "_send", "swap, (copied,), before", Case("reselect often", delays="D2H late"), "swap, (), before",
     ),
     "job before its factor": Mutant(
         (("device.late_number:LateNumber.__float__", "copy.wait()", "pass"),

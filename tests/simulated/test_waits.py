@@ -12,8 +12,8 @@ from tests.simulated.cases import Case, Loop
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Simulator
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.native_pool import bounds_of
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchangeJob
+from zenflow_compile.runtime.host.native_pool import NativeJob, bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 
 LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
@@ -27,10 +27,9 @@ def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> N
     offloaded = next(iter(loop.optimizer.engine.offloaded.values()))
     host = offloaded.host
     gate = ThreadTicket()
-    job = NativeExchangeJob(
-        [torch.zeros(1, 1)] * 3, torch.zeros(1, dtype=torch.int32), [torch.zeros(1, 1)] * 3, bounds_of([slice(0, 1)]),
-        (gate,), None, host.native, deadline=0, step=0, param="reader", flag=host.next_flag(),
-    )  # fmt: skip
+    state = [torch.zeros(1, 1)] * 3
+    work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
+    job = NativeJob(work, (gate,), None, host.native, deadline=0, step=0, param="reader", flag=host.next_flag())
     offloaded.transport.workers.submit(job)
     index = host.next_buffer
     host.readers[index] = job

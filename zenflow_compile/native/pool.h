@@ -373,7 +373,7 @@ class Pool {
         if (queue_.empty() || polling_) {
           work_.wait(lock);
         } else {
-          polling_ = true;  // nobody tells when a copy has arrived: one idle worker looks
+          polling_ = true;  // a copy that arrives wakes no thread: one idle worker looks
           work_.wait_for(lock, poll_);
           polling_ = false;
         }

@@ -26,8 +26,8 @@ def event_name(phase: str, names: Sequence[str]) -> str:
 def annotated(phase: str, names_of: Callable[..., Sequence[str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Show calls as ``zenflow::phase (names)`` in the profile, if ``torch.profiler`` or ``emit_nvtx`` is active.
 
-    Without a profiler this adds one call and one look at a flag. Worker threads show where the profiler records all
-    threads (``profile_all_threads``).
+    Without a profiler this adds one call and one look at a flag. Python's workers show where the profiler records all
+    threads (``profile_all_threads``), native ones never.
 
     Args:
         names_of: returns the parameters' names for the function's arguments; called only if a profiler is active.

@@ -47,8 +47,11 @@ class HostFlags:
 class Flag:
     """One value of one counter, to be reached one time.
 
+    Native workers raise it by its address and value (native/pool.h).
+
     Attributes:
         address: of the counter.
+        value: modulo 2**32.
     """
 
     __slots__ = ("_flags", "_word", "address", "value")

@@ -15,12 +15,12 @@ import ctypes
 import os
 import threading
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from zenflow_compile.native import library as native
-from zenflow_compile.native.library import HostJob
+from zenflow_compile.native.library import HostJob, Record
 from zenflow_compile.runtime.device.copy_lanes import Gate, Ticket
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.errors import refuse_threads
@@ -44,17 +44,36 @@ def bounds_of(parts: Sequence[slice]) -> Bounds:
     return (ctypes.c_int64 * (len(parts) + 1))(*(part.start for part in parts), parts[-1].stop)
 
 
+class NativeWork(ABC):
+    """What a native job computes.
+
+    Attributes:
+        kind: of its events in recordings.
+        bounds: of its tasks.
+    """
+
+    kind: ClassVar[str]
+    bounds: Bounds
+
+    @abstractmethod
+    def describe(self, memory: HostJob) -> object:
+        """Write the work into ``memory``. Returns the owners of all memory that this refers to."""
+
+    @abstractmethod
+    def touched_bytes(self, task: int, record: Record) -> int:
+        """Bytes of host memory that a task, which has run, has read and written."""
+
+
 class NativeJob(Job):
     """A job of native threads.
 
     Args:
-        bounds: of the tasks.
         inputs: the copies that it waits for. Each has a gate.
         before: the last job of this state, which may still run.
-        kept: whatever owns the memory of the work.
         pool: of the threads that will run it.
 
     Attributes:
+        work: what it computes; None after ``release``.
         memory: what native threads know of it.
         owners: of all memory that they use for it.
         records: when and where each task ran.
@@ -65,10 +84,9 @@ class NativeJob(Job):
 
     def __init__(
         self,
-        bounds: Bounds,
+        work: NativeWork,
         inputs: Sequence[Ticket],
         before: Job | None,
-        kept: object,
         pool: ctypes.c_void_p,
         *,
         deadline: int,
@@ -78,6 +96,8 @@ class NativeJob(Job):
     ) -> None:
         super().__init__(deadline=deadline, step=step, param=param, flag=flag)
         assert before is None or isinstance(before, NativeJob), "all jobs of one state run on threads of one kind"
+        self.kind = work.kind
+        self.work: NativeWork | None = work
         self._pool = pool
         self._inputs = inputs
         self._before = before
@@ -86,9 +106,9 @@ class NativeJob(Job):
         gates = [input.gate() for input in inputs]
         if before is not None:
             gates.append(Gate(before.state_address, native.DONE, native.STATE))
+        bounds = work.bounds
         tasks = len(bounds) - 1
         words = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
-        self._bounds = bounds
         self.records = (native.Record * tasks)()
         self.memory = HostJob(
             failed_gate=-1,
@@ -96,7 +116,7 @@ class NativeJob(Job):
             deadline=deadline,
             gates=words,
             gate_count=len(gates),
-            bounds=self._bounds,
+            bounds=bounds,
             tasks=tasks,
             records=self.records,
             untaken=tasks,
@@ -105,7 +125,7 @@ class NativeJob(Job):
         if flag is not None:
             self.memory.flag, self.memory.flag_value = flag.address, flag.value
         of_before = None if before is None else before.memory
-        self.owners: Any = self.memory, words, self._bounds, self.records, inputs, of_before, kept, flag
+        self.owners: Any = self.memory, words, bounds, self.records, inputs, of_before, work.describe(self.memory), flag
 
     @property
     def state_address(self) -> int:
@@ -167,17 +187,13 @@ class NativeJob(Job):
     def abort(self, error: BaseException) -> None:
         """See :meth:`Job.abort`. Tasks that run go on."""
         if self._error is None:
-            self._error = error  # before the state: whoever sees a failure asks for its error
+            self._error = error  # before the state: a thread that sees a failure asks for its error
         native.library_with_gil().zenflow_abort(self._pool, self.memory)
-
-    @abstractmethod
-    def touched_bytes(self, number: int) -> int:
-        """Bytes of host memory that task ``number``, which has run, has read and written."""
 
     def release(self) -> None:
         """Let go of the memory of a settled job, and of the jobs before it."""
         _ = self.error  # found through what is released
-        self._before, self._inputs, self.owners = None, (), None
+        self._before, self._inputs, self.owners, self.work = None, (), None, None
 
 
 class NativePool:
@@ -254,20 +270,20 @@ class NativePool:
             if not job.memory.settled:
                 left.append(job)
                 continue
-            if timeline is not None and not job.recorded:
-                self._record(timeline, job)
+            if timeline is not None and job.work is not None and not job.recorded:
+                self._record(timeline, job, job.work)
             job.release()
         # After an interrupt above, the next call does it all again, but for records that were made.
         self._in_flight = left
         self._owners[:] = [job.owners for job in left]
 
-    def _record(self, timeline: Timeline, job: NativeJob) -> None:
+    def _record(self, timeline: Timeline, job: NativeJob, work: NativeWork) -> None:
         job.recorded = True
         for number, record in enumerate(job.records):
             if record.end_ns:
                 timeline.add(
                     worker_lane(record.worker), job.kind, record.begin_ns, record.end_ns,
-                    step=job.step, param=job.param, bytes=job.touched_bytes(number),
+                    step=job.step, param=job.param, bytes=work.touched_bytes(number, record),
                 )  # fmt: skip
 
     def runs(self, thread: threading.Thread) -> bool:

@@ -136,7 +136,7 @@ class HostWorkers:
         try:
             if native:
                 self._native.submit(*native)
-        finally:  # each pool fails the jobs that it cannot queue: none may be left that nobody fails
+        finally:  # each pool fails the jobs that it cannot queue, also where the other one has raised
             if len(native) < len(jobs):
                 self._python.submit(*[job for job in jobs if not job.native])
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from zenflow_compile.native.library import UPDATE, LateScale, UpdateWindow
+from zenflow_compile.native.library import UPDATE, HostJob, LateScale, Record, UpdateWindow
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
@@ -20,7 +20,7 @@ from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
-from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, bounds_of
+from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
 from zenflow_compile.runtime.host.state_store import InMemoryState, State, StateLock, StateStore
 from zenflow_compile.runtime.host.workers import Job
@@ -193,56 +193,39 @@ class WindowAddresses(NamedTuple):
     owner: WindowUpdate
 
 
-class NativeWindowJob(NativeJob):
+@dataclass(slots=True)
+class NativeUpdate(NativeWork):
     """The host update of one flushed update window, by native threads.
 
-    Args:
+    Attributes:
         addresses: of the state, the gradients and the upload buffer.
         coefficients: one for each gradient.
         taken: gradients in the moments after this window.
+        eps: of Adam, outside the root.
         bytes_per_element: of host memory that it reads and writes.
     """
 
-    def __init__(
-        self,
-        addresses: WindowAddresses,
-        coefficients: Sequence[StepCoefficients],
-        taken: int,
-        eps: float,
-        bytes_per_element: float,
-        bounds: Bounds,
-        inputs: Sequence[Ticket],
-        before: Job | None,
-        pool: ctypes.c_void_p,
-        *,
-        deadline: int,
-        step: int,
-        param: str,
-        flag: Flag | None,
-    ) -> None:
-        window = UpdateWindow.from_buffer_copy(addresses.window)
-        steps, late = put_numbers(window, coefficients, step=taken, eps=eps)
+    kind: ClassVar[str] = "host_update"
+    addresses: WindowAddresses
+    coefficients: Sequence[StepCoefficients]
+    taken: int
+    eps: float
+    bytes_per_element: float
+    bounds: Bounds
+
+    def describe(self, memory: HostJob) -> object:
+        """See :meth:`NativeWork.describe`."""
+        window = UpdateWindow.from_buffer_copy(self.addresses.window)
+        steps, late = put_numbers(window, self.coefficients, step=self.taken, eps=self.eps)
         scales = (LateScale * len(late))(*late)
-        super().__init__(
-            bounds,
-            inputs,
-            before,
-            (addresses, coefficients, window, steps, late, scales),
-            pool,
-            deadline=deadline,
-            step=step,
-            param=param,
-            flag=flag,
-        )
-        self._bytes_per_element = bytes_per_element
-        memory = self.memory
         memory.kind = UPDATE
         memory.window, memory.steps = ctypes.pointer(window), steps
         memory.late, memory.late_count = scales, len(late)
+        return self.addresses, self.coefficients, window, steps, late, scales
 
-    def touched_bytes(self, number: int) -> int:
-        """See :meth:`NativeJob.touched_bytes`."""
-        return round(self._bytes_per_element * (self._bounds[number + 1] - self._bounds[number]))
+    def touched_bytes(self, task: int, record: Record) -> int:
+        """See :meth:`NativeWork.touched_bytes`."""
+        return round(self.bytes_per_element * (self.bounds[task + 1] - self.bounds[task]))
 
 
 @dataclass(slots=True)
@@ -409,13 +392,14 @@ class HostState:
         assert isinstance(self.kernel, NativeHostAdam)
         places = (upload.data_ptr(), *[buffer.index for buffer in buffers])
         if (addresses := self._addresses.get(places)) is None:
-            update = self.window_update(gradients, coefficients, upload, step=self.taken, eps=eps)
-            addresses = self._addresses[places] = WindowAddresses(self.kernel.window(update), update)
+            owner = self.window_update(gradients, coefficients, upload, step=self.taken, eps=eps)
+            addresses = self._addresses[places] = WindowAddresses(self.kernel.window(owner), owner)
         if self._bounds is None:
             self._bounds = bounds_of(self.ranges)
         touched = self.bytes_per_element(len(coefficients))
-        return NativeWindowJob(
-            addresses, coefficients, self.taken, eps, touched, self._bounds, inputs, before, self.native,
+        update = NativeUpdate(addresses, coefficients, self.taken, eps, touched, self._bounds)
+        return NativeJob(
+            update, inputs, before, self.native,
             deadline=deadline, step=step, param=self.plan.name, flag=self.next_flag(),
         )  # fmt: skip
 

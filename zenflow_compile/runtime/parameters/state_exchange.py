@@ -16,18 +16,18 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.native.library import EXCHANGE, Exchange
+from zenflow_compile.native.library import EXCHANGE, Exchange, HostJob, Record
 from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
 from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
-from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, bounds_of
+from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -115,55 +115,36 @@ class ExchangeJob(PythonJob):
         return 4 * swapped
 
 
-class NativeExchangeJob(NativeJob):
+@dataclass(slots=True)
+class NativeExchange(NativeWork):
     """Swaps rows of host state with rows in the host's half of an exchange buffer, by native threads.
 
-    Args:
+    Attributes:
         state: f32[deferred, length] each: master and moments.
         rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each.
     """
 
-    kind = "state"
+    kind: ClassVar[str] = "state"
+    state: Sequence[Tensor]
+    rows: Tensor
+    blocks: Sequence[Tensor]
+    bounds: Bounds
 
-    def __init__(
-        self,
-        state: Sequence[Tensor],
-        rows: Tensor,
-        blocks: Sequence[Tensor],
-        bounds: Bounds,
-        inputs: Sequence[Ticket],
-        before: Job | None,
-        pool: ctypes.c_void_p,
-        *,
-        deadline: int,
-        step: int,
-        param: str,
-        flag: Flag | None,
-    ) -> None:
-        assert all(each.is_contiguous() for each in (*state, rows, *blocks))
-        self._length = state[0].shape[1]
-        exchange = Exchange(rows=rows.data_ptr(), length=self._length)
-        exchange.state[:] = [each.data_ptr() for each in state]
-        exchange.block[:] = [each.data_ptr() for each in blocks]
-        super().__init__(
-            bounds,
-            inputs,
-            before,
-            (state, rows, blocks, exchange),
-            pool,
-            deadline=deadline,
-            step=step,
-            param=param,
-            flag=flag,
-        )
-        self.memory.kind = EXCHANGE
-        self.memory.exchange = ctypes.pointer(exchange)
+    def describe(self, memory: HostJob) -> object:
+        """See :meth:`NativeWork.describe`."""
+        assert all(each.is_contiguous() for each in (*self.state, self.rows, *self.blocks))
+        exchange = Exchange(rows=self.rows.data_ptr(), length=self.state[0].shape[1])
+        exchange.state[:] = [each.data_ptr() for each in self.state]
+        exchange.block[:] = [each.data_ptr() for each in self.blocks]
+        memory.kind = EXCHANGE
+        memory.exchange = ctypes.pointer(exchange)
+        return self.state, self.rows, self.blocks, exchange
 
-    def touched_bytes(self, number: int) -> int:
-        """See :meth:`NativeJob.touched_bytes`. Both places of each row are read and written."""
-        rows: int = self.records[number].rows
-        return 4 * STATE_TENSORS * FP32_BYTES * self._length * rows
+    def touched_bytes(self, task: int, record: Record) -> int:
+        """See :meth:`NativeWork.touched_bytes`. Both places of each row are read and written."""
+        rows: int = record.rows
+        return 4 * STATE_TENSORS * FP32_BYTES * self.state[0].shape[1] * rows
 
 
 @dataclass(slots=True)
@@ -297,10 +278,8 @@ class StateExchange:
         else:
             # As for uploads: a lane that waits for a job must copy from pinned memory.
             flag = host.next_flag() if self._pinned else None
-            job = NativeExchangeJob(
-                host.state(), of_host, blocks, bounds_of(parts), (copied,), before, host.native,
-                deadline=deadline, step=step, param=name, flag=flag,
-            )  # fmt: skip
+            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts))
+            job = NativeJob(swap, (copied,), before, host.native, deadline=deadline, step=step, param=name, flag=flag)
         chunk = _Chunk(buffer, device, rows, job)
         host.add_exchange(job)  # from here on it can be withdrawn
         self._workers.submit(job)
