@@ -41,7 +41,7 @@ class _WaitingJob(PythonJob):
 def _native_job(inputs: Sequence[ThreadTicket], pool: NativePool) -> NativeJob:
     state = [torch.zeros(1, 1) for _ in range(3)]
     work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
-    return NativeJob(work, inputs, None, pool.handle, deadline=0, step=0, param="")
+    return NativeJob(work, inputs, (), pool.handle, deadline=0, step=0, param="")
 
 
 def loop_seconds(operators: int) -> float:

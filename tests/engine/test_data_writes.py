@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, mlp
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,7 +21,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {"update_interval": 1, "overlap_step": False},
     "zero_offload": {"policy": "zero_offload"},
     "streamed": {"policy": "deep_optimizer_states", "ratio": 1.0, "update_stride": 2, "sub_group_size": 1},
-    "files": {"policy": "zero_infinity"},
+    "files": {"policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
     "resident": {"policy": "resident"},
 }
 

@@ -13,11 +13,12 @@ import zenflow_compile as zf
 from tests.engine.test_failures import BrokenError, root_of
 from tests.engine.test_interrupts import every_point
 from tests.support.settings import settings
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Delays, Training, assert_same
 from zenflow_compile.planning import plan as plans
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.host.host_adam import WindowUpdate
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
@@ -83,7 +84,7 @@ def test_training_equals_a_direct_exchange(
 ) -> None:
     options = {**SETTINGS[name], "pt_reserved_cores_perc": 0.0}
     if name == "zero_infinity":
-        options = {**EVERY_STEP, "offload_device": "nvme", "nvme_path": tmp_path}
+        options = {**EVERY_STEP, "offload_device": "nvme", "nvme_path": tmp_path, "host_window_bytes": LARGEST_STATE}
     direct = Training(entry, options, dtype).run(0, 12)
     expected, selections = [outcome(direct), rows(direct)], direct.optimizer.engine.selections
     direct.optimizer.close()
@@ -242,17 +243,23 @@ def test_failed_exchange_stops_training(calls: int, through_lanes: None, monkeyp
     training.optimizer.close()
 
 
-def go_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes copy although the job before has failed: so does a stream, whose flag that job raises."""
-    make = ThreadLane._make
+def go_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Lanes copy although the job before has failed: so does a stream, whose flag that job raises.
+
+    Returns:
+        Set when a lane waits for a job.
+    """
+    make, waits = ThreadLane._make, threading.Event()
 
     def goes_on(lane: ThreadLane, copy: Any) -> None:
         if copy.first is not None:
+            waits.set()
             with suppress(RuntimeError):
                 copy.first.wait()
         make(lane, copy._replace(first=None))
 
     monkeypatch.setattr(ThreadLane, "_make", goes_on)
+    return waits
 
 
 @pytest.mark.parametrize("call", ["step", "synchronize", "flush", "state_dict"])
@@ -263,23 +270,24 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
     expected = training.run(3, 6).weights()
     training.load(saved)
     with monkeypatch.context() as patch:
-        go_on_after_failures(patch)
-        uploads_queued = threading.Event()
+        waits = go_on_after_failures(patch)
         kernel, failed = host_adam.AtenHostAdam.__call__, []
 
-        def late_failure(*args: Any, **keywords: Any) -> None:
-            if not failed:
-                failed.append(uploads_queued.wait(30))
+        first = training.optimizer.engine.offloaded[0].plan.deferred_numel  # no other parameter has as many
+
+        def late_failure(kernel_itself: Any, update: WindowUpdate, part: slice) -> None:
+            if not failed and update.out.numel() == first:  # the forward waits for it before the others
+                failed.append(waits.wait(30))
                 raise BrokenError("on purpose")
-            kernel(*args, **keywords)
+            kernel(kernel_itself, update, part)
 
         patch.setattr(host_adam.AtenHostAdam, "__call__", late_failure)
         training.step(3)
-        uploads_queued.set()
         training.loss(4)  # the forward applies the failed update, and no wait raises its error
         for offloaded in training.optimizer.engine.offloaded.values():
             for job in offloaded.host.jobs:
                 job.settle()
+        assert failed == [True]
     optimizer = training.optimizer
     calls = {
         "step": lambda: training.step(5),

@@ -8,13 +8,14 @@ import io
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from tests.engine.test_failures import root_of, train_until_it_fails
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
-from zenflow_compile.runtime.nvme import state_file
-from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import Chunk, ChunkState, chunk_bytes
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.nvme import state_file, transfers
+from zenflow_compile.runtime.nvme.cache import FILE_THREADS, NvmeCache
+from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -38,6 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 SETTINGS = settings(
     "zero_infinity", "windows", "reselecting", "auto", "stale_every_step", "summed_warm_up", "compressed_stale"
 )
+KERNELS = ["native", "aten"]  # whose jobs run in native threads, and in Python's
 LAYERS = 8
 CHUNK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
 
@@ -92,7 +95,7 @@ def in_memory(options: dict[str, Any], entry: dict[str, Any] | None, dtype: torc
 
 
 def cache_of(training: Training) -> NvmeCache:
-    cache = training.optimizer.engine.registry.memory.files
+    cache = training.optimizer.engine.registry.transport.files
     assert cache is not None
     return cache
 
@@ -118,20 +121,40 @@ def test_files_train_to_the_bits_of_memory(
             assert all(torch.equal(own[name], entry_state[name]) for name in ("exp_avg", "exp_avg_sq"))
 
 
+def late_native_transfers(patch: pytest.MonkeyPatch, seed: int) -> list[ThreadTicket]:
+    """Let native reads and writes wait for up to 4 ms, in random order; returns what they wait for."""
+    chance, made, tickets = random.Random(seed), transfers._NativeFileJob, []
+
+    def late(work: Any, inputs: Any, after: Any, pool: Any, **place: Any) -> Any:
+        tickets.append(ticket := ThreadTicket())
+        threading.Timer(4e-3 * chance.random(), ticket.set).start()
+        return made(work, (*inputs, ticket), after, pool, **place)
+
+    patch.setattr(transfers, "_NativeFileJob", late)
+    return tickets
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_late_file_access_leaves_weights_unchanged(
-    entry: dict[str, Any] | None, options: dict[str, Any], files: Directories, monkeypatch: pytest.MonkeyPatch
+    entry: dict[str, Any] | None,
+    options: dict[str, Any],
+    kernel: str,
+    files: Directories,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    options = {**options, "host_kernel": kernel}
     expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
     for seed, window in enumerate((CHUNK_BYTES, 3 * CHUNK_BYTES)):
         with monkeypatch.context() as patch:
             delays = Delays(seed, 4.0)
             patch.setattr(os, "preadv", delays.before(os.preadv))
             patch.setattr(os, "pwritev", delays.before(os.pwritev))
+            late = late_native_transfers(patch, seed)
             training = files.training({**options, "pt_reserved_cores_perc": 0.0}, entry, window=window)
             assert_same(training.run(0, 8).weights(), expected)
-            assert delays.calls > 40
+            assert len(late) > 40 if kernel == "native" else delays.calls > 40
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
@@ -162,18 +185,30 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pyte
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     cache = cache_of(training)
     resident: list[int] = []
-    memory_of = NvmeCache._memory_of
+    take = NvmeCache._take
 
-    def watched(self: NvmeCache, chunk: Chunk) -> torch.Tensor:
-        memory = memory_of(self, chunk)
-        assert memory.data_ptr() >= self._memory.data_ptr()
-        resident.append(sum(each.size for each in self._chunks if each.state is not ChunkState.ON_DISK))
-        return memory
+    def watched(self: NvmeCache, chunk: Chunk) -> Place:
+        place = take(self, chunk)
+        assert 0 <= place.begin < place.end <= self.nbytes
+        assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
+        resident.append(chunk.size + sum(each.size for each in self._chunks if each.place is not None))
+        return place
 
-    monkeypatch.setattr(NvmeCache, "_memory_of", watched)
+    monkeypatch.setattr(NvmeCache, "_take", watched)
     training.load(training.saved()).run(2, 4)
     assert cache.nbytes == CHUNK_BYTES
     assert 0 < max(resident) <= CHUNK_BYTES
+
+
+@contextmanager
+def no_larger_files() -> Iterator[None]:
+    """Let the system refuse every write to a file of this process, wherever it comes from."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def no_space(calls: int) -> Callable[..., int]:
@@ -191,21 +226,21 @@ def no_space(calls: int) -> Callable[..., int]:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["zero_infinity", "windows", "reselecting"])
-@pytest.mark.parametrize("calls", [0, 1, 7])
+@pytest.mark.parametrize("calls", [0, 1, 7, None], ids=["at_once", "after_1", "after_7", "native"])
 def test_full_disk_raises_and_the_checkpoint_continues(
-    entry: dict[str, Any] | None, name: str, calls: int, files: Directories, monkeypatch: pytest.MonkeyPatch
+    entry: dict[str, Any] | None, name: str, calls: int | None, files: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = SETTINGS[name]
+    options = {**SETTINGS[name], "host_kernel": "native" if calls is None else "aten"}
     training = files.training(options, entry).run(0, 4)
     saved = training.saved()
     expected = training.run(4, 8).weights()
     training.load(saved)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", no_space(calls))
+    with monkeypatch.context() as patch, no_larger_files() if calls is None else nullcontext():
+        patch.setattr(os, "pwritev", no_space(calls or 0))
         error = train_until_it_fails(training, 4, 12)
         root = root_of(error)
         assert isinstance(root, OSError)
-        assert root.errno == errno.ENOSPC
+        assert root.errno == (errno.EFBIG if calls is None else errno.ENOSPC)
         for call in (training.optimizer.synchronize, training.optimizer.state_dict):
             with pytest.raises(RuntimeError):
                 call()
@@ -214,21 +249,24 @@ def test_full_disk_raises_and_the_checkpoint_continues(
     training.optimizer.close()
 
 
-def test_unreadable_disk_raises(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = files.training({"policy": "zero_infinity"}).run(0, 2)
-
-    def broken(*args: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", broken)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_unreadable_disk_raises(kernel: str, files: Directories) -> None:
+    training = files.training({"policy": "zero_infinity", "host_kernel": kernel}).run(0, 2)
+    file = cache_of(training)._directory._files[0]
+    only_to_write = os.open(file.path, os.O_WRONLY)
+    os.dup2(only_to_write, file.opened.fileno(), inheritable=False)
+    os.close(only_to_write)
     error = train_until_it_fails(training, 2, 4)
-    assert isinstance(root_of(error), OSError)
+    root = root_of(error)
+    assert isinstance(root, OSError)
+    assert root.errno == errno.EBADF
     assert "checkpoint" in f"{error} {error.__cause__}"
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
-def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directories) -> None:
-    training = files.training(SETTINGS[name]).run(0, 4)
+def test_corrupted_byte_raises_with_file_and_parameter(name: str, kernel: str, files: Directories) -> None:
+    training = files.training({**SETTINGS[name], "host_kernel": kernel}).run(0, 4)
     saved = training.saved()
     expected = training.run(4, 7).weights()
     training.load(saved)
@@ -248,17 +286,23 @@ def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directo
     assert_same(training.load(saved).run(4, 7).weights(), expected)
 
 
-def test_no_file_is_left_after_close(files: Directories, tmp_path: Path) -> None:
+def file_threads() -> int:
+    """Threads of this process, native or Python's, that read and write state."""
+    native = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("zenflow-file") for name in (*native, *[each.name for each in threading.enumerate()]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_file_is_left_after_close(kernel: str, files: Directories, tmp_path: Path) -> None:
     gc.collect()
-    before = set(threading.enumerate())
-    training = files.training({"policy": "zero_infinity"}).run(0, 3)
+    before = file_threads()
+    training = files.training({"policy": "zero_infinity", "host_kernel": kernel}).run(0, 3)
     path = tmp_path / "0"
-    ours = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("zenflow-")]
-    assert {"zenflow-reader-0", "zenflow-writer-0"} <= {thread.name for thread in ours}
+    assert file_threads() == before + FILE_THREADS
     assert len(list(path.iterdir())) == 2
     training.optimizer.close()
     assert list(path.iterdir()) == []
-    assert not any(thread.is_alive() for thread in ours)
+    assert file_threads() == before
 
 
 def test_collected_optimizer_leaves_no_file(tmp_path: Path) -> None:
@@ -298,7 +342,7 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
 def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
-    cache = optimizer.engine.registry.memory.files
+    cache = optimizer.engine.registry.transport.files
     assert cache is not None
     before = list(cache._chunks), sorted(tmp_path.iterdir())
 
@@ -324,12 +368,9 @@ def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: p
     optimizer.synchronize()
     group = {"params": list(nn.Linear(32, 64).parameters())}
 
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(state_file.ScratchDirectory, "free_bytes", lambda _: 0)
+        with pytest.raises(ValueError, match="too little space"):
             optimizer.add_param_group(group)
     assert not list(tmp_path.iterdir())
     state_file.ScratchDirectory(tmp_path).close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, assert_same
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.host import host_adam
 
@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "summed": {"accumulate_on_device": True},
     "compressed": {"gradient_compression": "int8"},
     "clipped": {"max_grad_norm": 0.01},
-    "files": {"offload_device": "nvme"},
+    "files": {"offload_device": "nvme", "host_window_bytes": LARGEST_STATE},
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, assert_same, batch
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 
 pytestmark = [
@@ -103,7 +103,7 @@ ANYTHING: dict[str, Callable[[Training], object]] = {
 }
 FORKED = {
     "windows": {"update_interval": 2},
-    "files": {"policy": "zero_infinity"},
+    "files": {"policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.training import EAGER_BACKEND, Training
+from tests.support.training import EAGER_BACKEND, LARGEST_STATE, Training
 
 EVERY = 5  # steps per checkpoint
 
@@ -19,7 +19,7 @@ EVERY = 5  # steps per checkpoint
 def main(folder: Path, policy: str, steps: int) -> None:
     options = {"policy": policy, "workers": 1}
     if policy == "zero_infinity":
-        options["nvme_path"] = str(folder)
+        options.update(nvme_path=str(folder), host_window_bytes=LARGEST_STATE)
     training, checkpoint, begin = Training(EAGER_BACKEND, options), folder / "checkpoint", 0
     if checkpoint.exists():
         number, _, saved = checkpoint.read_bytes().partition(b"\n")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import zenflow_compile
 from tests.faults.injection import Injector, Site, Target
 from tests.simulated.accelerator import serve
-from tests.support.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, batch, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, LARGEST_STATE, OFFLOAD_ALL, Training, batch, mlp
 
 BEGIN, END = 4, 9  # the steps in which calls fail; those before warm up
 
@@ -27,7 +27,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "int8": {**WINDOWS, "gradient_compression": "int8"},
     "summed": {**WINDOWS, "accumulate_on_device": True},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
-    "files": {**WINDOWS, "policy": "zero_infinity"},
+    "files": {**WINDOWS, "policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
+    "aten files": {"policy": "zero_infinity", "host_window_bytes": LARGEST_STATE, "host_kernel": "aten"},
 }
 PHASES = ("train", "load", "close")
 
@@ -95,7 +96,7 @@ class WatchedTraining(Training):
 def _begin(trial: Trial, folder: str, injector: Injector) -> tuple[Training, bytes]:
     """A training that has made its first steps, and its state then."""
     options = dict(SCENARIOS[trial.scenario])
-    if trial.scenario == "files":
+    if "host_window_bytes" in options:
         options["nvme_path"] = folder
     if trial.device != "cpu":
         serve()

@@ -79,7 +79,7 @@ int main() {
       works.push_back(std::make_unique<Work>(number, random, chained));
     }
     Pool* pool = nullptr;
-    if (zenflow_open(&pool, 1 + round % 5, nullptr, 20000)) return 2;
+    if (zenflow_open(&pool, 1 + round % 5, nullptr, 20000, "stress")) return 2;
 
     std::thread opener([&] {
       std::mt19937 own(round + 1000);

@@ -68,21 +68,31 @@ def test_streamed_state_crosses_both_ways() -> None:
     assert limit.stall_ms == pytest.approx(limit.to_host_ms - 1.0)
 
 
-def test_files_are_read_unless_they_stay_in_memory() -> None:
-    weights = tuple(replace(WEIGHT, index=index, in_file=True) for index in range(3))
-    filed = replace(PLAN, params=weights, host_window_bytes=REST * 12)
+def test_files_are_moved_unless_they_stay_in_memory() -> None:
+    """Of seven states, memory for six holds two, and the others take turns in memory for four."""
+    weights = tuple(replace(WEIGHT, index=index, in_file=True) for index in range(7))
+    filed = replace(PLAN, params=weights, host_window_bytes=6 * REST * 12)
     found = traffic(filed)
-    assert found.disk == pytest.approx((3 + 2) * REST * 12 / 4)
-    assert (1 + found.read_share) * found.files_per_window == pytest.approx((3 + 2) * REST * 12)
-    for holds_all in (None, 3 * REST * 12):
-        assert traffic(replace(filed, host_window_bytes=holds_all)).disk == 3 * REST * 12 / 4
+    assert found.files == 5 * REST * 12 / 4
+    assert found.files_per_window == 5 * REST * 12
+    assert found.disk == 2 * found.files
     in_memory = replace(filed, params=tuple(replace(weight, in_file=False) for weight in weights))
-    assert replace(found, files=0.0, files_per_window=0, read_share=1.0) == traffic(in_memory)
+    assert replace(found, files=0.0, files_per_window=0) == traffic(in_memory)
+    assert traffic(replace(filed, host_window_bytes=7 * REST * 12)) == traffic(in_memory)
+    assert traffic(replace(filed, host_window_bytes=REST * 12)).files_per_window == 7 * REST * 12
     limit = limit_of(found, replace(FAST, disk=1e9), device_ms=1.0)
-    assert limit.disk_ms == pytest.approx(5 * REST * 12 / 4 / 1e6)
+    assert limit.disk_ms == pytest.approx(2 * 5 * REST * 12 / 4 / 1e6)
     assert limit.stall_ms == pytest.approx(limit.disk_ms - 1.0)
     assert limit_of(found, FAST, device_ms=1.0).disk_ms is None, "its bandwidth is not known"
     assert limit_of(traffic(), FAST, device_ms=1.0).disk_ms == 0.0
+
+
+def test_files_move_once_per_window_of_their_parameter() -> None:
+    """The first state stays in memory for five of them; of the others, the last is flushed in every step."""
+    weights = [replace(WEIGHT, index=index, in_file=True) for index in range(6)]
+    plan = replace(PLAN, params=(*weights[:5], replace(weights[5], interval=1)), host_window_bytes=5 * REST * 12)
+    assert traffic(plan).files == REST * 12 * (4 / 4 + 1)
+    assert traffic(plan).files_per_window == 5 * REST * 12
 
 
 def test_smallest_interval_with_streaming_and_files() -> None:
@@ -102,13 +112,14 @@ def test_smallest_interval_with_streaming_and_files() -> None:
 
 def test_blocking_plan_may_hide_streaming_and_files() -> None:
     whole = replace(WEIGHT, k=0, interval=1, blocking=True, placement=Placement.FILE, in_file=True)
-    found = replace(traffic(replace(PLAN, params=(whole,))), state=5_000_000)
-    bandwidths = Bandwidths(host=1e12, to_host=1e9, to_device=1e9, disk=5e8)  # it stays in memory: no reads
-    upload = 1_000_000 * 2 / 1e6
+    plan = replace(PLAN, params=(whole, replace(whole, index=1)), host_window_bytes=12_000_000)
+    found = replace(traffic(plan), state=5_000_000)
+    bandwidths = Bandwidths(host=1e12, to_host=1e9, to_device=1e9, disk=2e9)
+    upload = 2 * 1_000_000 * 2 / 1e6
     hidden = limit_of(found, bandwidths, device_ms=30.0)
-    assert hidden.disk_ms == pytest.approx(24.0)
+    assert hidden.disk_ms == pytest.approx(2 * 2 * 12_000_000 / 2e6)
     assert hidden.stall_ms == pytest.approx(upload)
-    assert limit_of(found, bandwidths, device_ms=20.0).stall_ms == pytest.approx(4.0)
+    assert limit_of(found, bandwidths, device_ms=18.0).stall_ms == pytest.approx(24.0 - 18.0)
 
 
 def test_nothing_offloaded_moves_nothing() -> None:

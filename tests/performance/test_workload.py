@@ -111,6 +111,16 @@ def test_some_steps_represent_a_long_cycle(
     assert coarse.disk == pytest.approx(whole.disk, rel=0.02)
 
 
+def test_some_steps_represent_few_files_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_catalog.model("llama2-7b")
+    options = Options(update_interval=60, offload_device="nvme", nvme_path="scratch", host_window_bytes=60 * 10**9)
+    plan = make_plan(model.params, options)
+    coarse, whole = both(plan, model, "h200", monkeypatch, COARSE_CYCLE=25 * 34)
+    assert coarse.seconds == pytest.approx(whole.seconds, rel=0.02)
+    largest = max(param.file_bytes for param in plan.params_in_turn)
+    assert coarse.disk == pytest.approx(whole.disk, rel=2 * largest / plan.bytes_in_turn)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"policy": "zero_offload"}, {"policy": "zenflow"}, {"policy": "zero_infinity", "nvme_path": "scratch"}],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan, resident_in_window
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
@@ -101,3 +101,69 @@ def test_plan_sums_its_parameters() -> None:
     assert plan.host_bytes == params[0].host_bytes + params[1].host_bytes
     assert plan.device_bytes == sum(param.device_bytes for param in params)
     assert params[2].numel == 1
+
+
+# State in files.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "resident"),
+    [
+        ([], 0, []),
+        ([5, 3, 2], 10, [True, True, True]),
+        ([5, 3, 2], 9, [False, False, False]),
+        ([3, 3, 3, 3, 3], 3, [False] * 5),
+        ([3, 3, 3, 3, 3], 14, [False] * 5),
+        ([3] * 7, 18, [True, True] + [False] * 5),
+        ([3] * 7, 20, [True, True] + [False] * 5),
+        ([3, 6, 1, 4, 5, 6, 6], 28, [True, False, True] + [False] * 4),
+    ],
+)
+def test_first_states_stay_in_the_window(sizes: list[int], window: int, resident: list[bool]) -> None:
+    """Those that fit into what four times the largest leaves."""
+    assert resident_in_window(sizes, window) == resident
+
+
+def in_files(*sizes: int, window: int | None) -> Plan:
+    """Parameters with ``sizes`` times 120 bytes of state in files, between two whose state is not."""
+    filed = [
+        ParamPlan(
+            index=index,
+            name=f"w{index}",
+            shape=(size, 10),
+            dtype=torch.bfloat16,
+            placement=Placement.FILE,
+            dim=0,
+            slices=size,
+            length=10,
+            in_file=True,
+        )
+        for index, size in enumerate(sizes, start=1)
+    ]
+    others = [split(), split()]
+    return Plan(policy="zero_infinity", params=(others[0], *filed, others[1]), host_window_bytes=window)
+
+
+def test_rest_takes_turns_in_the_rest_of_the_window() -> None:
+    plan = in_files(3, 3, 3, 3, 3, 3, 3, window=20 * 120)
+    assert [param.name for param in plan.params_in_turn] == ["w3", "w4", "w5", "w6", "w7"]
+    assert plan.bytes_in_turn == 15 * 120
+    assert plan.file_ring_bytes == 14 * 120
+    assert plan.file_window_bytes == 20 * 120
+
+
+@pytest.mark.parametrize("window", [None, 21 * 120, 10**9])
+def test_no_state_takes_turns_if_all_fits(window: int | None) -> None:
+    plan = in_files(3, 3, 3, 3, 3, 3, 3, window=window)
+    assert (plan.params_in_turn, plan.bytes_in_turn, plan.file_ring_bytes) == ((), 0, 0)
+
+
+def test_all_state_takes_turns_in_a_small_window() -> None:
+    plan = in_files(3, 5, 2, window=1)
+    assert plan.bytes_in_turn == plan.file_bytes == 10 * 120
+    assert plan.file_ring_bytes == plan.file_window_bytes == 5 * 120
+
+
+def test_nothing_takes_turns_without_files() -> None:
+    plan = Plan(policy="zenflow", params=(split(),))
+    assert (plan.params_in_turn, plan.bytes_in_turn, plan.file_ring_bytes) == ((), 0, 0)

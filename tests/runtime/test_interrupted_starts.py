@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_nvme_cache import plan_of, values
 from tests.runtime.test_workers import job, pool_of
 from zenflow_compile.runtime.host.python_pool import _Queued
-from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.cached_state import CachedState
-from zenflow_compile.runtime.nvme.chunk import chunk_bytes
-from zenflow_compile.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,36 +75,3 @@ def test_worker_that_begins_after_close_exits(monkeypatch: pytest.MonkeyPatch) -
     seen[1].join(20)
     assert not seen[1].is_alive()
     assert ran == []
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_next_use_completes_the_threads_of_the_cache(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = NvmeCache(tmp_path, Recorder())
-    seen = interrupted_start(monkeypatch, number, runs=True)
-    size = 2 * chunk_bytes(plan_of(0))
-    with pytest.raises(KeyboardInterrupt):
-        cache.add([plan_of(0)], "test", size)
-    store = CachedState(cache, cache.add([plan_of(1)], "test", size)[1])
-    kinds = ("zenflow-reader-0", "zenflow-writer-0", "zenflow-reader-1", "zenflow-writer-1")
-    assert [thread.name for thread in seen] == list(kinds)
-    assert all(cache.runs(thread) for thread in seen)
-    assert values(store) == {0.0}
-    cache.close()
-    assert not any(thread.is_alive() for thread in seen)
-
-
-def test_late_thread_of_the_cache_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = NvmeCache(tmp_path, Recorder())
-    size = 2 * chunk_bytes(plan_of(0))
-    with monkeypatch.context() as patch:
-        late = interrupted_start(patch, 0, runs=False)
-        with pytest.raises(KeyboardInterrupt):
-            cache.add([plan_of(0)], "test", size)
-    store = CachedState(cache, cache.add([plan_of(1)], "test", size)[1])
-    late[0].start()
-    late[0].join(20)
-    assert not late[0].is_alive()
-    assert values(store) == {0.0}
-    cache.close()

@@ -53,14 +53,14 @@ class Word:
 class Swap(NativeJob):
     """Swaps ones with twos."""
 
-    def __init__(self, pool: NativePool, *inputs: Any, before: Any = None, tasks: int = 2, **place: Any) -> None:
+    def __init__(self, pool: NativePool, *inputs: Any, after: Sequence[Any] = (), tasks: int = 2, **place: Any) -> None:
         self.host = [torch.ones(ROWS, 4) for _ in range(3)]
         self.blocks = [torch.full((ROWS, 4), 2.0) for _ in range(3)]
         size = -(-ROWS // tasks)
         parts = [slice(first, min(first + size, ROWS)) for first in range(0, ROWS, size)]
         place = {"deadline": 0, "step": 0, "param": "w", **place}
         work = NativeExchange(self.host, torch.arange(ROWS, dtype=torch.int32), self.blocks, bounds_of(parts))
-        super().__init__(work, inputs, before, pool.handle, **place)
+        super().__init__(work, inputs, after, pool.handle, **place)
 
     @property
     def swapped(self) -> bool:
@@ -115,7 +115,7 @@ def test_all_workers_share_a_job() -> None:
     for _ in range(20):
         tasks = bounds_of([slice(n, n + 1) for n in range(6)])
         work = NativeExchange(host, torch.arange(6, dtype=torch.int32), blocks, tasks)
-        job = NativeJob(work, (), None, pool.handle, deadline=0, step=0, param="w")
+        job = NativeJob(work, (), (), pool.handle, deadline=0, step=0, param="w")
         pool.submit(job)
         job.settle()
         if len({record.worker for record in job.records}) == 3:
@@ -128,7 +128,7 @@ def test_all_workers_share_a_job() -> None:
 def test_job_waits_for_the_one_before(pool: NativePool) -> None:
     gate = ThreadTicket()
     first = Swap(pool, gate)
-    second = Swap(pool, before=first)
+    second = Swap(pool, after=(first,))
     pool.submit(first, second)
     time.sleep(0.02)
     assert not second.is_set
@@ -140,7 +140,7 @@ def test_job_waits_for_the_one_before(pool: NativePool) -> None:
 def test_failed_input_fails_the_job_and_its_followers(pool: NativePool) -> None:
     gate, word = ThreadTicket(), Word()
     first = Swap(pool, ended(), gate, param="first", flag=Flag(word, 0, 1))
-    second = Swap(pool, before=first, param="second")
+    second = Swap(pool, after=(first,), param="second")
     pool.submit(first, second)
     gate.set(ValueError("on purpose"))
     with pytest.raises(RuntimeError, match="the host update of second at step 0 failed") as raised:
@@ -232,7 +232,7 @@ def test_inputs_that_never_arrive_fail_the_job(pool: NativePool) -> None:
             raise RuntimeError("the device has died")
 
     first = Swap(pool, Dead())
-    second = Swap(pool, before=first)
+    second = Swap(pool, after=(first,))
     pool.submit(first, second)
     with pytest.raises(RuntimeError):
         second.wait()
@@ -410,7 +410,7 @@ def test_denormals_do_not_depend_on_the_starting_thread() -> None:
         torch.set_flush_denormal(flush)
         try:
             work = NativeUpdate(addresses, coefficients, 1, 1e-8, 1.0, bounds_of([slice(0, 16)]))
-            job = NativeJob(work, (), None, pool.handle, deadline=0, step=0, param="w")
+            job = NativeJob(work, (), (), pool.handle, deadline=0, step=0, param="w")
             pool.submit(job)
             job.wait()
         finally:

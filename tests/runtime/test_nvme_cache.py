@@ -1,64 +1,146 @@
-"""The cache gives memory to chunks in the order of need, and no lock waits forever."""
+"""The cache gives memory to chunks in the order of their jobs, and every job ends with the right content."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.engine.test_interrupts import every_point
 from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, ParamPlan, Placement
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
+from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.nvme.cache import NvmeCache, cache_bytes
-from zenflow_compile.runtime.nvme.cached_state import CachedState, CachedStateLock
-from zenflow_compile.runtime.nvme.chunk import Chunk, ChunkState, chunk_bytes
-from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFile, StateFileError
+from zenflow_compile.runtime.nvme.cached_state import CachedState
+from zenflow_compile.runtime.nvme.chunk import chunk_bytes
+from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError
+from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline.events import Timeline
 
 pytestmark = pytest.mark.timeout(60)
 
+LENGTH = 64
 
-def plan_of(index: int, slices: int = 40, interval: int = 1) -> ParamPlan:
+
+def plan_of(index: int, slices: int = 40, interval: int = 1, phase: int = 0) -> ParamPlan:
     """``slices`` of 64 elements: 768 bytes of state each."""
     return ParamPlan(
         index=index,
         name=f"p{index}",
-        shape=(slices, 64),
+        shape=(slices, LENGTH),
         dtype=torch.float32,
         placement=Placement.FILE,
         dim=0,
         slices=slices,
-        length=64,
+        length=LENGTH,
         interval=interval,
+        phase=phase,
         in_file=True,
     )
 
 
-Make = Callable[[list[ParamPlan], int], tuple[NvmeCache, list[CachedState]]]
+class Swap:
+    """A job that swaps a chunk's content with ``value``; ``seen`` is what was there."""
+
+    def __init__(self, files: Files, store: CachedState, value: float, *, step: int, deadline: int) -> None:
+        slices = store.chunk.plan.deferred
+        self.blocks = [torch.full((slices, LENGTH), value) for _ in range(3)]
+        self.arrived = ThreadTicket()
+        needs = store.prepare(step=step, deadline=deadline)
+        state = store.state()
+        place = {"behind": needs.behind, "deadline": deadline, "step": step, "param": store.chunk.name}
+        self.job: Job
+        if files.native:
+            rows, bounds = torch.arange(slices, dtype=torch.int32), bounds_of([slice(0, slices)])
+            swap = NativeExchange(state, rows, self.blocks, bounds)
+            self.job = NativeJob(swap, (self.arrived,), needs.after, files.pool.handle, **place)
+        else:
+            self.job = PythonJob([lambda: self._swap(state)], (self.arrived,), needs.after, **place)
+        files.made.append(self.job)  # from here on it can be withdrawn
+        store.used_by(self.job)
+
+    def _swap(self, state: tuple[Tensor, ...]) -> int:
+        for own, block in zip(state, self.blocks, strict=True):
+            before = own.clone()
+            own.copy_(block)
+            block.copy_(before)
+        return 0
+
+    @property
+    def seen(self) -> set[float]:
+        self.job.wait()
+        return {float(value) for block in self.blocks for value in block.unique()}
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """A cache of chunks that are filled with their own index."""
-    made: list[NvmeCache] = []
+class Files:
+    """A cache of chunks that are filled with their own index, and threads for jobs on them."""
 
-    def cache_with(plans: list[ParamPlan], size: int) -> tuple[NvmeCache, list[CachedState]]:
-        cache = NvmeCache(tmp_path, Recorder())
-        made.append(cache)
-        stores = [CachedState(cache, chunk) for chunk in cache.add(plans, "test", size).values()]
-        for number, store in enumerate(stores):
+    def __init__(self, path: Path, native: bool) -> None:
+        self.native = native
+        self.recorder = Recorder()
+        self.cache = NvmeCache(path, self.recorder, native=native)
+        self.pool = NativePool(2, self.recorder)
+        self.workers = HostWorkers(self.pool, PythonPool(2, self.recorder), 2)
+        self.stores: list[CachedState] = []
+        self.made: list[Job] = []
+
+    def add(self, plans: list[ParamPlan], size: int) -> list[CachedState]:
+        new = [CachedState(self.cache, chunk) for chunk in self.cache.add(plans, "test", size).values()]
+        for number, store in enumerate(new, start=len(self.stores)):
             with store.acquire(write=True) as state:
                 assert not any(tensor.any() for tensor in state)
                 for tensor in state:
                     tensor.fill_(number)
-        return cache, stores
+        self.stores += new
+        return new
 
-    yield cache_with
-    for cache in made:
-        cache.close()
+    def swap(self, store: CachedState, value: float, *, step: int = 0, deadline: int = 0, now: bool = True) -> Swap:
+        made = Swap(self, store, value, step=step, deadline=deadline)
+        if now:  # before an interrupt can come that leaves the job in the queue
+            made.arrived.set()
+        self.workers.submit(made.job)
+        return made
+
+    def moved(self, do: Callable[[], object]) -> list[tuple[str, str]]:
+        """The reads and writes of ``do``, in the order of their ends."""
+        self.settle()
+        self.recorder.attach(timeline := Timeline())
+        do()
+        self.settle()
+        self.recorder.attach(None)
+        events = sorted(timeline.events(), key=lambda event: event.end_ns)
+        return [(event.kind, event.param) for event in events if event.lane == "disk"]
+
+    def settle(self) -> None:
+        for store in self.stores:
+            if store.chunk.place is not None:
+                for job in store.chunk.place.users:
+                    job.settle()
+        self.cache.land()
+
+    def close(self) -> None:
+        self.workers.close()
+        self.cache.close()
+
+
+@pytest.fixture(params=[True, False], ids=["native", "python"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+    made = Files(tmp_path, request.param)
+    yield made
+    made.close()
+    assert not list(tmp_path.iterdir())
 
 
 def values(store: CachedState) -> set[float]:
@@ -66,181 +148,295 @@ def values(store: CachedState) -> set[float]:
         return {float(value) for tensor in state for value in tensor.unique()}
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(1e-3)  # between two looks
+@contextmanager
+def file_replaced(files: Files, path: str, flags: int) -> Iterator[None]:
+    """Let the number of the chunks' file mean another file: what the system then says is real."""
+    (number,) = {store.chunk.description.file for store in files.stores}
+    kept, other = os.dup(number), os.open(path, flags)
+    os.dup2(other, number, inheritable=False)
+    os.close(other)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number, inheritable=False)
+        os.close(kept)
 
 
-def test_chunks_of_all_sizes_use_the_smallest_cache(make: Make) -> None:
+def test_chunks_of_all_sizes_use_the_smallest_cache(files: Files) -> None:
     plans = [plan_of(index, slices) for index, slices in enumerate([3, 90, 1, 17, 55, 90, 8])]
-    cache, stores = make(plans, chunk_bytes(plans[1]))
+    stores = files.add(plans, chunk_bytes(plans[1]))
     order = random.Random(0)
     expected = [float(number) for number in range(len(stores))]
     for _ in range(60):
         number = order.randrange(len(stores))
         assert values(stores[number]) == {expected[number]}
         with stores[number].acquire(write=True) as state:
-            assert state.master.shape == (plans[number].deferred, 64)
+            assert state.master.shape == (plans[number].deferred, LENGTH)
             assert state.master.data_ptr() % 64 == 0
             for tensor in state:
                 tensor.add_(1.0)
         expected[number] += 1.0
-    assert cache.nbytes == chunk_bytes(plans[1])
+    assert files.cache.nbytes == chunk_bytes(plans[1])
     assert [store.chunk.size for store in stores] == [chunk_bytes(plan) for plan in plans]
 
 
-def test_reads_see_a_chunk_whose_write_is_late(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [plan_of(0), plan_of(1)]
-    _, (first, _) = make(plans, 2 * chunk_bytes(plans[0]))
-    write = StateFile.write
-
-    def late(*args: object) -> int:
-        time.sleep(0.05)  # many times what the reads below take
-        return write(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(StateFile, "write", late)
-    for number in range(5):
-        with first.acquire(write=True) as state:
-            for tensor in state:
-                tensor.fill_(10.0 + number)
-        assert values(first) == {10.0 + number}
-
-
-def test_jobs_that_can_run_get_memory_first(make: Make) -> None:
-    """Gradients arrive last first, and the cache holds one chunk."""
-    plans = [plan_of(index) for index in range(6)]
-    _, stores = make(plans, chunk_bytes(plans[0]))
-    locks = [store.lock(step=1, deadline=number) for number, store in enumerate(stores)]
-    until(lambda: stores[0].chunk.state is ChunkState.CACHED)  # read ahead for the first lock
-    with stores[5].acquire(write=True) as state:  # the training thread goes before all of them
-        state.master.fill_(7.0)
-    for number, lock in enumerate(locks):
-        until(lock.try_acquire)
-        lock.check()
-        stores[number].state().exp_avg.fill_(9.0)
-        lock.release()
-    assert values(stores[5]) == {5.0, 7.0, 9.0}
-
-
-def test_earlier_chunk_evicts_one_that_was_read_ahead(make: Make) -> None:
-    plans = [plan_of(0), plan_of(1)]
-    _, (first, second) = make(plans, chunk_bytes(plans[0]))
-    later = second.lock(step=3, deadline=0)
-    until(lambda: second.chunk.state is ChunkState.CACHED)
-    earlier = first.lock(step=2, deadline=5)
-    until(earlier.try_acquire)
-    assert second.chunk.state is ChunkState.ON_DISK
-    assert not later.try_acquire()
-    earlier.release()
-    until(later.try_acquire)
-    later.release()
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_jobs_see_what_was_there(seed: int, share: float, files: Files) -> None:
+    """Inputs arrive in any order, several steps are in flight, and the training thread reads in between."""
+    chance = random.Random(seed)
+    plans = [plan_of(index, chance.randrange(1, 60), interval=chance.randrange(1, 3)) for index in range(9)]
+    sizes = [chunk_bytes(plan) for plan in plans]
+    stores = files.add(plans, max(max(sizes), int(share * sum(sizes)) // PAGE_BYTES * PAGE_BYTES))
+    expected = [float(number) for number in range(len(stores))]
+    made: list[tuple[Swap, float]] = []
+    pending: list[Swap] = []
+    for step in range(12):
+        files.recorder.step = step
+        flushed = [number for number in range(len(stores)) if chance.random() < 0.7]
+        chance.shuffle(flushed)
+        for number in flushed:
+            value = 100.0 * step + number
+            swap = files.swap(stores[number], value, step=step, deadline=number, now=False)
+            made.append((swap, expected[number]))
+            pending.append(swap)
+            expected[number] = value
+        files.cache.read_ahead()
+        chance.shuffle(pending)
+        while len(pending) > (0 if step % 4 == 3 else 6):
+            pending.pop().arrived.set()
+        if step % 4 == 3:
+            number = chance.randrange(len(stores))
+            assert values(stores[number]) == {expected[number]}
+    assert [swap.seen for swap, _ in made] == [{value} for _, value in made]
+    assert [values(store) for store in stores] == [{value} for value in expected]
 
 
-def test_locked_chunk_is_not_evicted(make: Make) -> None:
-    plans = [plan_of(0), plan_of(1)]
-    _, (first, second) = make(plans, chunk_bytes(plans[0]))
-    later = second.lock(step=3, deadline=0)
-    until(later.try_acquire)
-    earlier = first.lock(step=2, deadline=5)
-    time.sleep(0.05)  # in which a wrong eviction would happen
-    assert not earlier.try_acquire()
-    assert later.try_acquire()
-    later.release()
-    until(earlier.try_acquire)
-    earlier.release()
+def test_resident_chunks_are_neither_read_nor_written(files: Files) -> None:
+    plans = [plan_of(index) for index in range(8)]
+    stores = files.add(plans, 6 * chunk_bytes(plans[0]))
+
+    def step() -> None:
+        for number, store in enumerate(stores):
+            files.swap(store, 9.0, deadline=number).job.wait()
+
+    moved = files.moved(step)
+    assert {name for _, name in moved} == {f"p{number}" for number in range(2, 8)}
+    assert sorted(moved) == sorted([(kind, f"p{number}") for number in range(2, 8) for kind in ("read", "write")])
 
 
-def test_chunks_are_read_ahead_in_order_of_updates(make: Make) -> None:
+def test_everything_stays_if_everything_fits(files: Files) -> None:
     plans = [plan_of(index) for index in range(5)]
-    _, stores = make(plans, 2 * chunk_bytes(plans[0]))
+    stores = files.add(plans, 5 * chunk_bytes(plans[0]))
+    assert files.moved(lambda: [files.swap(store, 2.0).job.wait() for store in stores]) == []
+    assert [values(store) for store in stores] == [{2.0}] * 5
+
+
+def test_next_chunks_are_read_ahead_in_order(files: Files) -> None:
+    """As many as the ring holds, in the order of their uses, and behind the writes of this step."""
+    plans = [plan_of(index) for index in range(7)]
+    stores = files.add(plans, 3 * chunk_bytes(plans[0]))
+    order = [3, 1, 6, 0, 5, 2, 4]
     for step in range(2):
-        locks = [store.lock(step=step, deadline=4 - number) for number, store in enumerate(stores)]
-        for lock in reversed(locks):
-            until(lock.try_acquire)
-            lock.release()
-        # The last deadlines of a step are in the cache when it ends; the first of the next one come back.
-        until(lambda: {store.chunk.name for store in stores if store.chunk.state is ChunkState.CACHED} == {"p4", "p3"})
+        for number in order:
+            files.swap(stores[number], 1.0, step=step, deadline=number)
+        files.cache.read_ahead()
+    held = {store.chunk.name for store in stores if store.chunk.place is not None}
+    assert held == {"p3", "p1", "p6"}
+    assert files.moved(lambda: [values(stores[number]) for number in (3, 1, 6)]) == []
 
 
-def test_chunks_of_windows_flushed_next_are_read_ahead(make: Make) -> None:
-    """Chunks whose windows are flushed steps later are not read, although their deadlines are earlier."""
-    plans = [plan_of(index, interval=2) for index in range(2)]
-    _, (first, second) = make(plans, chunk_bytes(plans[0]))
-    for step, store in ((0, first), (1, second)):
-        lock = store.lock(step=step, deadline=store.chunk.offset)
-        until(lock.try_acquire)
-        lock.release()
-    assert first.chunk.next_use[1] == 2
-    until(lambda: first.chunk.state is ChunkState.CACHED)
+def test_chunks_of_windows_flushed_next_come_first(files: Files) -> None:
+    """Chunks whose windows are flushed steps later are not read ahead."""
+    plans = [plan_of(index, interval=2, phase=index // 2) for index in range(4)]
+    stores = files.add(plans, 2 * chunk_bytes(plans[0]))
+    for step in range(2):
+        for number in (2 * step, 2 * step + 1):
+            files.swap(stores[number], 1.0, step=step, deadline=number)
+    files.cache.read_ahead()
+    assert [store.chunk.next_use[0] for store in stores] == [2, 2, 3, 3]
+    assert [store.chunk.place is not None for store in stores] == [True, True, False, False]
 
 
-def test_failed_writes_free_memory_and_name_parameters(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [plan_of(index) for index in range(3)]
-    _, stores = make(plans, chunk_bytes(plans[0]))
-    until(lambda: all(store.chunk.at_rest for store in stores))
+def test_memory_is_kept_until_a_failed_job_is_settled(tmp_path: Path) -> None:
+    """A job that has failed is done while another task of it still writes."""
+    files = Files(tmp_path, native=False)
+    first, second = files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
+    gate, running = threading.Event(), threading.Event()
 
-    def full(*args: object) -> int:
-        raise OSError(28, "No space left on device")
+    def fails() -> int:
+        running.wait(20)
+        raise ValueError("on purpose")
 
-    monkeypatch.setattr(StateFile, "write", full)
-    for store in stores:
-        with store.acquire(write=True):
-            pass
-    until(lambda: all(store.error is not None for store in stores))
-    for number, store in enumerate(stores):
-        lock = store.lock(step=0, deadline=0)
-        assert lock.try_acquire()
-        with pytest.raises(StateFileError, match=rf"p{number} .*\.state.*No space.*; load the last") as caught:
-            lock.check()
-        assert isinstance(caught.value.__cause__, OSError)
-        lock.release()
-        with pytest.raises(StateFileError), store.acquire():
-            pass
-    monkeypatch.undo()
+    needs = first.prepare(step=0, deadline=0)
+    tasks = [lambda: int(running.set() or gate.wait(20)), fails]
+    job = PythonJob(tasks, (), needs.after, behind=needs.behind, deadline=0, step=0, param="p0")
+    first.used_by(job)
+    files.workers.submit(job)
+    with pytest.raises(RuntimeError):
+        job.wait()
+    other = files.swap(second, 5.0, deadline=1)
+    assert other.job.is_settled is False
+    time.sleep(0.05)  # in which a read into the same memory would run
+    assert second.chunk.place is not None
+    read = second.chunk.place.read
+    assert read is not None
+    assert not read.is_set
+    gate.set()
+    assert other.seen == {1.0}
+    files.close()
+
+
+def test_failed_job_is_not_written(files: Files) -> None:
+    """Its chunk stays as it was in the file, until it is overwritten."""
+    first, second = files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
+    values(second)
+    swap = files.swap(first, 7.0, now=False)
+    swap.arrived.set(OSError("on purpose"))
+    with pytest.raises(RuntimeError):
+        swap.job.wait()
+    assert first.error is None  # the disk is well
+    with first.acquire(write=True, fresh=True) as state:
+        for tensor in state:
+            tensor.fill_(3.0)
+    assert (values(second), values(first)) == ({1.0}, {3.0})
+
+
+def test_full_disk_raises_until_the_state_is_overwritten(files: Files) -> None:
+    plans = [plan_of(index) for index in range(4)]
+    stores = files.add(plans, 3 * chunk_bytes(plans[0]))[1:]  # those that are in memory
+    files.settle()
+    with file_replaced(files, "/dev/full", os.O_RDWR):
+        for number, store in enumerate(stores):
+            assert files.swap(store, 5.0, step=1, deadline=number).seen == {number + 1.0}
+        for store in stores:
+            assert store.chunk.write is not None
+            store.chunk.write.settle()
+    assert files.cache.failed
+    for number, store in enumerate(stores, start=1):
+        assert isinstance(store.error, StateFileError)
+        for use in (lambda store=store: values(store), files.swap(store, 6.0, step=2).job.wait):
+            with pytest.raises(RuntimeError) as caught:
+                use()
+            causes = [caught.value]
+            while (cause := causes[-1].__cause__) is not None:
+                causes.append(cause)
+            assert isinstance(causes[-1], OSError)
+            text = " ".join(map(str, causes))
+            assert f"p{number}" in text
+            assert ".state" in text
+            assert "load the last" in text
     for store in stores:
         with store.acquire(write=True, fresh=True) as state:
             for tensor in state:
                 tensor.fill_(4.0)
+        assert store.error is None
     assert [values(store) for store in stores] == [{4.0}] * 3
+    assert files.swap(stores[0], 6.0, step=3).seen == {4.0}
 
 
-def test_random_jobs_of_threads_make_every_update(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers take any chunk that can be acquired; reads and writes are late; the cache holds one and a half chunks."""
-    chance = random.Random(1)
-    for name in ("read", "write"):
-        move = getattr(StateFile, name)
-        late = lambda *args, move=move: (time.sleep(chance.random() * 2e-3), move(*args))[1]  # noqa: E731
-        monkeypatch.setattr(StateFile, name, late)
-    plans = [plan_of(index, 10 + 5 * index) for index in range(8)]
-    cache, stores = make(plans, chunk_bytes(plans[-1]) * 3 // 2)
-    for step in range(10):
-        waiting = [(store.lock(step=step, deadline=number), store) for number, store in enumerate(stores)]
-        chance.shuffle(waiting)
-        guard = threading.Lock()
+@pytest.mark.parametrize(
+    ("path", "flags", "message"),
+    [
+        ("/dev/null", os.O_RDWR, "file ends|Input/output error"),
+        ("/dev/zero", os.O_RDWR, "checksum"),
+        (__file__, os.O_WRONLY | os.O_APPEND, "Bad file descriptor"),
+    ],
+)
+def test_unreadable_chunk_raises(path: str, flags: int, message: str, files: Files) -> None:
+    first, second = files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
+    values(first)
+    with file_replaced(files, path, flags):
+        with pytest.raises(StateFileError, match=message):
+            values(second)
+        swap = files.swap(second, 5.0)
+        with pytest.raises(RuntimeError) as caught:
+            swap.job.wait()
+        assert isinstance(caught.value.__cause__, StateFileError)
+        assert isinstance(second.error, StateFileError)
+    assert values(first) == {0.0}
 
-        def work(waiting: list[tuple[CachedStateLock, CachedState]] = waiting, guard: threading.Lock = guard) -> None:
-            while waiting:
-                with guard:
-                    mine = next((pair for pair in waiting if pair[0].try_acquire()), None)
-                    if mine is not None:
-                        waiting.remove(mine)
-                if mine is None:
-                    time.sleep(1e-4)  # between two looks
-                    continue
-                lock, store = mine
-                for tensor in store.state():
-                    tensor.add_(1.0)
-                lock.release()
 
-        workers = [threading.Thread(target=work) for _ in range(3)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    assert [values(store) for store in stores] == [{number + 10.0} for number in range(8)]
-    assert cache.nbytes < 2 * chunk_bytes(plans[-1])
+def test_cache_grows_with_its_chunks(files: Files) -> None:
+    small = [plan_of(index) for index in range(3)]
+    files.add(small, 3 * chunk_bytes(small[0]))
+    for store in files.stores:  # resident, so that their files do not have it
+        assert files.swap(store, 7.0).seen <= {0.0, 1.0, 2.0}
+    large = [plan_of(3, 90), plan_of(4, 90)]
+    files.add(large, chunk_bytes(large[0]))
+    assert files.cache.nbytes == 3 * chunk_bytes(small[0]) < chunk_bytes(small[0]) + chunk_bytes(large[0])
+    assert [values(store) for store in files.stores] == [{7.0}, {7.0}, {7.0}, {3.0}, {4.0}]
+    files.cache.remove([store.chunk for store in files.stores[3:]])
+    assert [values(store) for store in files.stores[:3]] == [{7.0}] * 3
+
+
+METHODS = {
+    "acquire", "prepare", "used_by", "read_ahead", "_bring", "_fill", "_overwritten", "_take", "_write", "_transfer",
+    "_queue", "_withdraw", "submit", "make_transfer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_interrupted_acquire_loses_nothing(native: bool, tmp_path: Path) -> None:
+    """Ctrl-C at any point: what the training thread has written is there, and no memory has two users."""
+    files = Files(tmp_path, native)
+    stores = files.add([plan_of(index) for index in range(5)], 2 * chunk_bytes(plan_of(0)))
+    expected = [float(number) for number in range(5)]
+    turn = [0]
+
+    def write() -> None:
+        number = turn[0] % 5
+        with stores[number].acquire(write=True) as state:
+            expected[number] = 100.0 + turn[0]
+            for tensor in state:
+                tensor.fill_(expected[number])
+
+    def check() -> None:
+        turn[0] += 1
+        assert [values(store) for store in stores] == [{value} for value in expected]
+
+    assert every_point(write, METHODS, check) > 10
+    assert every_point(files.cache.read_ahead, METHODS, check) > 10
+    files.close()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_interrupted_job_blocks_no_other(native: bool, tmp_path: Path) -> None:
+    """A job that was made, and never queued, is withdrawn by its owner; no other chunk's job waits for it."""
+    files = Files(tmp_path, native)
+    stores = files.add([plan_of(index) for index in range(4)], chunk_bytes(plan_of(0)))
+
+    def swap() -> None:
+        files.swap(stores[0], 50.0)
+
+    def go_on() -> None:
+        files.workers.withdraw(files.made)
+        files.made.clear()
+        for number, store in enumerate(stores):
+            with suppress(RuntimeError):
+                values(store)
+            with store.acquire(write=True, fresh=True) as state:
+                for tensor in state:
+                    tensor.fill_(number)
+        assert [values(store) for store in stores] == [{0.0}, {1.0}, {2.0}, {3.0}]
+
+    assert every_point(swap, METHODS, go_on) > 10
+    files.close()
+
+
+def test_interrupted_growth_loses_nothing(files: Files) -> None:
+    first = files.add([plan_of(index) for index in range(3)], 3 * chunk_bytes(plan_of(0)))
+    for store in first:
+        assert len(files.swap(store, 7.0).seen) == 1
+    number = [3]
+
+    def grow() -> None:
+        number[0] += 1
+        files.cache.add([plan_of(number[0], 90)], "test", chunk_bytes(plan_of(number[0], 90)))
+
+    functions = {"add", "_write_back", "_laid_out", "_write", "_queue", "create"}
+    every_point(grow, functions, lambda: [values(store) for store in first] == [{7.0}] * 3 or pytest.fail("lost"))
+    assert [values(store) for store in first] == [{7.0}] * 3
 
 
 @pytest.mark.parametrize("given", [None, 40 * 768, 50 * 768, 10**9])
@@ -265,50 +461,17 @@ def test_cache_smaller_than_a_chunk_is_refused() -> None:
         cache_bytes([plan_of(0, 10), plan_of(1, 40)], 40 * 768 - 1)
 
 
-def test_cache_goes_on_after_an_interrupted_growth(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes while the growing cache waits for its threads, which have been told to end."""
-    plans = [plan_of(0), plan_of(1, 90)]
-    cache, (first,) = make(plans[:1], chunk_bytes(plans[0]))
+def test_refused_threads_raise_and_give_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path, native=False)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "join", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cache.add(plans[1:], "test", 4 * chunk_bytes(plans[1]))
-    with first.acquire(write=True) as state:
-        state.master.fill_(5.0)
-    (second,) = [
-        CachedState(cache, chunk) for chunk in cache.add(plans[1:], "more", 4 * chunk_bytes(plans[1])).values()
-    ]
-    assert values(second) == {0.0}
-    assert values(first) == {0.0, 5.0}
-
-
-def interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("choose", ["_next_to_read", "_next_to_write"])
-def test_failed_choice_loses_awaited_chunks_alone(make: Make, choose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads go on, and no thread waits forever."""
-    failures: list[MemoryError] = []
-    original = getattr(NvmeCache, choose)
-
-    def breaks(cache: NvmeCache) -> Chunk | None:
-        if failures:
-            raise failures.pop()
-        found: Chunk | None = original(cache)
-        return found
-
-    monkeypatch.setattr(NvmeCache, choose, breaks)
-    plans = [plan_of(index) for index in range(3)]
-    _, stores = make(plans, chunk_bytes(plans[0]))
-    failures.append(MemoryError("on purpose"))
-    lost: list[BaseException | None] = []
-    for number in (0, 1, 2, 0, 1, 2):
-        try:
-            with stores[number].acquire(write=True) as state:
-                state.master.fill_(number)
-        except StateFileError as error:
-            lost.append(error.__cause__)
-    assert not failures
-    assert len(lost) <= 2, "one chunk, which is asked for two times"
-    assert all(isinstance(each, MemoryError) for each in lost)
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="thread"):
+            files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
+    files.stores = []
+    files.add([plan_of(2), plan_of(3)], chunk_bytes(plan_of(0)))
+    assert [values(store) for store in files.stores] == [{0.0}, {1.0}]
+    files.close()

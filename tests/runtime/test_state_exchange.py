@@ -408,7 +408,8 @@ def test_buffers_are_bounded_and_accounted_for(monkeypatch: pytest.MonkeyPatch) 
         assert made.exchange.nbytes == plan.exchange_bytes
     assert plan_of(64, 600, 9000).swap_bytes > 10_000
     assert Plan(policy="zenflow", params=(plan_of(64, 600, 9000),)).exchange_buffer_bytes == 12 * 9000 + 4
-    unused = [replace(large, in_file=True), replace(large, fixed=True), replace(large, k=0)]
+    assert Plan(policy="zenflow", params=(replace(large, in_file=True),)).exchange_buffer_bytes == 10_000
+    unused = [replace(large, fixed=True), replace(large, k=0)]
     assert Plan(policy="zenflow", params=tuple(unused)).exchange_bytes == 0
 
 
@@ -423,4 +424,4 @@ def test_ended_copies_are_forgotten() -> None:
             (job,) = sides.host.exchanges
             assert isinstance(job, state_exchange.ExchangeJob)
             job.settle()
-            assert job._copied is job._before is None
+            assert job._inputs == job._after == ()

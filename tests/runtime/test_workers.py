@@ -445,21 +445,6 @@ def test_job_whose_inputs_cannot_be_asked_fails() -> None:
     pool.close()
 
 
-def test_job_whose_end_fails_is_done() -> None:
-    pool = pool_of(1)
-    bad = job(lambda: 0)
-
-    def breaks() -> None:
-        raise MemoryError
-
-    bad.ended = breaks  # type: ignore[method-assign]
-    pool.submit(bad)
-    bad.settle()
-    with pytest.raises(RuntimeError, match="failed"):
-        bad.wait()
-    pool.close()
-
-
 def test_event_that_cannot_be_recorded_fails_the_job() -> None:
     class FullTimeline:
         def add(self, *_: object, **__: object) -> None:

@@ -55,6 +55,9 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "streamed in parts": {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1},
     "zenflow streamed": {**SELECTING, "update_stride": 2},
     "files": {"policy": "zero_infinity"},
+    "zenflow files": {
+        **SELECTING, "update_interval": 2, "select_strategy": "step", "select_interval": 2, "offload_device": "nvme",
+    },
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
     "python workers": {**SELECTING, "update_interval": 2, "staleness": 1, "host_kernel": "aten"},
     "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
@@ -158,8 +161,9 @@ class Loop:
         if options.get("policy", "zenflow") == "zenflow":
             options["device_share"] = 0.0
         self._folder = tempfile.TemporaryDirectory()
-        if options.get("policy") == "zero_infinity":
+        if options.get("policy") == "zero_infinity" or "offload_device" in options:
             options["nvme_path"] = self._folder.name
+            options["host_window_bytes"] = 12 * max(each.numel() for each in self.model.parameters())  # of the largest
         compiled = torch.compile(self.model, **EAGER_BACKEND)
         self.in_backward = case.habit == "optimizer in backward"
         if self.in_backward:

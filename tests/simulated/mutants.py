@@ -136,7 +136,7 @@ MUTANTS = {
         Case("windows", delays="D2H late"), "[]",
     ),
     "job before the one ahead of it": without(
-        HOST + "flush_window", "before = self.unfinished_job",
+        HOST + "prepare", "before = self.unfinished_job",
         Case("late every step", delays="jobs late"), "before = None",
     ),
     "one upload buffer for two windows": without(
@@ -169,7 +169,15 @@ MUTANTS = {
         "step_runner:StepRunner._update_slices", "exchange.finish()", Case("reselect often", delays="H2D late")
     ),
     "exchange before the rows are on the host": without(
-        EXCHANGE + "_send", "swap, (copied,), before", Case("reselect often", delays="D2H late"), "swap, (), before",
+        EXCHANGE + "_send", "swap, (copied,), needs", Case("reselect often", delays="D2H late"), "swap, (), needs",
+    ),
+    "file read into memory that is used": without(
+        "nvme.cache:NvmeCache._transfer", "tuple(place.unsettled())", Case("files", delays="jobs late"), "()"
+    ),
+    "job before its state is read": Mutant(
+        (("nvme.cache:NvmeCache._bring", "[place.read]", "[]"),
+         ("nvme.cache:NvmeCache._bring", "tuple(place.unsettled())", "()")),
+        Case("files", delays="jobs late"),
     ),
     "job before its factor": Mutant(
         (("device.late_number:LateNumber.__float__", "copy.wait()", "pass"),

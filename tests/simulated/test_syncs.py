@@ -13,11 +13,8 @@ from tests.simulated.streams import Event, default_stream
 STEADY = 5  # from this step on: selections have been made, and update windows have been flushed
 WAIT = "step before last"
 
-# State in files is read and written by threads that the host waits for; the other options never wait.
-WITHOUT_FILES = [name for name in OPTION_SETS if name != "files"]
 
-
-@pytest.mark.parametrize("options", WITHOUT_FILES)
+@pytest.mark.parametrize("options", OPTION_SETS)
 def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, options: str) -> None:
     for entry, habit in (("graph", "plain"), ("graph", "clip"), ("hooks", "scaled")):
         found: Outcome = simulated.call(train, Case(options, entry=entry, habit=habit, delays="random", steps=9))

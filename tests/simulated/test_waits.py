@@ -29,7 +29,7 @@ def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> N
     gate = ThreadTicket()
     state = [torch.zeros(1, 1)] * 3
     work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
-    job = NativeJob(work, (gate,), None, host.native, deadline=0, step=0, param="reader", flag=host.next_flag())
+    job = NativeJob(work, (gate,), (), host.native, deadline=0, step=0, param="reader", flag=host.next_flag())
     offloaded.transport.workers.submit(job)
     index = host.next_buffer
     host.readers[index] = job

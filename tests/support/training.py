@@ -19,6 +19,9 @@ ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 # Every matrix goes to the host, and no kernel is compiled for it.
 OFFLOAD_ALL: dict[str, Any] = {"host_kernel": "native", "min_offload_size": 100, "device_share": 0.0}
 
+# Of the matrices below in bytes, fp32: with a window of so much, every state in a file is read and written at each use.
+LARGEST_STATE = 12 * 32 * 32
+
 EAGER_BACKEND: dict[str, Any] = {"backend": "zenflow", "options": {"inner": "eager"}}
 ENTRIES = [None, EAGER_BACKEND]
 ENTRY_IDS = ["hooks", "graph"]

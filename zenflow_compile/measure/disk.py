@@ -11,7 +11,7 @@ from itertools import count
 from torch import uint8
 
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme.cache import THREADS_PER_DIRECTION
+from zenflow_compile.runtime.nvme.cache import FILE_THREADS
 from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, memory_of
 
 _MOST_PIECES = 64  # and at most half of the free space, but at least one
@@ -40,8 +40,8 @@ def disk_rates(directory: str) -> DiskRates:
     Raises:
         ValueError: it cannot be used, see ``ScratchDirectory``; or a read or write failed.
     """
-    arena = HostArena(THREADS_PER_DIRECTION * PIECE_BYTES)
-    memory = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(THREADS_PER_DIRECTION)]  # outlives the views
+    arena = HostArena(FILE_THREADS * PIECE_BYTES)
+    memory = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(FILE_THREADS)]  # outlives the views
     buffers = [memory_of(piece) for piece in memory]
     scratch = ScratchDirectory(directory)
     try:

@@ -21,7 +21,8 @@ extern "C" {
 // Python compares them with its own structures, in this order.
 int64_t zenflow_bytes(int structure) {
   const int64_t bytes[] = {sizeof(zenflow::Step), sizeof(zenflow::UpdateWindow), sizeof(zenflow::Gate),
-                           sizeof(zenflow::Record), sizeof(zenflow::LateScale), sizeof(zenflow::Exchange), sizeof(Job)};
+                           sizeof(zenflow::Record), sizeof(zenflow::LateScale), sizeof(zenflow::Exchange),
+                           sizeof(zenflow::FileChunk), sizeof(zenflow::Transfer), sizeof(Job)};
   return bytes[structure];
 }
 
@@ -30,11 +31,14 @@ void zenflow_update(const zenflow::UpdateWindow* window, int64_t begin, int64_t 
   zenflow::update_window(*window, begin, end);
 }
 
+// CRC-32 of bytes, as a transfer takes it.
+uint32_t zenflow_crc32(const unsigned char* bytes, int64_t count) { return zenflow::crc32(bytes, count, 0); }
+
 // Stores the new pool in *pool, in Python's memory: an interrupt after the call does not lose it. Returns 0 or an error
 // number.
-int zenflow_open(Pool** pool, int workers, const int32_t* cores, int64_t poll_ns) {
+int zenflow_open(Pool** pool, int workers, const int32_t* cores, int64_t poll_ns, const char* name) {
   try {
-    *pool = new Pool(workers, cores, poll_ns);
+    *pool = new Pool(workers, cores, poll_ns, name);
     return 0;
   } catch (const std::system_error& refused) {
     return refused.code().value();

@@ -16,7 +16,7 @@ PENDING, DONE, FAILED = 0, 1, 2
 """``State`` in pool.h."""
 COUNTER, STATE = 0, 1
 """``GateKind`` in pool.h."""
-UPDATE, EXCHANGE = 0, 1
+UPDATE, EXCHANGE, READ, WRITE = 0, 1, 2, 3
 """``Kind`` in pool.h."""
 
 _Field = tuple[str, type]
@@ -78,13 +78,29 @@ class Exchange(ctypes.Structure):
     )
 
 
+class FileChunk(ctypes.Structure):
+    """``FileChunk`` of file_transfers.h."""
+
+    _fields_ = (
+        *_fields(ctypes.c_int32, "file", "direct"),
+        *_fields(ctypes.c_int64, "offset", "size"),
+        ("checksum", ctypes.c_uint32),
+    )
+
+
+class Transfer(ctypes.Structure):
+    """``Transfer`` of file_transfers.h."""
+
+    _fields_ = (("chunk", ctypes.POINTER(FileChunk)), ("memory", ctypes.c_void_p), ("checksum", ctypes.c_uint32))
+
+
 class HostJob(ctypes.Structure):
     """``Job`` of pool.h."""
 
     _fields_ = (
         *_fields(ctypes.c_uint32, "state", "settled", "queued"),
         ("kind", ctypes.c_int32),
-        *_fields(ctypes.c_int64, "failed_gate", "step", "deadline"),
+        *_fields(ctypes.c_int64, "failed_gate", "error", "step", "deadline"),
         ("gates", ctypes.POINTER(Gate)),
         ("gate_count", ctypes.c_int64),
         ("flag", ctypes.c_void_p),
@@ -97,8 +113,15 @@ class HostJob(ctypes.Structure):
         ("late", ctypes.POINTER(LateScale)),
         ("late_count", ctypes.c_int64),
         ("exchange", ctypes.POINTER(Exchange)),
+        ("transfer", ctypes.POINTER(Transfer)),
         *_fields(ctypes.c_int64, "untaken", "unfinished"),
     )
+
+
+_STRUCTURES = (Step, UpdateWindow, Gate, Record, LateScale, Exchange, FileChunk, Transfer, HostJob)
+
+OTHER_CHECKSUM = -1
+"""``kOtherChecksum`` in file_transfers.h."""
 
 
 @cache
@@ -110,7 +133,7 @@ def library() -> ctypes.CDLL:
     """
     loaded = load_library()
     _declare(loaded)
-    for number, structure in enumerate((Step, UpdateWindow, Gate, Record, LateScale, Exchange, HostJob)):
+    for number, structure in enumerate(_STRUCTURES):
         if loaded.zenflow_bytes(number) != ctypes.sizeof(structure):
             raise BuildError(f"the compiled library and native/library.py disagree on {structure.__name__}")
     return loaded
@@ -130,8 +153,10 @@ def _declare(loaded: ctypes.CDLL) -> None:
     functions: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "zenflow_bytes": (ctypes.c_int64, (ctypes.c_int,)),
         "zenflow_update": (None, (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)),
+        "zenflow_crc32": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_int64)),
         "zenflow_open": (
-            ctypes.c_int, (ctypes.POINTER(pool), ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64)
+            ctypes.c_int,
+            (ctypes.POINTER(pool), ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64, ctypes.c_char_p),
         ),
         "zenflow_submit": (ctypes.c_int, (pool, ctypes.POINTER(job), ctypes.c_int64)),
         "zenflow_abort": (None, (pool, job)),

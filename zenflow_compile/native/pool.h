@@ -19,6 +19,7 @@
 #include <iterator>
 #include <mutex>
 #include <new>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -29,6 +30,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "file_transfers.h"
 #include "update_rule.h"
 
 namespace zenflow {
@@ -37,7 +39,7 @@ namespace zenflow {
 
 enum State : uint32_t { kPending = 0, kDone = 1, kFailed = 2 };
 enum GateKind : int32_t { kCounter = 0, kState = 1 };
-enum Kind : int32_t { kUpdate = 0, kExchange = 1 };
+enum Kind : int32_t { kUpdate = 0, kExchange = 1, kRead = 2, kWrite = 3 };
 
 // An input of a job: a counter that must reach `value` (modulo 2^32), or the state of other work.
 struct Gate {
@@ -75,6 +77,7 @@ struct Job {
   uint32_t queued;   // 1: was submitted
   int32_t kind;
   int64_t failed_gate;  // whose work has failed; -1: none
+  int64_t error;        // of a transfer: an error number, or kOtherChecksum; 0: none
   int64_t step;
   int64_t deadline;
   const Gate* gates;
@@ -89,6 +92,7 @@ struct Job {
   const LateScale* late;
   int64_t late_count;
   const Exchange* exchange;
+  Transfer* transfer;
   // The pool's, under its lock.
   int64_t untaken;
   int64_t unfinished;
@@ -170,7 +174,9 @@ inline void fail_job(Job* job) {
 class Pool {
  public:
   // Threads start here: as many as the system allows. Throws std::system_error if it allows none.
-  Pool(int workers, const int32_t* cores, int64_t poll_ns) : poll_(poll_ns), process_(getpid()), workers_(workers) {
+  // Their names begin with `name`.
+  Pool(int workers, const int32_t* cores, int64_t poll_ns, const char* name)
+      : poll_(poll_ns), process_(getpid()), workers_(workers), name_(name) {
     // A signal must reach a thread of Python, whose system calls it interrupts. Threads inherit the mask.
     sigset_t all, before;
     sigfillset(&all);
@@ -354,7 +360,7 @@ class Pool {
 
   void run(int index, int core) {
     char name[16];
-    std::snprintf(name, sizeof name, "zenflow-%d", index);
+    std::snprintf(name, sizeof name, "%s-%d", name_.c_str(), index);
     pthread_setname_np(pthread_self(), name);
     if (core >= 0) {
       cpu_set_t cores;
@@ -386,11 +392,12 @@ class Pool {
       if (first) read_late_scales(*job);
       if (!queue_.empty()) work_.notify_one();  // to take the next task, or to look for inputs in place of this one
       lock.unlock();
-      run_task(job, task, index);
+      const int64_t error = run_task(job, task, index);
       lock.lock();
       --job->unfinished;
+      if (error != 0) job->error = error;
       if (job->unfinished == 0) {
-        end_job(job, kDone);
+        end_job(job, job->error != 0 ? kFailed : kDone);
         done_.notify_all();
       }
     }
@@ -399,21 +406,26 @@ class Pool {
     done_.notify_all();
   }
 
-  static void run_task(Job* job, int64_t task, int worker) {
+  // Returns the error of a transfer; 0: none.
+  static int64_t run_task(Job* job, int64_t task, int worker) {
     const int64_t begin = job->bounds[task], end = job->bounds[task + 1];
+    int64_t error = 0;
     Record record{now_ns(), 0, 0, worker};
-    if (job->kind == kUpdate) {
-      update_window(*job->window, begin, end);
-    } else {
-      record.rows = swap_rows(*job->exchange, begin, end);
+    switch (job->kind) {
+      case kUpdate: update_window(*job->window, begin, end); break;
+      case kExchange: record.rows = swap_rows(*job->exchange, begin, end); break;
+      case kRead: error = read_chunk(*job->transfer); break;
+      case kWrite: error = write_chunk(*job->transfer); break;
     }
     record.end_ns = now_ns();
     job->records[task] = record;
+    return error;
   }
 
   const std::chrono::nanoseconds poll_;
   const pid_t process_;
   const int64_t workers_;
+  const std::string name_;
   std::mutex mutex_;
   std::condition_variable work_;  // the queue has changed
   std::condition_variable done_;  // a job is done, or a thread has ended

@@ -27,7 +27,7 @@ from zenflow_compile.performance.workload import DEVICE_UPDATE_BYTES, HOST_PASS_
 gradients_per_step, gradients_per_window, uploads_per_window = positive_symbols(
     "gradients_per_step gradients_per_window uploads_per_window"
 )
-updates_per_window, files_per_window, read_share = positive_symbols("updates_per_window files_per_window read_share")
+updates_per_window, files_per_window = positive_symbols("updates_per_window files_per_window")
 state, update_interval, model_bytes = positive_symbols("state update_interval model_bytes")
 # Elements whose state the device updates, and shares of state and gradients: see ``StepSettings``.
 updated_on_device, prefetched, copied_first = positive_symbols("updated_on_device prefetched copied_first")
@@ -101,13 +101,13 @@ CORES = _lane(
 )
 HOST_MEMORY = _lane(
     "host_memory",
-    (_UPDATES + _UPLOADS + (1 + read_share) * _FILES + 2 * state) / host_bandwidth,  # a file read fills memory
+    (_UPDATES + _UPLOADS + 2 * _FILES + 2 * state) / host_bandwidth,  # a file read fills memory
     "bytes of host updates, and of the copies next to them",
 )
 LATE_MEMORY = _lane("late_memory", (_UPDATES + _UPLOADS) / host_bandwidth, "bytes of host updates and uploads")
 DISK = _lane(
     "disk",
-    _FILES * (read_share * disk_read_byte + disk_write_byte),
+    _FILES * (disk_read_byte + disk_write_byte),
     "state read from files and written back, with the seconds of one byte",
 )
 DEVICE_UPDATE = _lane(

@@ -161,7 +161,6 @@ def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dic
         equations.uploads_per_window: traffic.upload_per_window,
         equations.updates_per_window: traffic.host_per_window,
         equations.files_per_window: traffic.files_per_window,
-        equations.read_share: traffic.read_share,
         equations.state: traffic.state,
         equations.update_interval: settings.update_interval,
         equations.model_bytes: settings.model_bytes,

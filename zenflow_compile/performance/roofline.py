@@ -46,7 +46,7 @@ def limit_of(traffic: Traffic, bandwidths: Bandwidths, *, device_ms: float) -> L
         device_ms: the device's own work per step, which hides host work: a measured step less its stall.
     """
     device = device_ms / _MS
-    disk = 0.0 if bandwidths.disk is None else (1 + traffic.read_share) / bandwidths.disk  # seconds per byte of state
+    disk = 0.0 if bandwidths.disk is None else 2 / bandwidths.disk  # seconds per byte of state
     host_ms = _MS * traffic.host / bandwidths.host
     to_host_ms = _MS * (traffic.to_host + traffic.state) / bandwidths.to_host
     to_device_ms = _MS * (traffic.to_device + traffic.state) / bandwidths.to_device

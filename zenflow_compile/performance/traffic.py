@@ -19,8 +19,8 @@ class Traffic:
         gradients_per_window: gradients that go down once per update window, as their mean.
         upload_per_window: weights that a flushed window sends up.
         state: optimizer state that is streamed to the device, and as much back. Not in ``to_host`` and ``to_device``.
-        files, files_per_window: optimizer state that is written to files.
-        read_share: share of these bytes that is also read; the rest stays in host memory until its next use.
+        files, files_per_window: optimizer state that is read from files, and as much written. What stays in host memory
+            between update windows is not counted.
         blocking: the step waits for its host updates by design.
     """
 
@@ -34,13 +34,12 @@ class Traffic:
     state: int = 0
     files: float = 0.0
     files_per_window: int = 0
-    read_share: float = 1.0
     blocking: bool = False
 
     @property
     def disk(self) -> float:
         """Bytes read from files and written to them per step."""
-        return (1 + self.read_share) * self.files
+        return 2 * self.files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
     state = sum(param.whole_state_bytes for param in plan.params if param.streamed)
     if not offloaded and not state:
         return None
-    host = to_host = to_device = files = 0.0
+    host = to_host = to_device = 0.0
     per_window = per_step = gradients = uploads = 0
     for param in offloaded:
         once, every = (param.buffer_bytes, 0) if param.summed else (0, param.buffer_bytes)
@@ -77,7 +76,6 @@ def traffic_of(plan: Plan) -> Traffic | None:
         host += window / param.interval + every
         to_host += once / param.interval + every
         to_device += param.upload_bytes / param.interval
-        files += param.file_bytes / param.interval
     return Traffic(
         host=host,
         to_host=to_host,
@@ -87,8 +85,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
         gradients_per_window=gradients,
         upload_per_window=uploads,
         state=state,
-        files=files,
-        files_per_window=plan.file_bytes,
-        read_share=1 - plan.file_window_bytes / plan.file_bytes if plan.file_bytes else 1.0,
+        files=sum(param.file_bytes / param.interval for param in plan.params_in_turn),
+        files_per_window=plan.bytes_in_turn,
         blocking=all(param.blocking for param in offloaded),
     )

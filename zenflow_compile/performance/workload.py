@@ -7,7 +7,7 @@ those of one device. Each of several devices owns an equal share of all optimize
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from zenflow_compile.performance.hardware import Hardware
@@ -29,8 +29,6 @@ COARSE_LAYERS = 128
 COARSE_CYCLE = 1600
 """Most steps of a coarse workload's cycle, times its blocks."""
 
-_FILES_AHEAD = 4  # chunks of state: one is read, one updated, one written, and one is ready
-
 
 @dataclass(frozen=True, slots=True)
 class FlushedWindow:
@@ -39,7 +37,7 @@ class FlushedWindow:
     Attributes:
         host: bytes of host memory that the host update reads and writes.
         upload: bytes of new weights for the device.
-        file: bytes of state that are read from files, and written back.
+        file: bytes of state that are read from files, and written back; what stays in host memory is not counted.
         params: names of the parameters.
     """
 
@@ -104,7 +102,7 @@ class Workload:
     Attributes:
         cycle: steps after which update windows are flushed in the same order again.
         update: seconds of the device's own updates per step.
-        file_window: bytes of the host memory that caches state in files.
+        file_ring: bytes of host memory in which state from files takes turns.
         head, backward_head: seconds at the forward's end and the backward's start that belong to no block.
     """
 
@@ -112,7 +110,7 @@ class Workload:
     subgroups: tuple[Subgroup, ...]
     cycle: int
     update: float
-    file_window: int
+    file_ring: int
     head: float
     backward_head: float
 
@@ -141,8 +139,7 @@ def workload_of(
     Args:
         coarse: bound the time of simulating deep models and long update windows. If there are more layers than
             ``COARSE_LAYERS``, equally many consecutive ones become one block. A cycle that is longer than
-            ``COARSE_CYCLE`` allows is replaced by evenly spaced steps of it, since each flushes about as many bytes;
-            the cache of files is smaller by the state of the other steps.
+            ``COARSE_CYCLE`` allows is replaced by evenly spaced steps of it, since each flushes about as many bytes.
     """
     cycle = math.lcm(*(param.interval for param in plan.params if param.offloaded))
     named = _named_blocks(model, COARSE_LAYERS if coarse else len(model.params))
@@ -150,6 +147,7 @@ def workload_of(
     devices = hardware.devices
     backward_factor = 3.0 if recompute else 2.0
     forwards, head = _forward_seconds(hardware, model, tokens, [indices for _, indices in named])
+    in_turn = {param.index for param in plan.params_in_turn}
     blocks = []
     for (name, indices), forward in zip(named, forwards, strict=True):
         params = plan.params[indices.start : indices.stop]
@@ -161,7 +159,7 @@ def workload_of(
                 backward=backward_factor * forward + split / hardware.device_bandwidth,
                 gradient=_sent(sum(param.weight_bytes for param in params), devices),
                 gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
-                parts=_parts(params, devices, steps),
+                parts=_parts(params, in_turn, devices, steps),
             )
         )
     own = sum(_own_elements(param) for param in plan.params if not param.streamed)
@@ -170,7 +168,7 @@ def workload_of(
         subgroups=_subgroups(plan, hardware),
         cycle=len(steps),
         update=own * DEVICE_UPDATE_BYTES / devices / hardware.device_bandwidth,
-        file_window=_file_window(blocks, plan, devices),
+        file_ring=plan.file_ring_bytes // devices,
         head=head,
         backward_head=backward_factor * head,
     )
@@ -181,15 +179,6 @@ def _spaced(cycle: int, most: int) -> Sequence[int]:
     if cycle <= most:
         return range(cycle)
     return [(2 * number + 1) * cycle // (2 * most) for number in range(most)]
-
-
-def _file_window(blocks: Sequence[Block], plan: Plan, devices: int) -> int:
-    """Bytes of a device's cache of files; reduced in proportion if ``blocks`` flush only some of the files."""
-    window, whole = plan.file_window_bytes // devices, plan.file_bytes // devices
-    flushed = [each.file for block in blocks for part in block.parts for each in part.flushes if each and each.file]
-    if sum(flushed) >= whole:
-        return window
-    return min(window, max(window * sum(flushed) // whole, _FILES_AHEAD * max(flushed, default=0)))
 
 
 def _forward_seconds(
@@ -244,7 +233,9 @@ def _sent(size: int, devices: int) -> int:
     return size * (devices - 1) // devices
 
 
-def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int]) -> tuple[Part, ...]:
+def _parts(
+    params: Sequence[ParamPlan], in_turn: Collection[int], devices: int, steps: Sequence[int]
+) -> tuple[Part, ...]:
     alike: dict[tuple[bool, int], list[ParamPlan]] = {}
     for param in params:
         if param.offloaded and param.deferred:
@@ -255,7 +246,7 @@ def _parts(params: Sequence[ParamPlan], devices: int, steps: Sequence[int]) -> t
             staleness=staleness,
             down=sum(param.buffer_bytes // devices for param in group if not param.keeps_gradient),
             pending=tuple(_pending_bytes(group, step, devices) for step in steps),
-            flushes=tuple(_flushed(group, step, devices) for step in steps),
+            flushes=tuple(_flushed(group, in_turn, step, devices) for step in steps),
         )
         for (blocking, staleness), group in alike.items()
     )
@@ -272,14 +263,14 @@ def _pending_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
     return sum(param.buffer_bytes // devices for param in going)
 
 
-def _flushed(params: Sequence[ParamPlan], step: int, devices: int) -> FlushedWindow | None:
+def _flushed(params: Sequence[ParamPlan], in_turn: Collection[int], step: int, devices: int) -> FlushedWindow | None:
     flushing = _flushing(params, step)
     if not flushing:
         return None
     return FlushedWindow(
         host=sum(param.update_bytes(param.interval) // devices for param in flushing),
         upload=sum(param.upload_bytes // devices for param in flushing),
-        file=sum(param.file_bytes // devices for param in flushing),
+        file=sum(param.file_bytes // devices for param in flushing if param.index in in_turn),
         params=tuple(param.name for param in flushing),
     )
 

@@ -46,6 +46,10 @@ MOST_GROUPS = 16
 SELECTED_PER_GROUP = 4
 """Fewest slices that a group selects, and fewest that it defers; smaller parameters have fewer groups."""
 
+FILES_IN_TURN = 4
+"""How many of the largest states from files have memory at the same time, if there is so much: one is read, one
+updated, one written, and one is ready."""
+
 FILE_WINDOW_BYTES = 64 << 20
 """Smallest default of the host memory that caches state in files. The state of two small matrices is too little: the
 step would wait for every read."""
@@ -60,6 +64,24 @@ def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
     """
     largest = max(sizes, default=0)
     return min(max(2 * largest, FILE_WINDOW_BYTES) if given is None else max(given, largest), sum(sizes))
+
+
+def resident_in_window(sizes: Sequence[int], window: int) -> list[bool]:
+    """Which state stays in the host memory that caches files, so that it is neither read nor written.
+
+    The first ones do, which the next forward needs first, as far as memory for the others is left. These take turns
+    there: they are read, updated and written back.
+
+    Args:
+        sizes: bytes of each parameter's state; each of them fits into ``window``.
+        window: see ``file_window_bytes``.
+    """
+    left = window if sum(sizes) <= window else window - min(window, FILES_IN_TURN * max(sizes))
+    resident = []
+    for size in sizes:
+        resident.append(size <= left)
+        left -= size if resident[-1] else 0
+    return resident
 
 
 def group_count(slices: int, k: int) -> int:
@@ -315,11 +337,8 @@ class Plan:
 
     @property
     def exchange_buffer_bytes(self) -> int:
-        """Bytes of a buffer for state that changes sides, which holds at least one slice of each parameter.
-
-        State in files is exchanged without it.
-        """
-        swapping = [param for param in self.params if param.selects and not param.in_file]
+        """Bytes of a buffer for state that changes sides, which holds at least one slice of each parameter."""
+        swapping = [param for param in self.params if param.selects]
         most = max((param.most_swaps * param.swap_bytes for param in swapping), default=0)
         return max(min(most, EXCHANGE_BYTES), max((param.swap_bytes for param in swapping), default=0))
 
@@ -337,3 +356,20 @@ class Plan:
     def file_window_bytes(self) -> int:
         """Bytes of host memory that cache this state, before rounding to whole pages."""
         return file_window_bytes([param.file_bytes for param in self.params], self.host_window_bytes)
+
+    @property
+    def params_in_turn(self) -> tuple[ParamPlan, ...]:
+        """Parameters whose state is read from its file for each flushed update window, and written back."""
+        filed = [param for param in self.params if param.file_bytes]
+        resident = resident_in_window([param.file_bytes for param in filed], self.file_window_bytes)
+        return tuple(param for param, stays in zip(filed, resident, strict=True) if not stays)
+
+    @property
+    def bytes_in_turn(self) -> int:
+        """Bytes of their state."""
+        return sum(param.file_bytes for param in self.params_in_turn)
+
+    @property
+    def file_ring_bytes(self) -> int:
+        """The part of ``file_window_bytes`` in which this state takes turns."""
+        return self.file_window_bytes - (self.file_bytes - self.bytes_in_turn)

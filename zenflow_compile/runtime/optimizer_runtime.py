@@ -180,7 +180,7 @@ class OptimizerRuntime:
 
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
-        self.registry.transport.workers.land()  # what has ended so far belongs to the timeline before
+        self.registry.transport.land()  # what has ended so far belongs to the timeline before
         self.recorder.attach(timeline)
 
     # Models, and readers of weights outside of compiled graphs.

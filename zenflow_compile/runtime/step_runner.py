@@ -173,7 +173,10 @@ class StepRunner(OptimizerRuntime):
                 if self.recorder.timeline is not None:
                     self.recorder.mark("flush", param=member.offloaded.plan.name)
         if flushed:
-            self.registry.transport.workers.submit(*[window.job for window in flushed])
+            transport = self.registry.transport
+            transport.workers.submit(*[window.job for window in flushed])
+            if transport.files is not None:
+                transport.files.read_ahead()
         self.windows_flushed += len(flushed)
 
     def end_update(self) -> None:

@@ -42,7 +42,7 @@ class Device:
     ) -> None:
         """``first_step``: the number of the step to begin with; see ``steady_state.first_step``."""
         self.work = work
-        self.machine = Machine(hardware, workers, NvmeCache(work))
+        self.machine = Machine(hardware, workers, NvmeCache(work, backward=not final_at_step))
         self.step_ends: dict[int, float] = {}
         self._hardware = hardware
         self._final_at_step = final_at_step

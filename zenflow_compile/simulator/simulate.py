@@ -88,7 +88,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyStep:
-    """Means over one cycle of update windows, or over the cycles until the state in files repeats; of one device.
+    """Means over one cycle of update windows, or over several if files do not settle; of one device.
 
     Attributes:
         seconds: of a step; stall: of them, in which the device waits.
@@ -122,7 +122,8 @@ def steady_step(
     Deep models and long cycles are simulated coarsely (``workload_of``). Measured differences (see
     tests/performance/test_workload.py): with more than 128 layers, a step by less than 3%. With more than 1600 steps of
     a cycle times blocks of the model, a step by less than 2%, the host update by up to twice the largest parameter's
-    share of all offloaded elements, and bytes over the link by at most 1%. All else is equal.
+    share of all offloaded elements, the disk's bytes by up to twice its share of all that files move, and bytes over
+    the link by at most 1%. All else is equal.
     """
     _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, coarse=True)
@@ -158,7 +159,7 @@ def _check(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
     """Raise ValueError for a plan of another model, and for hardware that lacks a rate."""
     if [param.shape for param in plan.params] != [spec.shape for spec in model.params]:
         raise ValueError(f"the plan is not one of {model.name}: parameters differ; make it from the model's own")
-    hardware.check_rates(in_files=plan.file_bytes > 0)
+    hardware.check_rates(in_files=plan.bytes_in_turn > 0)
 
 
 def _disk_bandwidth(hardware: Hardware) -> float | None:

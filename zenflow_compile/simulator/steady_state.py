@@ -1,8 +1,8 @@
 """Runs a simulated device until its steps repeat, and selects the steps to report.
 
 Without files, only updates in flight carry over to later steps, for as many steps as their staleness; a few steps lead
-to the steady state. A cache of files starts empty and fills over whole cycles of update windows: cycles run until the
-last ones repeat earlier ones, in their time and in where every chunk of state ends.
+to the steady state. A cache of files starts empty: cycles of update windows run until the last one repeats the one
+before, in its time and in how far the disk has come.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def run_until_steady(device: Device, *, steps: int, whole: bool) -> range:
     cycle = device.work.cycle
     first, period = cycle + device.work.staleness, cycle
     if device.work.in_files:
-        cycles, repeating = _run_until_cycles_repeat(device)
-        first += (cycles - repeating - 1) * cycle
-        period *= repeating
+        cycles, steady = _run_until_cycles_repeat(device)
+        first += (cycles - steady - 1) * cycle
+        period *= steady
     if whole:
         steps = -(-steps // period) * period
     device.run(first + steps - device.next_step)
@@ -71,25 +71,16 @@ def rows_of(device: Device, steps: range) -> Iterator[Row]:
 
 
 def _run_until_cycles_repeat(device: Device) -> tuple[int, int]:
-    """Returns how many cycles ran, and how many of the last ones repeat those before them."""
+    """Returns how many cycles ran, and how many of the last ones count."""
     cycle = device.work.cycle
-    found: list[tuple[float, tuple[str, ...]]] = []
-    begin = 0.0
-    while True:
+    longest = max(3, _PATIENCE // cycle)
+    begin, seconds, progress = 0.0, 0.0, (0, 0)
+    for count in range(1, longest + 1):
         device.run(cycle)
         end = device.step_ends[device.next_step - 1]
-        found.append((end - begin, device.machine.files.places()))
+        before = seconds, progress
+        seconds, progress = end - begin, device.machine.files.progress()
+        if abs(seconds - before[0]) <= _ALIKE * before[0] and progress == before[1]:
+            return count, 1
         begin = end
-        if (period := _period(found)) is not None:
-            return len(found), period
-        if len(found) >= max(3, _PATIENCE // cycle):
-            return len(found), len(found) // 2
-
-
-def _period(cycles: list[tuple[float, tuple[str, ...]]]) -> int | None:
-    """The fewest last cycles that repeat the ones before them; None if none do."""
-    for period in range(1, len(cycles) // 2 + 1):
-        pairs = zip(cycles[-period:], cycles[-2 * period : -period], strict=True)
-        if all(abs(a - b) <= _ALIKE * b and here == there for (a, here), (b, there) in pairs):
-            return period
-    return None
+    return longest, longest // 2

@@ -17,7 +17,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from zenflow_compile.native import library as native
 from zenflow_compile.native.library import HostJob, Record
@@ -28,7 +28,7 @@ from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import Timeline, worker_lane
 
-_POLL_NS = 100_000
+POLL_NS = 100_000
 """How often one idle thread looks whether inputs of queued jobs have arrived: 9% of a core (2 cores, KVM)."""
 
 _SLICE_NS = 100_000_000
@@ -63,13 +63,18 @@ class NativeWork(ABC):
     def touched_bytes(self, task: int, record: Record) -> int:
         """Bytes of host memory that a task, which has run, has read and written."""
 
+    def failure(self, error: int) -> Exception:
+        """What the ``error`` of a job stands for, see ``Job`` in pool.h."""
+        return OSError(error, os.strerror(error))
+
 
 class NativeJob(Job):
     """A job of native threads.
 
     Args:
         inputs: the copies that it waits for. Each has a gate.
-        before: the last job of this state, which may still run.
+        after: the jobs that it waits for, and fails with.
+        behind: the jobs whose memory it takes over: it waits until they are settled.
         pool: of the threads that will run it.
 
     Attributes:
@@ -86,31 +91,33 @@ class NativeJob(Job):
         self,
         work: NativeWork,
         inputs: Sequence[Ticket],
-        before: Job | None,
+        after: Sequence[Job],
         pool: ctypes.c_void_p,
         *,
+        behind: Sequence[Job] = (),
         deadline: int,
         step: int,
         param: str,
         flag: Flag | None = None,
     ) -> None:
         super().__init__(deadline=deadline, step=step, param=param, flag=flag)
-        assert before is None or isinstance(before, NativeJob), "all jobs of one state run on threads of one kind"
         self.kind = work.kind
         self.work: NativeWork | None = work
         self._pool = pool
         self._inputs = inputs
-        self._before = before
+        self._after = _native(after)
+        self._behind = _native(behind)
         self._error: BaseException | None = None
         self.recorded = False
-        gates = [input.gate() for input in inputs]
-        if before is not None:
-            gates.append(Gate(before.state_address, native.DONE, native.STATE))
+        # Those behind come first: a job whose input has failed ends no earlier than they do.
+        gates = [Gate(_address(job.memory, "settled"), 1, native.COUNTER) for job in self._behind]
+        gates += [input.gate() for input in inputs]
+        gates += [Gate(_address(job.memory, "state"), native.DONE, native.STATE) for job in self._after]
         bounds = work.bounds
         tasks = len(bounds) - 1
         words = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
         self.records = (native.Record * tasks)()
-        self.memory = HostJob(
+        self.memory: HostJob = HostJob(
             failed_gate=-1,
             step=step,
             deadline=deadline,
@@ -124,13 +131,10 @@ class NativeJob(Job):
         )
         if flag is not None:
             self.memory.flag, self.memory.flag_value = flag.address, flag.value
-        of_before = None if before is None else before.memory
-        self.owners: Any = self.memory, words, bounds, self.records, inputs, of_before, work.describe(self.memory), flag
-
-    @property
-    def state_address(self) -> int:
-        """Where its state is in memory: the first member."""
-        return ctypes.addressof(self.memory)
+        waited_for = [job.memory for job in (*self._after, *self._behind)]
+        self.owners: Any = (
+            self.memory, words, bounds, self.records, inputs, waited_for, work.describe(self.memory), flag
+        )  # fmt: skip
 
     @property
     def is_set(self) -> bool:  # type: ignore[override]
@@ -140,21 +144,23 @@ class NativeJob(Job):
         return True
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no task runs or will run."""
+    def is_settled(self) -> bool:  # type: ignore[override]
         return bool(self.memory.settled)
 
     @property
     def error(self) -> BaseException | None:  # type: ignore[override]
         if self.memory.state != native.FAILED:
             return None
-        inputs, before = self._inputs, self._before  # first: ``release`` finds the error, and then drops them
+        # First: ``release`` finds the error, and then drops them.
+        sources: tuple[Ticket | Job, ...] = (*self._behind, *self._inputs, *self._after)
+        work = self.work
         if self._error is None:
-            number = self.memory.failed_gate
-            failed: Ticket | Job | None = inputs[number] if number < len(inputs) else before
-            assert failed is not None
+            if self.memory.error:
+                assert work is not None
+                self._error = work.failure(self.memory.error)
+                return self._error
             try:
-                failed.wait()
+                sources[self.memory.failed_gate].wait()
             except Exception as error:
                 self._error = error
         return self._error
@@ -171,12 +177,15 @@ class NativeJob(Job):
         self._block(settled=True)
 
     def check_inputs(self) -> None:
-        """Fail the job, or one before it, whose inputs never arrive, because their device has died."""
-        chain, job = [self], self
-        while (before := job._before) is not None and not before.is_set:
-            chain.append(before)
-            job = before
-        for job in reversed(chain):
+        """Fail the job, or one that it waits for, whose inputs never arrive, because their device has died."""
+        unsettled: dict[NativeJob, None] = {}
+        waiting = [self]
+        while waiting:
+            job = waiting.pop()
+            if not (job in unsettled or job.is_settled):
+                unsettled[job] = None
+                waiting += (*job._after, *job._behind)
+        for job in reversed(unsettled):
             for ticket in job._inputs:
                 try:
                     ticket.done()
@@ -191,9 +200,19 @@ class NativeJob(Job):
         native.library_with_gil().zenflow_abort(self._pool, self.memory)
 
     def release(self) -> None:
-        """Let go of the memory of a settled job, and of the jobs before it."""
+        """Let go of the memory of a settled job, and of the jobs that it has waited for."""
         _ = self.error  # found through what is released
-        self._before, self._inputs, self.owners, self.work = None, (), None, None
+        self._after, self._behind, self._inputs, self.owners, self.work = (), (), (), None, None
+
+
+def _native(jobs: Sequence[Job]) -> tuple[NativeJob, ...]:
+    assert all(isinstance(job, NativeJob) for job in jobs), "all jobs of one state run on threads of one kind"
+    return cast(tuple[NativeJob, ...], tuple(jobs))
+
+
+def _address(memory: HostJob, member: str) -> int:
+    offset: int = getattr(HostJob, member).offset
+    return ctypes.addressof(memory) + offset
 
 
 class NativePool:
@@ -205,11 +224,23 @@ class NativePool:
         failed: a job has failed, as far as ``land`` has seen.
     """
 
-    def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        recorder: Recorder,
+        cores: Sequence[int] | None = None,
+        *,
+        name: str = "zenflow",
+        poll_ns: int = POLL_NS,
+    ) -> None:
         """
         Args:
             cores: the logical core that each worker is pinned to; None pins none.
+            name: of the threads, before their number.
+            poll_ns: how often one idle thread looks for inputs.
         """
+        self._name = name
+        self._poll_ns = poll_ns
         self.handle = ctypes.c_void_p()
         self.failed = False
         self._workers = workers
@@ -246,7 +277,9 @@ class NativePool:
             raise RuntimeError("the process ends: no update can be made any more")
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owners))  # see [Note: native memory]
         cores = (ctypes.c_int32 * self._workers)(*self._cores) if self._cores else None
-        error = native.library().zenflow_open(ctypes.byref(self.handle), self._workers, cores, _POLL_NS)
+        error = native.library().zenflow_open(
+            ctypes.byref(self.handle), self._workers, cores, self._poll_ns, self._name.encode()
+        )
         if error:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._owners))
             refuse_threads(RuntimeError(os.strerror(error)))
@@ -282,7 +315,7 @@ class NativePool:
         for number, record in enumerate(job.records):
             if record.end_ns:
                 timeline.add(
-                    worker_lane(record.worker), job.kind, record.begin_ns, record.end_ns,
+                    job.lane or worker_lane(record.worker), job.kind, record.begin_ns, record.end_ns,
                     step=job.step, param=job.param, bytes=work.touched_bytes(number, record),
                 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Python threads that run jobs without native code: those on state in files, and all where there is no compiler.
+"""Python threads that run jobs where native ones cannot: without a compiler, or where copies have no gates.
 
 They run the earliest deadline first, each on its own core.
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
@@ -35,12 +36,26 @@ class PythonJob(Latch, Job):
         taken: a worker has taken one of its tasks; written under the pool's lock.
     """
 
-    def __init__(self, tasks: Sequence[Callable[[], int]], *, deadline: int, step: int, param: str) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Callable[[], int]],
+        inputs: Sequence[Ticket] = (),
+        after: Sequence[Job] = (),
+        *,
+        behind: Sequence[Job] = (),
+        deadline: int,
+        step: int,
+        param: str,
+    ) -> None:
         """
         Args:
             tasks: each does a part of the work and returns the bytes of host memory that it read and wrote. In the
                 order of that memory, since ``preferred_worker`` gives neighbors to one worker.
+            inputs: the copies that it waits for.
+            after: the jobs that it waits for, and fails with.
+            behind: the jobs whose memory it takes over: it waits until they are settled.
         """
+        self._inputs, self._after, self._behind = inputs, after, behind
         Latch.__init__(self)
         Job.__init__(self, deadline=deadline, step=step, param=param)
         self.tasks = tasks
@@ -51,20 +66,28 @@ class PythonJob(Latch, Job):
         if not tasks:
             self._end()
 
-    # What kinds of jobs differ in.
+    # What it waits for.
 
     def arrived(self) -> bool:
         """Whether ``ready`` would return, or raise, at once."""
-        return True
+        for ticket in self._inputs:
+            if not ticket.done() and ticket.error is None:
+                return False
+        return all(job.is_set for job in self._after) and all(job.is_settled for job in self._behind)
 
     def ready(self) -> None:
-        """Block until the inputs are in host memory; raises if one of them failed."""
+        """Block until all that it waits for has ended.
 
-    def ended(self) -> None:
-        """Called when no task runs or will run, before ``settle`` and ``wait`` return. It must not raise.
-
-        After an interrupt it may be called again.
+        Raises:
+            CopyError: a copy failed.
+            RuntimeError: a job failed.
         """
+        for ticket in self._inputs:
+            ticket.wait()
+        for job in self._after:
+            job.wait()
+        for job in self._behind:
+            job.settle()
 
     # Waiting for it.
 
@@ -72,6 +95,10 @@ class PythonJob(Latch, Job):
 
     def _block(self) -> None:
         Latch.wait(self)
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        return not self._left
 
     def settle(self) -> None:
         """See :meth:`Job.settle`."""
@@ -101,13 +128,10 @@ class PythonJob(Latch, Job):
                 self._end()
 
     def _end(self) -> None:
-        """The job is done. If no task is left, it is settled, too: ``ended`` comes before any thread goes on."""
+        """The job is done. If no task is left, it is settled, too."""
         if not self._left:
-            self.tasks = ()  # they may refer to this job
-            try:
-                self.ended()
-            except Exception as error:  # no thread may wait forever for this job
-                self.error = self.error or error
+            # Tasks may refer to this job, and each job would keep all those before it alive.
+            self.tasks, self._inputs, self._after, self._behind = (), (), (), ()
             if self._settled is not None:
                 self._settled.set()
         if not self.is_set:
@@ -162,12 +186,16 @@ class PythonPool:
     one, whatever its deadline: its gradients may come from a device that waits for the earlier job.
     """
 
-    def __init__(self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, workers: int, recorder: Recorder, cores: Sequence[int] | None = None, *, name: str = "zenflow-worker"
+    ) -> None:
         """
         Args:
             cores: the logical core that each worker is pinned to; None pins none.
+            name: of the threads, before their number.
         """
         self.failed = False  # a job has
+        self._name = name
         self.workers = workers
         self.cores = tuple(cores or ())
         self._recorder = recorder
@@ -245,7 +273,7 @@ class PythonPool:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
         running = {thread.name for thread in self._threads}
         for index in range(self.workers):
-            name = f"zenflow-worker-{index}"
+            name = f"{self._name}-{index}"
             if name in running:
                 continue
             thread = threading.Thread(target=self._run, args=(index,), name=name, daemon=True)
@@ -291,7 +319,7 @@ class PythonPool:
         touched_bytes = task()
         if (timeline := self._recorder.timeline) is not None:
             end = time.perf_counter_ns()
-            timeline.add(lane, job.kind, begin, end, step=job.step, param=job.param, bytes=touched_bytes)
+            timeline.add(job.lane or lane, job.kind, begin, end, step=job.step, param=job.param, bytes=touched_bytes)
 
     def _lose_worker(self, error: BaseException) -> None:
         """Fail all queued jobs, because the calling worker ends with ``error``: no thread may wait for them forever."""
@@ -332,7 +360,6 @@ class PythonPool:
         if idle and now - self._polled_at < _POLL_SECONDS / 2:
             return None
         for number, (*_, queued) in enumerate(self._queue):
-            # This may take the lock of the cache of files under the pool's: no code may take them in the other order.
             try:
                 if queued.job.arrived():
                     return number

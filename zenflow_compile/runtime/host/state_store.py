@@ -1,8 +1,8 @@
-"""Where the host's fp32 state of one parameter is kept, and the locks on it."""
+"""Where the host's fp32 state of one parameter is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import STATE_TENSORS, ParamPlan
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.host.workers import Job
 
 
 class State(NamedTuple):
@@ -21,27 +22,16 @@ class State(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class StateLock(Protocol):
-    """One job's exclusive use of state in a file. State in memory needs none: its jobs run one after the other."""
+class Needs(NamedTuple):
+    """The jobs that a job on a state waits for.
 
-    def try_acquire(self) -> bool:
-        """Acquire the lock if the state is in memory and free. Also True if the state is lost: ``check`` raises then.
+    Attributes:
+        after: it needs what they do, and fails if one of them does.
+        behind: they use the same memory.
+    """
 
-        Stays True until ``release``.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise if the acquired state is lost.
-
-        Raises:
-            RuntimeError: it could not be read, or an earlier update of it could not be written.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give the state back after the job, or without it. Idempotent."""
-        ...
+    after: Sequence[Job] = ()
+    behind: Sequence[Job] = ()
 
 
 class StateStore(Protocol):
@@ -53,15 +43,30 @@ class StateStore(Protocol):
         ...
 
     def state(self) -> State:
-        """The tensors; of state in a file only under an acquired lock."""
+        """The tensors; of state in a file only after ``prepare``, for that job, or while it is acquired."""
         ...
 
-    def lock(self, *, step: int, deadline: int) -> StateLock | None:
-        """A lock, which the job of an update window that is flushed at ``step`` acquires; None: it needs none."""
+    def prepare(self, *, step: int, deadline: int) -> Needs:
+        """Bring the state into memory for a job, which changes it and is made next.
+
+        Args:
+            step, deadline: of the job.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        ...
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        """Keep the state in memory for ``job``, which ``prepare`` was called for, and write it back behind it.
+
+        Args:
+            last: no further job that belongs to this one is made next; until then it is not written.
+        """
         ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
-        """The state for the training thread; waits for the job that has it, and goes before waiting jobs.
+        """The state for the training thread; waits for all queued jobs on it. Queue none inside the block.
 
         Args:
             write: it will be changed.
@@ -71,6 +76,9 @@ class StateStore(Protocol):
             RuntimeError: it could not be read, or an earlier update of it could not be written.
         """
         ...
+
+
+_NOTHING = Needs()
 
 
 class InMemoryState:
@@ -91,11 +99,15 @@ class InMemoryState:
         """See :meth:`StateStore.state`."""
         return self._state
 
-    def lock(self, *, step: int, deadline: int) -> None:
-        """See :meth:`StateStore.lock`."""
+    def prepare(self, *, step: int, deadline: int) -> Needs:
+        """See :meth:`StateStore.prepare`."""
+        return _NOTHING
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        """See :meth:`StateStore.used_by`."""
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
         """See :meth:`StateStore.acquire`."""
-        # No lock: callers have waited for the jobs, or withdrawn them, and queue none inside the block.
+        # Callers have waited for the jobs, or withdrawn them.
         yield self._state

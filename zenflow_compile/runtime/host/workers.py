@@ -15,18 +15,21 @@ class Job(ABC):
     """Work on one parameter's host state: independent tasks that any worker may run.
 
     Attributes:
-        kind: of its events in recordings.
+        kind, lane: of its events in recordings; without a lane, they are in that of the thread.
         native: native threads run it.
         step, param: for recordings and errors.
         deadline: position of the parameter in the next forward; smaller runs earlier.
         flag: of a native job: raised when it is done or has failed, so that no waiting stream hangs.
         is_set: every task has run, or one failed.
+        is_settled: no task runs or will run, whether the job failed or not.
         error: of the task or input that failed; None before the end, and after a success.
     """
 
     kind = "host_update"
+    lane: str | None = None
     native = False
     is_set: bool
+    is_settled: bool
     error: BaseException | None
 
     def __init__(self, *, deadline: int, step: int, param: str, flag: Flag | None = None) -> None:
@@ -47,11 +50,16 @@ class Job(ABC):
         """
         if not self.is_set:
             self._block()
-        if (error := self.error) is not None:
-            cause = error.__cause__ if isinstance(error, CopyError) else error
-            raise RuntimeError(
-                f"the host update of {self.param} at step {self.step} failed; load the last saved state, or start anew"
-            ) from cause
+        if self.error is not None:
+            raise self.failure(self.error)
+
+    def failure(self, error: BaseException) -> RuntimeError:
+        """What ``wait`` raises for ``error``, chained to its cause."""
+        failure = RuntimeError(
+            f"the host update of {self.param} at step {self.step} failed; load the last saved state, or start anew"
+        )
+        failure.__cause__ = error.__cause__ if isinstance(error, CopyError) else error
+        return failure
 
     @abstractmethod
     def _block(self) -> None:

@@ -1,41 +1,53 @@
 """State in files behind a bounded cache in host memory: read before a job, written back behind it.
 
-Two kinds of threads move chunks. A reader takes the chunk that is needed first and is not cached: those that a job or
-the training thread waits for, by step and deadline, the order in which workers take jobs; then, ahead of time, those
-whose update windows are flushed next. A writer takes changed chunks, oldest first.
+The training thread decides what is read, and where to, when it queues the jobs that need it. So a few threads only do
+what they are told: jobs that read, and jobs that write.
 
-[Note: cache space] A changed chunk keeps its memory until it is written. An unchanged one that no lock holds is evicted
-for a chunk that is needed earlier; the one that is needed last goes first. A job acquires its chunk only after its
-gradients have arrived, so it runs without waiting and surely ends: memory for the earliest job always comes free, in
-whatever order gradients arrive.
+[Note: cache space] Some chunks have a home in the cache: they are read once, and written when the cache is rebuilt. The
+others share a ring: each gets the memory behind the one before, from the beginning again at the end, and takes it from
+those that were there. Whatever fills that memory waits until all jobs that use it are settled, and each job waits only
+for jobs that were queued before it: so memory for the earliest one always comes free, in whatever order gradients
+arrive, and every job ends.
 
-[Note: lost chunks] A chunk that could not be read or written leaves the cache, and the threads that need it get the
-error, until a loaded state overwrites it. So no thread waits for memory or for a chunk that does not come.
+[Note: lost chunks] A chunk that could not be read or written raises in the training thread, and in every job that needs
+it, until a loaded state overwrites it.
+
+[Note: interrupted calls] An interrupt may come between any two lines. Memory that was given to a chunk is remembered,
+with its users, until they are settled; a chunk gets it together with the job that fills it; a changed chunk is written
+before its memory is given away, unless a job is queued to do it; and jobs that were not queued are withdrawn by the
+next call.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from zenflow_compile.checks.printable import printable
-from zenflow_compile.planning.plan import ParamPlan, file_window_bytes
-from zenflow_compile.runtime.errors import refuse_threads
+from zenflow_compile.planning.plan import ParamPlan, file_window_bytes, resident_in_window
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme.chunk import Chunk, ChunkState, LockRequest, chunk_bytes, state_in
-from zenflow_compile.runtime.nvme.state_file import ScratchDirectory, StateFileError, memory_of, whole_pages
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.state_store import Needs, State
+from zenflow_compile.runtime.host.workers import HostWorkers, Job
+from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes, state_in
+from zenflow_compile.runtime.nvme.state_file import ScratchDirectory, StateFileError, whole_pages
+from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import DISK
 
-THREADS_PER_DIRECTION = 2
-"""Readers, and writers: one takes the checksum of a chunk while the other moves one. One core takes the checksum of
-2 GB/s (zlib 1.2.13), which is what a common disk moves."""
+FILE_THREADS = 4
+"""Threads that read and write: while some move chunks, others take their checksums. One core takes the checksum of
+5 GB/s (EPYC, 2 cores), which is what a fast disk moves."""
+
+_POLL_NS = 500_000
+"""How often an idle one of them looks for jobs whose updates have ended: a fraction of what moving a chunk takes."""
+
+_FIRST = -1  # deadline of what the training thread waits for
+_AHEAD = 1 << 40  # added to those of what no job waits for
 
 
 def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
@@ -57,28 +69,45 @@ def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
     return file_window_bytes([chunk_bytes(plan) for plan in plans], None if given is None else whole_pages(given))
 
 
+class _Layout(NamedTuple):
+    """Which part of the cache is whose.
+
+    Attributes:
+        homes: where chunks are that do not take turns.
+        ring: of the others.
+    """
+
+    homes: dict[Chunk, int]
+    ring: range
+
+
 class NvmeCache:
     """The files of one optimizer, the memory that their chunks pass through, and the threads that move them.
 
+    Only the training thread calls it.
+
     Args:
         path: ``nvme_path``.
+        native: native threads move chunks, for native jobs.
 
     Raises:
         ValueError: the directory cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
+    def __init__(self, path: str | os.PathLike[str], recorder: Recorder, *, native: bool) -> None:
         self._recorder = recorder
         self._arena = HostArena(0)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._chunks: list[Chunk] = []
-        self._to_write: list[Chunk] = []  # those in state CHANGED, oldest first
-        self._lock = threading.RLock()
-        # One condition for each kind of waiting thread: a thread that wakes looks at many chunks, and asks for the GIL.
-        self._readers, self._writers, self._users = (threading.Condition(self._lock) for _ in range(3))
-        self._threads: list[threading.Thread] = []
-        self._complete = False  # all wanted threads run, or as many as the system allows
-        self._closing = False
+        self._layout = _Layout({}, range(0))
+        self._in_ring: list[Place] = []  # that a chunk has, or whose users may not be settled
+        self._head = 0  # where the next chunk of the ring goes, if there is room
+        self._uses = 0
+        self._unqueued: list[Job] = []  # made, and not known to be queued
+        pool = NativePool(FILE_THREADS, recorder, name="zenflow-file", poll_ns=_POLL_NS)
+        python = PythonPool(FILE_THREADS, recorder, name="zenflow-file")
+        self._native = pool if native else None
+        self._threads = HostWorkers(pool, python, FILE_THREADS)
         self._directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
 
     @property
@@ -86,12 +115,27 @@ class NvmeCache:
         """Host memory of the cache."""
         return self._memory.numel()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a read or a write has failed."""
+        return self._threads.failed
+
+    def land(self) -> None:
+        """Record the reads and writes that have ended since."""
+        self._threads.land()
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is one of the cache's, so that it cannot wait for their work."""
+        return self._threads.runs(thread)
+
+    # Files.
+
     def add(self, plans: Sequence[ParamPlan], fingerprint: str, size: int) -> dict[int, Chunk]:
-        """Make a file with the chunks of further parameters, all zero; nothing may be in flight.
+        """Make a file with the chunks of further parameters, all zero; no update may be in flight.
 
         Args:
             fingerprint: of the plan, for the file's header.
-            size: bytes of the cache from now on; see ``cache_bytes``.
+            size: bytes of the cache from now on, unless it is larger already; see ``cache_bytes``.
 
         Returns:
             Chunks by the parameters' indices.
@@ -101,41 +145,63 @@ class NvmeCache:
             MemoryError: the machine has not enough memory.
             RuntimeError: the system does not start a thread.
         """
-        self._grow(size)
+        arena = HostArena(size) if size > self.nbytes else None
+        self._write_back()
         needed_bytes = sum(map(chunk_bytes, plans))
         file = self._directory.create(needed_bytes, {"plan": fingerprint, "chunks": len(plans)})
         chunks, offset = {}, 0
         for plan in plans:
             chunks[plan.index] = chunk = Chunk(plan, file, offset)
             offset += chunk.size
-        with self._lock:
-            self._chunks += chunks.values()
-        self._start()
+        if arena is not None:
+            old, memory = self._arena, arena.take((size,), torch.uint8)
+            self._arena, self._memory = arena, memory
+            old.close()
+        self._chunks += chunks.values()
+        self._layout = self._laid_out()
         return chunks
 
+    def _write_back(self) -> None:
+        """Write all changed chunks, and take their memory from all."""
+        self._withdraw()
+        for chunk in self._chunks:
+            if chunk.changed:
+                self._write(chunk, step=self._recorder.step, deadline=_FIRST)
+        for chunk in self._chunks:
+            _settle(chunk.place)
+        for place in self._in_ring:
+            _settle(place)
+        for chunk in self._chunks:
+            chunk.place = None
+        self._in_ring = []
+
+    def _laid_out(self) -> _Layout:
+        """The layout for all chunks, which must be without memory."""
+        homes, begin = {}, 0
+        resident = resident_in_window([chunk.size for chunk in self._chunks], self.nbytes)
+        for chunk, stays in zip(self._chunks, resident, strict=True):
+            if stays:
+                homes[chunk] = begin
+                begin += chunk.size
+        return _Layout(homes, range(begin, self.nbytes))
+
     def remove(self, chunks: Collection[Chunk]) -> None:
-        """Remove chunks of one ``add``, and their file. No thread may use them any more."""
-        with self._lock:
-            # A reader or a writer may be at work on them, and their file is closed below.
-            self._users.wait_for(lambda: all(chunk.at_rest for chunk in chunks))
-            self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
-            for chunk in chunks:
-                chunk.evict()
-            self._readers.notify_all()
+        """Remove chunks of one ``add``, and their file. No update of them may be in flight."""
+        self._withdraw()
+        for chunk in chunks:
+            _settle(chunk.place)
+            chunk.place = None
+        self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
         for file in {chunk.file for chunk in chunks}:
             self._directory.remove(file)
 
-    def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is one of the cache's, so that it cannot wait for their work."""
-        return thread in self._threads
-
     def close(self) -> None:
-        """Stop the threads, remove the files, free the memory. No thread may use a chunk any more."""
-        self._stop()
+        """Stop the threads, remove the files, free the memory. No update may be in flight."""
+        self._withdraw()
+        self._threads.close()
         self._directory.close()
-        for chunk in self._chunks:
-            chunk.evict()
-        self._chunks = []
+        self._chunks, self._in_ring = [], []
+        self._layout = _Layout({}, range(0))
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena.close()
 
@@ -143,266 +209,168 @@ class NvmeCache:
         """In a forked child: let go of the parent's lock and files without removing them."""
         self._directory.close_in_child()
 
-    # Locks on chunks.
+    # Uses of chunks.
 
-    def queue(self, request: LockRequest) -> None:
-        """Tell the readers that a lock waits for its chunk."""
-        self._start()  # an interrupt may have come when the cache grew, between the end of its threads and new ones
-        with self._lock:
-            request.chunk.requests.append(request)
-            request.chunk.update_key()
-            self._readers.notify_all()
+    def prepare(self, chunk: Chunk, *, step: int, deadline: int) -> Needs:
+        """See :meth:`StateStore.prepare`."""
+        interval, phase = chunk.plan.interval, chunk.plan.phase
+        self._uses += 1
+        chunk.next_use = step + 1 + (phase - step - 1) % interval, self._uses
+        return self._bring(chunk, step=step, deadline=deadline)
 
-    def try_acquire(self, request: LockRequest) -> bool:
-        """Acquire the lock if its chunk is cached and free. Also True if the chunk is lost: ``check`` raises then."""
-        chunk = request.chunk
-        # Idle workers ask this of all queued jobs a thousand times a second: a look without the lock comes first.
-        # An outdated answer does no harm: workers ask again, and ``acquire`` asks under the lock.
-        if chunk.state not in (ChunkState.CACHED, ChunkState.CHANGED) and chunk.error is None:
-            return False
-        with self._lock:
-            if chunk.error is not None:
-                if not request.fresh:
-                    return True
-                chunk.error, chunk.checksum = None, None
-                self._readers.notify_all()
-            if chunk.holder is None and chunk.state in (ChunkState.CACHED, ChunkState.CHANGED):
-                chunk.holder = request
-            return chunk.holder is request
+    def used_by(self, chunk: Chunk, job: Job, *, last: bool) -> None:
+        """See :meth:`StateStore.used_by`."""
+        assert chunk.place is not None
+        chunk.place.users.append(job)
+        chunk.changed = True
+        if last and chunk not in self._layout.homes:
+            self._write(chunk, step=job.step, deadline=job.deadline, after=(job,))
 
-    def acquire(self, request: LockRequest) -> None:
-        """Block the calling thread until it has the lock.
-
-        Raises:
-            StateFileError: the chunk is lost.
-        """
-        with self._lock:
-            while not self.try_acquire(request):
-                self._users.wait()
-        self.check(request)
-
-    def check(self, request: LockRequest) -> None:
-        """Raise if the chunk of an acquired lock is lost.
-
-        Raises:
-            StateFileError: it is; chained to the failure that lost it.
-        """
-        if request.chunk.holder is not request and (error := request.chunk.error) is not None:
-            raise StateFileError(str(error)) from error.__cause__
-
-    def release(self, request: LockRequest) -> None:
-        """Release the lock, or withdraw its request. Idempotent, and completes a call that was interrupted."""
-        with self._lock:
-            chunk = request.chunk
-            if request in chunk.requests:
-                chunk.requests.remove(request)
-            chunk.next_use = request.next_use or chunk.next_use
-            chunk.update_key()
-            if chunk.holder is request:
-                # Only the last line calls: an interrupt finds the chunk locked, or released and in line for its write.
-                chunk.holder = None
-                if request.writes and chunk.state is not ChunkState.CHANGED:
-                    chunk.state = ChunkState.CHANGED
-                    self._to_write.append(chunk)
-            if chunk.state is ChunkState.CHANGED:
-                self._writers.notify()
-            else:
-                self._readers.notify_all()
-            self._users.notify_all()
-
-    # Threads.
-
-    def _start(self) -> None:
-        """Start the threads that are missing. See [Note: interrupted starts] in ``workers``."""
-        if self._complete:
-            return
-        if self._closing:  # an interrupt has left a ``_stop``, whose threads will end
-            self._stop()
-        targets = {}
-        for number in range(THREADS_PER_DIRECTION):
-            targets[f"zenflow-reader-{number}"] = self._read_chunks
-            targets[f"zenflow-writer-{number}"] = self._write_chunks
-        with self._lock:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-        running = {thread.name for thread in self._threads}
-        for name, target in targets.items():
-            if name in running:
-                continue
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            self._threads.append(thread)  # before the start, which an interrupt may leave
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system starts no further thread
-                self._threads.pop()
-                if len(self._threads) >= 2:  # one reader and one writer move all chunks
-                    break
-                self._stop()
-                refuse_threads(error)
-        # Last: after an interrupt above, the next call starts the threads that are missing.
-        self._complete = True
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._closing, self._complete = True, False
-            self._readers.notify_all()
-            self._writers.notify_all()
-            # As in ``WorkerPool.close``: a thread that was never started cannot be joined.
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for thread in self._threads:
-            thread.join()
-        self._threads, self._closing = [], False
-
-    def _grow(self, size: int) -> None:
-        """Have at least ``size`` bytes; all cached chunks are written and evicted first.
-
-        Raises:
-            MemoryError: the machine has not enough memory; the cache is as it was.
-        """
-        if size <= self.nbytes:
-            return
-        arena = HostArena(size)
-        memory = arena.take((size,), torch.uint8)
-        with self._lock:
-            self._users.wait_for(lambda: all(chunk.at_rest for chunk in self._chunks))
-        self._stop()
-        # Only now: until the readers have stopped, they fill chunks of the old memory ahead of time.
-        for chunk in self._chunks:
-            chunk.evict()
-        self._arena.close()
-        self._arena, self._memory = arena, memory
-        if self._chunks:
-            self._start()
-
-    def _read_chunks(self) -> None:
-        self._serve(self._readers, self._next_to_read, self._read)
-
-    def _write_chunks(self) -> None:
-        self._serve(self._writers, self._next_to_write, self._write)
-
-    def _serve(
-        self, changed: threading.Condition, choose: Callable[[], Chunk | None], move: Callable[[Chunk], None]
-    ) -> None:
-        """Move the chunks that ``choose`` finds. The thread outlives failures: other threads wait for its chunks."""
-        while True:
-            chunk: Chunk | None = None
-            try:
-                if (chunk := self._next(changed, choose)) is None:
-                    return
-                move(chunk)
-                self._end_move(chunk)
-            except BaseException as error:
-                self._end_move(chunk, error)
-
-    def _end_move(self, chunk: Chunk | None, error: BaseException | None = None) -> None:
-        """End the move of a chunk: it is cached, or lost by ``error``.
-
-        Without a chunk, those on disk that other threads wait for are lost.
-        """
-        with self._lock:
-            try:
-                if error is not None:
-                    wanted = (each for each in self._chunks if each.requests and each.state is ChunkState.ON_DISK)
-                    for each in wanted if chunk is None else (chunk,):
-                        self._lose(each, error)
-                elif chunk is not None:
-                    chunk.state = ChunkState.CACHED
-            finally:
-                self._readers.notify_all()
-                self._users.notify_all()
-
-    def _memory_of(self, chunk: Chunk) -> Tensor:
-        return self._memory[chunk.begin : chunk.begin + chunk.size]
-
-    def _read(self, chunk: Chunk) -> None:
-        memory = self._memory_of(chunk)
-        if chunk.checksum is None:
-            memory.zero_()
+    @contextmanager
+    def acquire(self, chunk: Chunk, *, write: bool, fresh: bool) -> Iterator[State]:
+        """See :meth:`StateStore.acquire`."""
+        self._withdraw()
+        step = self._recorder.step
+        if fresh:
+            place = self._overwritten(chunk)
         else:
-            begin = time.perf_counter_ns()
-            checksum = chunk.file.read(chunk.offset, memory_of(memory))
-            self._record("read", begin, chunk)
-            if checksum != chunk.checksum:
-                raise StateFileError(
-                    f"the checksum is {checksum:08x}, that of what was written {chunk.checksum:08x}: the disk has lost "
-                    "or changed it, or another process wrote to the file"
-                )
-        # Before the chunk is CACHED: from then on a job may read the tensors.
-        chunk.tensors = state_in(memory, chunk.plan)
+            needs = self._bring(chunk, step=step, deadline=_FIRST)
+            assert chunk.place is not None
+            place = chunk.place
+            for job in needs.after:
+                job.wait()
+            for job in needs.behind:
+                job.settle()
+            if (error := chunk.error) is not None:  # of a write that was under way
+                raise StateFileError(str(error)) from error.__cause__
+        if write:
+            chunk.changed = True
+        try:
+            yield place.tensors
+        finally:
+            if write and chunk not in self._layout.homes:
+                self._write(chunk, step=step, deadline=_FIRST)
 
-    def _write(self, chunk: Chunk) -> None:
-        begin = time.perf_counter_ns()
-        chunk.checksum = chunk.file.write(chunk.offset, memory_of(self._memory_of(chunk)))
-        self._record("write", begin, chunk)
+    def read_ahead(self) -> None:
+        """Read the chunks that are needed next into the memory that comes free next.
 
-    def _next(self, changed: threading.Condition, choose: Callable[[], Chunk | None]) -> Chunk | None:
-        """The chunk that ``choose`` finds, asked again whenever ``changed`` is notified; None at the end."""
-        with self._lock:
-            # A thread whose start was interrupted is not registered: nothing would join it, so it exits.
-            while not self._closing and threading.current_thread() in self._threads:
-                if (chunk := choose()) is not None:
-                    return chunk
-                changed.wait()
-        return None
+        Call it when all jobs of an optimizer step are queued.
+        """
+        self._withdraw()
+        homes = self._layout.homes
+        ahead: list[Place] = []
+        in_turn = [each for each in self._chunks if each not in homes and each.in_file and each.error is None]
+        for number, chunk in enumerate(sorted(in_turn, key=lambda each: each.next_use)):
+            if chunk.place is None:
+                begin = self._next_begin(chunk)
+                if any(_overlap(place, begin, begin + chunk.size) for place in ahead):
+                    return
+                self._fill(chunk, step=self._recorder.step, deadline=_AHEAD + number)
+            assert chunk.place is not None
+            ahead.append(chunk.place)
 
-    def _record(self, kind: str, begin_ns: int, chunk: Chunk) -> None:
-        if (timeline := self._recorder.timeline) is not None:
-            end_ns = time.perf_counter_ns()
-            timeline.add(DISK, kind, begin_ns, end_ns, step=self._recorder.step, param=chunk.name, bytes=chunk.size)
+    # Memory of chunks.
 
-    # Transitions of chunks, under the lock.
+    def _bring(self, chunk: Chunk, *, step: int, deadline: int) -> Needs:
+        """Have ``chunk`` in memory, or a job queued that reads it. Returns what its next user waits for."""
+        self._withdraw()
+        place = chunk.place
+        if place is None or (place.read is not None and place.read.is_set and place.read.error is not None):
+            place = self._fill(chunk, step=step, deadline=deadline)
+        if place.read is not None and place.read.is_set and place.read.error is None:
+            place.read = None
+        after = [] if place.read is None else [place.read]
+        if chunk.write is not None and chunk.error is not None:
+            after.append(chunk.write)
+        return Needs(after, tuple(place.unsettled()))
 
-    def _next_to_read(self) -> Chunk | None:
-        """The chunk on disk that is needed first, with memory for it; None if there is none, or no memory for it."""
-        on_disk = (chunk for chunk in self._chunks if chunk.state is ChunkState.ON_DISK and chunk.error is None)
-        needed = [chunk for chunk in on_disk if chunk.requests or chunk.checksum is not None]
-        if not needed:
-            return None
-        chunk = min(needed, key=lambda each: each.key)
-        begin = self._make_space(chunk)
-        if begin is None:
-            return None
-        if any(request.fresh for request in chunk.requests):
-            chunk.checksum = None
-        # Still under the lock: the other reader must not choose the same chunk, or the same place.
-        chunk.begin, chunk.state = begin, ChunkState.READING
-        return chunk
+    def _fill(self, chunk: Chunk, *, step: int, deadline: int) -> Place:
+        """Give memory to ``chunk``, and queue the job that reads it."""
+        place = self._take(chunk)
+        if not chunk.in_file:
+            _settle(place)
+            place.memory.zero_()
+            chunk.place = place
+            return place
+        after = () if chunk.write is None else (chunk.write,)
+        job = self._transfer(chunk, "read", place, after=after, step=step, deadline=deadline)
+        place.read, chunk.place = job, place
+        self._queue(job, place)
+        return place
 
-    def _next_to_write(self) -> Chunk | None:
-        """The oldest changed chunk that no lock holds."""
-        for number, chunk in enumerate(self._to_write):
-            if chunk.holder is None:
-                del self._to_write[number]
-                chunk.state = ChunkState.WRITING
-                return chunk
-        return None
+    def _overwritten(self, chunk: Chunk) -> Place:
+        """Memory for ``chunk``, whose old content may be lost. No job uses it any more."""
+        place = chunk.place or self._take(chunk)
+        _settle(place)
+        chunk.place, place.read, chunk.write = place, None, None
+        return place
 
-    def _make_space(self, chunk: Chunk) -> int | None:
-        """Where the chunk can go in the cache; evicts chunks that are needed later, if that makes enough space."""
-        present = [each for each in self._chunks if each.state is not ChunkState.ON_DISK]
-        # Not those in state READING or WRITING: a thread uses their memory without the lock.
-        evictable = [
-            each for each in present if each.state is ChunkState.CACHED and each.holder is None and each.key > chunk.key
-        ]
-        staying = [each for each in present if each not in evictable]
-        if self._first_gap(staying, chunk.size) is None:
-            return None
-        evictable.sort(key=lambda each: each.key)
-        while (begin := self._first_gap(staying + evictable, chunk.size)) is None:
-            evictable.pop().evict()
-        return begin
+    def _take(self, chunk: Chunk) -> Place:
+        """Take memory for ``chunk`` from those that have it, which are written if they must."""
+        begin = self._next_begin(chunk)
+        end = begin + chunk.size
+        memory = self._memory[begin:end]
+        if chunk in self._layout.homes:
+            users = [] if chunk.place is None else chunk.place.unsettled()
+            return Place(begin, end, memory, state_in(memory, chunk.plan), users)
+        owners = {id(each.place): each for each in self._chunks}
+        overlapped = [place for place in self._in_ring if _overlap(place, begin, end)]
+        for place in overlapped:
+            if (other := owners.get(id(place))) is not None:
+                if other.changed:
+                    self._write(other, step=self._recorder.step, deadline=_FIRST)
+                other.place = None
+        users = list(dict.fromkeys(job for place in overlapped for job in place.unsettled()))
+        taken = Place(begin, end, memory, state_in(memory, chunk.plan), users)
+        kept = [each for each in self._in_ring if each.unsettled() or (id(each) in owners and each not in overlapped)]
+        self._in_ring, self._head = [*kept, taken], end
+        return taken
 
-    def _first_gap(self, present: Sequence[Chunk], size: int) -> int | None:
-        """Offset of the first ``size`` unused bytes of the cache."""
-        taken = sorted((each.begin, each.begin + each.size) for each in present)
-        edges = [(0, 0), *taken, (self.nbytes, self.nbytes)]
-        return next((end for (_, end), (begin, _) in pairwise(edges) if begin - end >= size), None)
+    def _next_begin(self, chunk: Chunk) -> int:
+        """Where ``chunk`` goes if it needs memory now."""
+        if (home := self._layout.homes.get(chunk)) is not None:
+            return home
+        ring = self._layout.ring
+        return self._head if self._head in ring and self._head + chunk.size <= ring.stop else ring.start
 
-    def _lose(self, chunk: Chunk, cause: BaseException) -> None:
-        """See [Note: lost chunks]."""
-        moved = "written" if chunk.state is ChunkState.WRITING else "read"
-        chunk.evict()
-        chunk.error = StateFileError(
-            f"the optimizer state of {chunk.name} could not be {moved} ({printable(chunk.file.path)}): {cause}; load "
-            "the last saved state (the last checkpoint), after freeing space on the disk if it is full"
+    def _write(self, chunk: Chunk, *, step: int, deadline: int, after: Sequence[Job] = ()) -> None:
+        """Queue a job that writes ``chunk``, behind all users of its memory."""
+        place = chunk.place
+        assert place is not None, f"{chunk.name} was changed, and has no memory"
+        job = self._transfer(chunk, "write", place, after=after, step=step, deadline=deadline)
+        chunk.write, chunk.in_file = job, True
+        self._queue(job, place)
+        chunk.changed = False  # last: see [Note: interrupted calls]
+
+    def _transfer(
+        self, chunk: Chunk, kind: str, place: Place, *, after: Sequence[Job], step: int, deadline: int
+    ) -> Job:
+        """A job that moves ``chunk``; it is one of the users of ``place`` from here on."""
+        behind = tuple(place.unsettled())
+        job = make_transfer(
+            chunk, kind, place.memory, self._native, after=after, behind=behind, step=step, deadline=deadline
         )
-        chunk.error.__cause__ = cause
+        self._unqueued = [*self._unqueued, job]
+        place.users.append(job)
+        return job
+
+    def _queue(self, job: Job, place: Place) -> None:
+        self._threads.submit(job)
+        # It is settled behind all others. Not before it is queued: a withdrawn job waits for none.
+        place.users = [job]
+        self._unqueued = []
+
+    def _withdraw(self) -> None:
+        """Fail jobs that an interrupt kept from being queued, so that no job waits for them."""
+        if self._unqueued:
+            self._threads.withdraw(self._unqueued)
+            self._unqueued = []
+
+
+def _settle(place: Place | None) -> None:
+    for job in () if place is None else place.users:
+        job.settle()
+
+
+def _overlap(place: Place, begin: int, end: int) -> bool:
+    return place.begin < end and begin < place.end

@@ -3,98 +3,87 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
+from zenflow_compile.native.library import FileChunk
 from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan
 from zenflow_compile.runtime.host.arena import carved_bytes
 from zenflow_compile.runtime.host.state_store import State
+from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.nvme.state_file import StateFile, StateFileError, whole_pages
-
-WANTED, AHEAD = 0, 1  # readers serve waiting locks first, then read ahead
-Key = tuple[int, int, int]
-"""When a chunk is needed: WANTED or AHEAD, then step, then deadline."""
-
-
-class ChunkState(Enum):
-    """Where the newest content of a chunk is, and which thread is moving it."""
-
-    ON_DISK = auto()  # no memory in the cache
-    READING = auto()  # a reader fills its memory
-    CACHED = auto()  # in the cache, the same as on the disk: may be evicted
-    CHANGED = auto()  # in the cache, newer than on the disk: keeps its memory until it is written
-    WRITING = auto()  # a writer reads its memory, so that no lock can acquire it
 
 
 @dataclass(eq=False, slots=True)
-class LockRequest:
-    """A request for exclusive use of a chunk.
+class Place:
+    """Memory of the cache, from offset ``begin`` to ``end``, that a chunk has or had.
 
     Attributes:
-        key: when it needs the chunk.
-        next_use: when the chunk is needed after it; None: as before.
-        writes: the state will be changed.
-        fresh: all of the state will be overwritten, so that its old content is not read, and may be lost.
+        memory: u8[end - begin].
+        tensors: the state in it.
+        users: jobs that may still read or write this memory, for this chunk or for those that were here before.
+        read: the job that fills it; None: it is filled.
     """
 
-    chunk: Chunk
-    key: Key
-    next_use: Key | None
-    writes: bool = True
-    fresh: bool = False
+    begin: int
+    end: int
+    memory: Tensor
+    tensors: State
+    users: list[Job]
+    read: Job | None = None
+
+    def unsettled(self) -> list[Job]:
+        """Those of ``users`` that are not over."""
+        self.users = [job for job in self.users if not job.is_settled]
+        return self.users
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """The state of one parameter in a file. All attributes that change are guarded by the cache's lock.
+    """The state of one parameter in a file. Only the training thread uses this object.
 
     Attributes:
-        name: of the parameter.
         size: bytes in the file and in the cache, whole pages.
         offset: where it begins in the file.
-        begin: where it begins in the cache, if it has memory there.
-        tensors: the state in that memory; None while it is not there.
-        checksum: of the last write; None: never written, and all zero.
-        requests: locks that wait for the chunk, and the one that has it.
-        holder: the lock that has it.
-        key: when it is needed next. next_use: the same if no lock waits for it.
-        error: the failure that lost its content; None while it is intact.
+        description: of the same part of the file, for jobs; it has the checksum of the last write.
+        place: its memory in the cache; None while it has none.
+        changed: its memory is newer than the file, and no job is queued to write it.
+        in_file: the file has its content, or gets it from ``write``. Until then all of it is zero.
+        write: the last job that writes it to the file.
+        next_use: when it is needed next: a step, and a number that orders uses within a step.
     """
 
     plan: ParamPlan
     file: StateFile
     offset: int
     size: int = field(init=False)
-    state: ChunkState = ChunkState.ON_DISK
-    begin: int = 0
-    tensors: State | None = None
-    checksum: int | None = None
-    requests: list[LockRequest] = field(default_factory=list)
-    holder: LockRequest | None = None
-    key: Key = field(init=False)
-    next_use: Key = field(init=False)
-    error: StateFileError | None = None
+    description: FileChunk = field(init=False)
+    place: Place | None = None
+    changed: bool = False
+    in_file: bool = False
+    write: Job | None = None
+    next_use: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.size = chunk_bytes(self.plan)
-        self.key = self.next_use = (AHEAD, self.plan.phase, self.plan.index)
+        self.description = self.file.describe(self.offset, self.size)
+        self.next_use = (self.plan.phase, self.plan.index)
 
     @property
     def name(self) -> str:
         return self.plan.name
 
     @property
-    def at_rest(self) -> bool:
-        """Whether the chunk is as it is on disk, and no thread uses it."""
-        return self.state in (ChunkState.ON_DISK, ChunkState.CACHED) and self.holder is None
-
-    def evict(self) -> None:
-        self.state, self.tensors = ChunkState.ON_DISK, None
-
-    def update_key(self) -> None:
-        self.key = min((request.key for request in self.requests), default=self.next_use)
+    def error(self) -> StateFileError | None:
+        """The failure of the disk that lost its content; None while it is intact."""
+        for job in (self.write, None if self.place is None else self.place.read):
+            error = job.error if job is not None and job.is_set else None
+            while error is not None:  # a job that was not written has failed with the one that could not read
+                if isinstance(error, StateFileError):
+                    return error
+                error = error.__cause__
+        return None
 
 
 def chunk_bytes(plan: ParamPlan) -> int:

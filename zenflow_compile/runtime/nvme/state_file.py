@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.native.library import FileChunk
 from zenflow_compile.runtime.nvme.directory_lock import DirectoryLock, open_plain, shown, unusable, writable_by_others
 
 PAGE_BYTES = 4096
@@ -175,6 +176,7 @@ class StateFile:
 
     Attributes:
         direct: whether reads and writes bypass the page cache.
+        opened: keeps the file's number, so that no other file gets it.
     """
 
     def __init__(self, path: Path, size: int, about: dict[str, object]) -> None:
@@ -196,9 +198,12 @@ class StateFile:
             if direct is None:
                 direct = buffered
                 undo.pop_all()
-            # ``_file`` is only a number: this object keeps it open, and no other file gets it.
-            self._owned = direct
+            self.opened = direct
             self._file = direct.fileno()
+
+    def describe(self, offset: int, size: int) -> FileChunk:
+        """The chunk at ``offset``, for native threads. It is valid while ``opened`` is open."""
+        return FileChunk(file=self._file, direct=self.direct, offset=PAGE_BYTES + offset, size=size)
 
     def write(self, offset: int, memory: memoryview) -> int:
         """Write a chunk of whole pages from page-aligned memory; returns its checksum.
@@ -209,7 +214,7 @@ class StateFile:
         checksum = 0
         for begin in range(0, len(memory), PIECE_BYTES):
             piece = memory[begin : begin + PIECE_BYTES]
-            # The checksum and the disk get the same bytes: no job can lock a chunk while it is written.
+            # The checksum and the disk get the same bytes: no other job may change them until this one is settled.
             checksum = zlib.crc32(piece, checksum)
             _move(os.pwritev, self._file, piece, PAGE_BYTES + offset + begin)
         if not self.direct:
@@ -237,7 +242,7 @@ class StateFile:
 
     def close(self) -> None:
         """Close the file. No read or write may be in flight. Idempotent."""
-        self._owned.close()
+        self.opened.close()
 
 
 def memory_of(tensor: Tensor) -> memoryview:

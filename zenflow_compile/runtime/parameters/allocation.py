@@ -65,7 +65,6 @@ class EngineMemory:
         transport: copy lanes, staging rings and workers.
         streamed: state that is streamed through the device.
         kernels: host optimizers, by dtype and update interval.
-        files: cache of the state in files; None without such state.
     """
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
@@ -93,7 +92,6 @@ class EngineMemory:
             )
         self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self.kernels: dict[tuple[torch.dtype, torch.dtype, int], HostAdam] = {}
-        self.files: NvmeCache | None = None
         self._options = options
         self._arenas: list[HostArena] = []
 
@@ -133,10 +131,8 @@ class EngineMemory:
                 f"the driver of {self._device.name} offers no stream memory operations (on CUDA: install "
                 "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
             )
-        lanes = self.transport.to_host, self.transport.to_device
         for number, host in enumerate(hosts.values()):
-            # Jobs on state in files wait for Python's threads, which read it.
-            if isinstance(host.kernel, NativeHostAdam) and not host.plan.in_file and all(x.has_gates for x in lanes):
+            if self._is_native(host.plan):
                 host.native = self._native.handle
             # Hazard: the host may block in a call of the device with the GIL, while the device waits for a flag. So
             # only jobs that need no GIL have one.
@@ -161,14 +157,19 @@ class EngineMemory:
         if not new:
             return {}
         assert self._options.nvme_path is not None
-        if self.files is None:
-            self.files = NvmeCache(self._options.nvme_path, self.transport.recorder)
-            self.transport.state_in_files = True
+        if (files := self.transport.files) is None:
+            files = NvmeCache(self._options.nvme_path, self.transport.recorder, native=self._is_native(new[0]))
+            self.transport.files = files
             undo.callback(self._close_files)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
-        chunks = self.files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))
-        undo.callback(self.files.remove, chunks.values())
-        return {index: CachedState(self.files, chunk) for index, chunk in chunks.items()}
+        chunks = files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))
+        undo.callback(files.remove, chunks.values())
+        return {index: CachedState(files, chunk) for index, chunk in chunks.items()}
+
+    def _is_native(self, plan: ParamPlan) -> bool:
+        """Whether native threads run the parameter's jobs. It is the same for all of an engine."""
+        lanes = self.transport.to_host, self.transport.to_device
+        return isinstance(self._kernel(plan), NativeHostAdam) and all(lane.has_gates for lane in lanes)
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         key = (plan.dtype, plan.buffer_dtype, plan.interval)
@@ -208,12 +209,14 @@ class EngineMemory:
     def host_bytes(self) -> int:
         """See :meth:`ParamRegistry.host_bytes`."""
         exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
-        return sum(arena.total_bytes for arena in self._arenas) + exchange + (self.files.nbytes if self.files else 0)
+        files = 0 if self.transport.files is None else self.transport.files.nbytes
+        return sum(arena.total_bytes for arena in self._arenas) + exchange + files
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is one of this engine's: a worker, a lane's, or one that reads and writes files."""
         lanes = (self.transport.to_host, self.transport.to_device)
-        in_files = self.files is not None and self.files.runs(thread)
+        files = self.transport.files
+        in_files = files is not None and files.runs(thread)
         return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
     def abandon(self) -> None:
@@ -226,8 +229,8 @@ class EngineMemory:
 
     def enter_child(self) -> None:
         """Close the parent's files in a forked child."""
-        if self.files is not None:
-            self.files.close_in_child()
+        if self.transport.files is not None:
+            self.transport.files.close_in_child()
 
     def stop_threads(self) -> None:
         """Stop workers and lanes, each of them even if another one raises. Idempotent."""
@@ -246,9 +249,9 @@ class EngineMemory:
             self._close_files()
 
     def _close_files(self) -> None:
-        if self.files is not None:
-            self.files.close()
-            self.files = None
+        if self.transport.files is not None:
+            self.transport.files.close()
+            self.transport.files = None
 
 
 @cache  # warn once per process: engines come and go

@@ -22,7 +22,7 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pa
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
-from zenflow_compile.runtime.host.state_store import InMemoryState, State, StateLock, StateStore
+from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, State, StateStore
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -97,9 +97,7 @@ class WindowJob(PythonJob):
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
         inputs: the copies into them, those of their factors, and the copy that reads the upload buffer's last content;
             none that is complete.
-        before: the job of the window before, which may still run where updates are stale.
-        lock: on the state; None where the state is always in memory.
-        taken: gradients in the moments after this window.
+        needs: the jobs that it waits for.
     """
 
     def __init__(
@@ -109,72 +107,33 @@ class WindowJob(PythonJob):
         coefficients: list[StepCoefficients],
         upload: Tensor,
         inputs: list[Ticket],
-        before: Job | None,
-        lock: StateLock | None,
+        needs: Needs,
         *,
         deadline: int,
         step: int,
         eps: float,
     ) -> None:
         self._host = host
+        # Copied: the next update window may be flushed, and its state be elsewhere, before this job runs.
+        self._state, self._taken = host.state(), host.taken
         self._gradients = gradients
         self._coefficients = coefficients
         self._upload = upload
-        self._inputs = inputs
-        self._before = before
-        self._lock_of_state = lock
-        # Copied: with staleness the next update window may be flushed, and counted, before this job runs.
-        self._taken = host.taken
         self._eps = eps
         self._update: WindowUpdate | None = None
         tasks = [partial(self.run, part) for part in host.ranges]
-        # Last: a job without tasks ends in here, and ``ended`` reads the attributes above.
-        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name)
-
-    def arrived(self) -> bool:
-        """See :meth:`PythonJob.arrived`."""
-        for ticket in self._inputs:
-            if not ticket.done() and ticket.error is None:
-                return False
-        # The lock comes last: the job that has acquired it must be able to run.
-        return (self._before is None or self._before.is_set) and (
-            self._lock_of_state is None or self._lock_of_state.try_acquire()
+        super().__init__(
+            tasks, inputs, needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
         )
-
-    def ready(self) -> None:
-        """See :meth:`PythonJob.ready`.
-
-        Raises:
-            CopyError: a copy failed.
-            RuntimeError: the job of the update window before failed, or the state could not be read.
-        """
-        for ticket in self._inputs:
-            ticket.wait()
-        if self._before is not None:
-            self._before.wait()
-        if self._lock_of_state is not None:
-            self._lock_of_state.check()
-
-    def ended(self) -> None:
-        """See :meth:`PythonJob.ended`."""
-        if self._lock_of_state is not None:
-            try:
-                self._lock_of_state.release()
-            except BaseException:  # a chunk that stays locked stops other jobs
-                self._lock_of_state.release()
-                raise
-        # With stale updates each job waits for the one before, which would keep all jobs so far alive.
-        self._before, self._inputs = None, []
 
     @annotated("host_update", lambda job, _: (job.param,))
     def run(self, part: slice) -> int:
         """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
         host = self._host
         if (update := self._update) is None:
-            # Not before: now the inputs have arrived, factors among them, and a state in a file is in memory. Several
-            # workers may do this: they store the same.
+            # Not before: now the factors have arrived. Several workers may do this: they store the same.
             update = self._update = host.window_update(
-                self._gradients, self._coefficients, self._upload, step=self._taken, eps=self._eps
+                self._state, self._gradients, self._coefficients, self._upload, step=self._taken, eps=self._eps
             )
         host.kernel(update, part)
         count: int = part.stop - part.start
@@ -344,9 +303,6 @@ class HostState:
         buffers, self.open = self.open, []
         self.taken += len(buffers)
         upload = self.next_upload()
-        # The job before may still run, with staleness or where a stream waits for it: it goes first, both in the queue
-        # and in fact.
-        before = self.unfinished_job
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
@@ -354,30 +310,33 @@ class HostState:
         if self.applied is not None and not self.applied.done():
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)
+        deadline, needs = self.prepare(step=at, deadline=deadline)
+        job = self._window_job(buffers, upload, inputs, needs, deadline=deadline, step=at, eps=eps)
+        for buffer in buffers:
+            # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
+            self.readers[buffer.index] = job
+        window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
+        self.flushed.append(window)
+        self.last_job = job
+        self.store.used_by(job)
+        return window
+
+    def prepare(self, *, step: int, deadline: int) -> tuple[int, Needs]:
+        """Bring the state into memory for the next job on it. Returns its deadline, and the jobs that it waits for."""
+        # The job before may still run, with staleness or where a stream waits for it: it goes first, both in the queue
+        # and in fact.
+        before = self.unfinished_job
         if before is not None:
             deadline = max(deadline, before.deadline)
-        lock = self.store.lock(step=at, deadline=deadline) if self.plan.in_file else None
-        try:
-            job = self._window_job(buffers, upload, inputs, before, lock, deadline=deadline, step=at, eps=eps)
-            for buffer in buffers:
-                # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
-                self.readers[buffer.index] = job
-            window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
-            self.flushed.append(window)
-            self.last_job = job
-        except BaseException:  # after an interrupt no job may exist that ends the lock
-            if lock is not None:
-                lock.release()
-            raise
-        return window
+        needs = self.store.prepare(step=step, deadline=deadline)
+        return deadline, needs if before is None else Needs((before, *needs.after), needs.behind)
 
     def _window_job(
         self,
         buffers: list[GradientBuffer],
         upload: Tensor,
         inputs: list[Ticket],
-        before: Job | None,
-        lock: StateLock | None,
+        needs: Needs,
         *,
         deadline: int,
         step: int,
@@ -387,24 +346,27 @@ class HostState:
         coefficients = [buffer.coefficients for buffer in buffers]
         if self.native is None:
             return WindowJob(
-                self, gradients, coefficients, upload, inputs, before, lock, deadline=deadline, step=step, eps=eps
+                self, gradients, coefficients, upload, inputs, needs, deadline=deadline, step=step, eps=eps
             )
         assert isinstance(self.kernel, NativeHostAdam)
         places = (upload.data_ptr(), *[buffer.index for buffer in buffers])
         if (addresses := self._addresses.get(places)) is None:
-            owner = self.window_update(gradients, coefficients, upload, step=self.taken, eps=eps)
-            addresses = self._addresses[places] = WindowAddresses(self.kernel.window(owner), owner)
+            owner = self.window_update(self.state(), gradients, coefficients, upload, step=self.taken, eps=eps)
+            addresses = WindowAddresses(self.kernel.window(owner), owner)
+            if self.in_memory is not None:  # else the state is elsewhere the next time
+                self._addresses[places] = addresses
         if self._bounds is None:
             self._bounds = bounds_of(self.ranges)
         touched = self.bytes_per_element(len(coefficients))
         update = NativeUpdate(addresses, coefficients, self.taken, eps, touched, self._bounds)
         return NativeJob(
-            update, inputs, before, self.native,
+            update, inputs, needs.after, self.native, behind=needs.behind,
             deadline=deadline, step=step, param=self.plan.name, flag=self.next_flag(),
         )  # fmt: skip
 
     def window_update(
         self,
+        state: State,
         gradients: list[Tensor],
         coefficients: list[StepCoefficients],
         upload: Tensor,
@@ -412,10 +374,10 @@ class HostState:
         step: int,
         eps: float,
     ) -> WindowUpdate:
-        """The update of the state, which is in memory, by these gradients; see :class:`WindowUpdate`."""
-        state = [block.view(-1) for block in (*self.state(), upload)]
+        """The update of ``state`` by these gradients; see :class:`WindowUpdate`."""
+        blocks = [block.view(-1) for block in (*state, upload)]
         flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
-        return WindowUpdate(state[:3], state[3], flat, coefficients, step, eps)
+        return WindowUpdate(blocks[:3], blocks[3], flat, coefficients, step, eps)
 
     def bytes_per_element(self, gradients: int) -> float:
         """``touched_bytes`` of a window of so many gradients."""
@@ -437,10 +399,15 @@ class HostState:
         self._flags_given += 1
         return Flag(*self.flags, self._flags_given)
 
-    def add_exchange(self, job: Job) -> None:
-        """Keep a job that swaps rows with the device; it is not submitted yet."""
+    def add_exchange(self, job: Job, *, last: bool) -> None:
+        """Keep a job that swaps rows with the device; it is not submitted yet.
+
+        Args:
+            last: of a re-selection, which may need several.
+        """
         failed_or_running = [each for each in self.exchanges if not each.is_set or each.error is not None]
         self.exchanges, self.last_job = [*failed_or_running, job], job
+        self.store.used_by(job, last=last)
 
     def next_upload(self) -> Tensor:
         """The next upload buffer (round robin); its previous upload has been applied."""
@@ -450,7 +417,7 @@ class HostState:
     # State.
 
     def state(self) -> State:
-        """fp32 master and moments; those of state in a file only under a lock."""
+        """fp32 master and moments; see :meth:`StateStore.state`."""
         return self.in_memory or self.store.state()
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:

@@ -556,8 +556,7 @@ class OffloadedParam(IncomingGradient):
             # the stream of a step has waited for this one.
             self._wanted = wanted
             change = reselect(before, wanted)
-            # State in a file is locked here, by the training thread, and copied under the lock: the thread waits.
-            if exchange is None or self.plan.in_file:
+            if exchange is None:
                 self._exchange_now(change)
             else:
                 exchange.start(device, self.host, change, step=window.flushed_at, deadline=self.deadline)
@@ -573,7 +572,6 @@ class OffloadedParam(IncomingGradient):
         # A job of this parameter may still update the rows that change sides.
         self.host.wait()
         begin = time.perf_counter_ns()
-        # Before the state is locked, as in ``Weights.reseed``.
         host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
         with self.host.acquire(write=True) as state:
             moved = exchange_rows(self.device.state(), state, change.device_rows, host_rows)

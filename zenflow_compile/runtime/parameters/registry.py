@@ -88,7 +88,7 @@ class ParamRegistry:
         named = [pair for group in groups for pair in group]
         new = [param for _, param in named]
         first, params = len(self.params), [*self.params, *new]
-        cache_bytes = self.memory.files.nbytes if self.memory.files else 0
+        cache_bytes = self.transport.files.nbytes if self.transport.files else 0
         plan = checked_plan(
             self.plan,
             params,

@@ -29,6 +29,7 @@ from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -47,7 +48,7 @@ class ExchangeJob(PythonJob):
         rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each, for master and moments.
         copied: the copy that writes ``rows`` and ``blocks``.
-        before: the last job of this state, which may still run.
+        needs: the jobs that it waits for.
     """
 
     kind = "state"
@@ -58,42 +59,20 @@ class ExchangeJob(PythonJob):
         rows: Tensor,
         blocks: tuple[Tensor, ...],
         copied: Ticket,
-        before: Job | None,
+        needs: Needs,
         parts: list[slice],
         *,
         deadline: int,
         step: int,
     ) -> None:
-        self._host = host
+        self._state = host.state()
+        self._length = host.plan.length
         self._rows = rows
         self._blocks = blocks
-        self._copied: Ticket | None = copied
-        self._before = before
         tasks = [partial(self.run, part) for part in parts]
-        super().__init__(tasks, deadline=deadline, step=step, param=host.plan.name)
-
-    def arrived(self) -> bool:
-        """See :meth:`PythonJob.arrived`."""
-        copied, before = self._copied, self._before
-        if copied is not None and not copied.done() and copied.error is None:
-            return False
-        return before is None or before.is_set
-
-    def ready(self) -> None:
-        """See :meth:`PythonJob.ready`.
-
-        Raises:
-            CopyError: the copy failed.
-            RuntimeError: the job before failed.
-        """
-        if (copied := self._copied) is not None:
-            copied.wait()
-        if (before := self._before) is not None:
-            before.wait()
-
-    def ended(self) -> None:
-        """See :meth:`PythonJob.ended`."""
-        self._copied, self._before = None, None  # each job would keep all jobs before it alive
+        super().__init__(
+            tasks, (copied,), needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
+        )
 
     @annotated("exchange", lambda job, _: (job.param,))
     @torch.no_grad()
@@ -101,10 +80,10 @@ class ExchangeJob(PythonJob):
         """Swap the rows of ``part``. Returns the bytes of host memory read and written."""
         rows = self._rows[part]
         rows = rows[rows >= 0].long()  # those before the first -1
-        piece = max(1, _PIECE_ELEMENTS // self._host.plan.length)
+        piece = max(1, _PIECE_ELEMENTS // self._length)
         swapped = 0
         with torch_private.one_intra_op_thread():
-            for state, block in zip(self._host.state(), self._blocks, strict=True):
+            for state, block in zip(self._state, self._blocks, strict=True):
                 for first in range(0, len(rows), piece):
                     of_state = rows[first : first + piece]
                     incoming = block[part.start + first :][: len(of_state)]
@@ -247,11 +226,20 @@ class StateExchange:
         plan = device.plan
         at_once = self._buffers[0].on_device.nbytes // plan.swap_bytes
         parts = (torch.split(each, at_once) for each in (change.device_rows, change.host_rows))
-        for rows, host_rows in zip(*parts, strict=True):
-            self._send(device, host, rows, host_rows, step=step, deadline=deadline)
+        pairs = list(zip(*parts, strict=True))
+        for number, (rows, host_rows) in enumerate(pairs, start=1):
+            self._send(device, host, rows, host_rows, last=number == len(pairs), step=step, deadline=deadline)
 
     def _send(
-        self, device: DeviceState, host: HostState, rows: Tensor, host_rows: Tensor, *, step: int, deadline: int
+        self,
+        device: DeviceState,
+        host: HostState,
+        rows: Tensor,
+        host_rows: Tensor,
+        *,
+        last: bool,
+        step: int,
+        deadline: int,
     ) -> None:
         if len(self._in_flight) == len(self._buffers):
             self._finish_oldest()
@@ -267,21 +255,22 @@ class StateExchange:
             buffer.on_host[:used], buffer.on_device[:used], step=self._recorder.step, param=name, kind="state"
         )
         blocks, of_host = _views(buffer.on_host, len(rows), device.plan.length)
-        before = host.unfinished_job
-        if before is not None:
-            deadline = max(deadline, before.deadline)
+        deadline, needs = host.prepare(step=step, deadline=deadline)
         size = -(-len(rows) // self._workers.workers)
         parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
         job: Job
         if host.native is None:
-            job = ExchangeJob(host, of_host, blocks, copied, before, parts, deadline=deadline, step=step)
+            job = ExchangeJob(host, of_host, blocks, copied, needs, parts, deadline=deadline, step=step)
         else:
             # As for uploads: a lane that waits for a job must copy from pinned memory.
             flag = host.next_flag() if self._pinned else None
             swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts))
-            job = NativeJob(swap, (copied,), before, host.native, deadline=deadline, step=step, param=name, flag=flag)
+            job = NativeJob(
+                swap, (copied,), needs.after, host.native, behind=needs.behind,
+                deadline=deadline, step=step, param=name, flag=flag,
+            )  # fmt: skip
         chunk = _Chunk(buffer, device, rows, job)
-        host.add_exchange(job)  # from here on it can be withdrawn
+        host.add_exchange(job, last=last)  # from here on it can be withdrawn
         self._workers.submit(job)
         self._in_flight = (*self._in_flight, chunk)
 

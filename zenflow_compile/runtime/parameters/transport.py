@@ -8,6 +8,7 @@ from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_order import StreamOrder
 from zenflow_compile.runtime.host.workers import HostWorkers
+from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -24,7 +25,7 @@ class Transport:
         workers: run the host updates.
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
-        state_in_files: some state is in files, whose threads may fail, too.
+        files: the state in files; None without such state.
         interrupted: an update was interrupted half-way.
     """
 
@@ -36,11 +37,18 @@ class Transport:
     recorder: Recorder
     order: StreamOrder | None = None
     exchange: StateExchange | None = None
-    state_in_files: bool = False
+    files: NvmeCache | None = None
     interrupted: bool = False
+
+    def land(self) -> None:
+        """Record the jobs that have ended since."""
+        self.workers.land()
+        if self.files is not None:
+            self.files.land()
 
     @property
     def suspect(self) -> bool:
         """Whether work in flight may have failed, so that an optimizer step looks for what failed before it begins."""
         lanes = self.to_host.failed or self.to_device.failed
-        return lanes or self.workers.failed or self.state_in_files or self.interrupted
+        in_files = self.files is not None and self.files.failed
+        return lanes or self.workers.failed or in_files or self.interrupted

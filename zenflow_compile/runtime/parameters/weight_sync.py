@@ -119,8 +119,6 @@ class Weights:
         if selection.selected.numel():
             differs = _overwrite(device.master, self.of(selection.selected))
         if selection.deferred.numel():
-            # Copied before the state is locked: the copy waits for the device, which may wait for a job, which may wait
-            # for room in the cache of files, which the locked state takes up.
             weights = self._on_host(selection.deferred)
             with host.acquire(write=True) as state:
                 differs = _overwrite(state.master, weights) or differs

@@ -1,0 +1,61 @@
+"""Native reads and writes of chunks: the bytes and checksums of Python's, with and without direct I/O."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.test_nvme_cache import plan_of
+from zenflow_compile.native.library import library
+from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.nvme import state_file
+from zenflow_compile.runtime.nvme.chunk import Chunk
+from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, StateFileError, memory_of
+from zenflow_compile.runtime.nvme.transfers import make_transfer
+from zenflow_compile.runtime.recorder import Recorder
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 4095, 4096, 100_003])
+@pytest.mark.parametrize("offset", [0, 1, 7])
+def test_checksums_are_those_of_zlib(size: int, offset: int) -> None:
+    torch.manual_seed(size)
+    content = bytes(torch.randint(256, (size + offset,), dtype=torch.uint8).tolist())
+    memory = ctypes.create_string_buffer(content, len(content) + 1)
+    found = library().zenflow_crc32(ctypes.addressof(memory) + offset, size)
+    assert found == zlib.crc32(content[offset:])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_chunks_are_moved_as_by_python(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.setattr(state_file, "_open_direct", lambda *_: None)
+    plan = plan_of(0, 20 * PIECE_BYTES // 9 // 768)  # a part of a piece at the end
+    directory, pool, arena = ScratchDirectory(tmp_path), NativePool(1, Recorder()), HostArena(100 << 20)
+    chunk = Chunk(plan, directory.create(60 << 20, {}), 3 * state_file.PAGE_BYTES)
+    assert chunk.size > 2 * PIECE_BYTES
+    written, memory = (arena.take((chunk.size,), torch.uint8) for _ in range(2))
+    written.random_(generator=torch.Generator().manual_seed(0))
+
+    def move(kind: str, memory: torch.Tensor) -> None:
+        job = make_transfer(chunk, kind, memory, pool, after=(), behind=(), step=0, deadline=0)
+        pool.submit(job)  # type: ignore[arg-type]
+        job.wait()
+
+    move("write", written)
+    assert chunk.description.checksum == zlib.crc32(memory_of(written))
+    assert chunk.file.read(chunk.offset, memory_of(memory)) == chunk.description.checksum
+    assert torch.equal(memory, written)
+    memory.zero_()
+    move("read", memory)
+    assert torch.equal(memory, written)
+    written[PIECE_BYTES + 3] ^= 1
+    chunk.file.write(chunk.offset, memory_of(written))
+    with pytest.raises(StateFileError, match=r"p0 could not be read.*checksum"):
+        move("read", memory)
+    pool.close()
+    directory.close()
