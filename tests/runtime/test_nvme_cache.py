@@ -302,6 +302,65 @@ def test_failed_job_is_not_written(files: Files) -> None:
     assert (values(second), values(first)) == ({1.0}, {3.0})
 
 
+def test_overwritten_chunk_is_not_overtaken_by_its_write(files: Files) -> None:
+    """Its old content is still to be written, from memory that another chunk will have."""
+    stores = files.add([plan_of(index) for index in range(4)], 2 * chunk_bytes(plan_of(0)))
+    first = stores[0]
+    values(first), values(stores[1])
+    files.settle()
+    swap = files.swap(first, 7.0, step=5, now=False)
+    write = first.chunk.write
+    for number in (1, 2):
+        files.swap(stores[number], 8.0, step=5, deadline=number)
+    assert first.chunk.place is None
+    threading.Timer(0.1, swap.arrived.set).start()
+    with first.acquire(write=True, fresh=True) as state:
+        assert write is not None
+        assert write.is_settled
+        for tensor in state:
+            tensor.fill_(99.0)
+    assert [values(store) for store in (stores[1], stores[2], first)] == [{8.0}, {8.0}, {99.0}]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_chunk_of_a_failed_read_is_never_written(window: int, files: Files) -> None:
+    """Also if it has a home, or its last job was never made; its error stays."""
+    stores = files.add([plan_of(index) for index in range(3)], window * chunk_bytes(plan_of(0)))
+    files.cache._write_back()
+    with file_replaced(files, "/dev/null", os.O_RDWR):
+        needs = stores[1].prepare(step=0, deadline=0)
+        read = needs.after[0]
+        with pytest.raises(StateFileError):
+            read.wait()
+        stores[1].used_by(job := PythonJob([lambda: 0], (), deadline=0, step=0, param="p1"), last=False)
+        files.workers.submit(job)
+        job.settle()
+    if files.native:  # such a job cannot wait for one of Python's
+        stores[1].chunk.changed_by = None
+    with pytest.raises(StateFileError):
+        files.cache._write_back()
+    assert isinstance(stores[1].error, StateFileError)
+    with pytest.raises(StateFileError):
+        values(stores[1])
+    with stores[1].acquire(write=True, fresh=True) as state:
+        for tensor in state:
+            tensor.fill_(6.0)
+    assert [values(store) for store in stores] == [{0.0}, {6.0}, {2.0}]
+
+
+def test_growth_on_a_full_disk_keeps_what_is_in_memory(files: Files) -> None:
+    stores = files.add([plan_of(index) for index in range(3)], 3 * chunk_bytes(plan_of(0)))
+    with file_replaced(files, "/dev/full", os.O_RDWR), pytest.raises(StateFileError, match="No space"):
+        files.cache.add([plan_of(3, 90)], "test", 9 * chunk_bytes(plan_of(0)))
+    assert all(store.chunk.place is not None for store in stores)
+    assert all(isinstance(store.error, StateFileError) for store in stores)
+    for number, store in enumerate(stores):
+        with store.acquire(write=True, fresh=True) as state:
+            assert {float(value) for tensor in state for value in tensor.unique()} == {float(number)}
+    files.cache.add([plan_of(3, 90)], "test", 9 * chunk_bytes(plan_of(0)))
+    assert [values(store) for store in stores] == [{0.0}, {1.0}, {2.0}]
+
+
 def test_full_disk_raises_until_the_state_is_overwritten(files: Files) -> None:
     plans = [plan_of(index) for index in range(4)]
     stores = files.add(plans, 3 * chunk_bytes(plans[0]))[1:]  # those that are in memory

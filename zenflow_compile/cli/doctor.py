@@ -214,7 +214,7 @@ def tables(findings: Findings) -> list[Table]:
         device.add_row(name, f"{reached.parameters / 1e6:.0f}", _gb(reached.bytes))
     found = [about, memory, link, device]
     if findings.disk is not None:
-        note = "two threads, in one direction at a time, with checksums"
+        note = "four threads, in one direction at a time, with checksums"
         disk = _table("Disk, GB/s", note, ("read", "written", "GB free"))
         disk.add_row(*(_gb(value) for value in (findings.disk.read, findings.disk.write, findings.disk.free_bytes)))
         found.append(disk)

@@ -159,6 +159,9 @@ class NativeJob(Job):
                 assert work is not None
                 self._error = work.failure(self.memory.error)
                 return self._error
+            if self.memory.failed_gate < 0:
+                self._error = RuntimeError("the threads were ended before this job has run")
+                return self._error
             try:
                 sources[self.memory.failed_gate].wait()
             except Exception as error:

@@ -98,17 +98,19 @@ class PythonJob(Latch, Job):
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
-        return not self._left
+        return not self._left and all(job.is_settled for job in self._behind)
 
     def settle(self) -> None:
         """See :meth:`Job.settle`."""
         with self._lock:
             # Under the lock: if the last task ended before the assignment below, no thread would set the latch.
-            if not self._left:
-                return
-            if (settled := self._settled) is None:
-                settled = self._settled = Latch()
-        settled.wait()
+            if self._left and self._settled is None:
+                self._settled = Latch()
+            settled = self._settled if self._left else None
+        if settled is not None:
+            settled.wait()
+        for job in self._behind:
+            job.settle()
 
     # Its end.
 
@@ -131,7 +133,9 @@ class PythonJob(Latch, Job):
         """The job is done. If no task is left, it is settled, too."""
         if not self._left:
             # Tasks may refer to this job, and each job would keep all those before it alive.
-            self.tasks, self._inputs, self._after, self._behind = (), (), (), ()
+            self.tasks, self._inputs, self._after = (), (), ()
+            # A job that was never run may end before these, whose memory it has not taken over.
+            self._behind = [job for job in self._behind if not job.is_settled]
             if self._settled is not None:
                 self._settled.set()
         if not self.is_set:
@@ -310,6 +314,7 @@ class PythonPool:
                     job.finish_task(error)
                 else:
                     job.finish_task()
+                del taken, job, task  # an idle thread would keep their memory alive
         except BaseException as error:
             self._lose_worker(error)
 

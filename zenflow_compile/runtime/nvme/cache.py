@@ -10,7 +10,8 @@ for jobs that were queued before it: so memory for the earliest one always comes
 arrive, and every job ends.
 
 [Note: lost chunks] A chunk that could not be read or written raises in the training thread, and in every job that needs
-it, until a loaded state overwrites it.
+it, until a loaded state overwrites it. The next use tries a failed read again. A job fails with the read that it
+needs, and the write with the job: what was not read or not updated is never written.
 
 [Note: interrupted calls] An interrupt may come between any two lines. Memory that was given to a chunk is remembered,
 with its users, until they are settled; a chunk gets it together with the job that fills it; a changed chunk is written
@@ -162,18 +163,32 @@ class NvmeCache:
         return chunks
 
     def _write_back(self) -> None:
-        """Write all changed chunks, and take their memory from all."""
+        """Write all changed chunks, and take their memory from all, unless a write fails.
+
+        Raises:
+            RuntimeError: one has failed.
+        """
         self._withdraw()
         for chunk in self._chunks:
             if chunk.changed:
                 self._write(chunk, step=self._recorder.step, deadline=_FIRST)
+        self._settle_all()
         for chunk in self._chunks:
-            _settle(chunk.place)
-        for place in self._in_ring:
-            _settle(place)
+            if chunk.write is not None and chunk.write.error is not None:
+                chunk.changed = True  # only its memory has it
+                chunk.write.wait()
         for chunk in self._chunks:
             chunk.place = None
         self._in_ring = []
+
+    def _settle_all(self) -> None:
+        """Wait until no job uses memory or files."""
+        for chunk in self._chunks:
+            _settle(chunk.place)
+            if chunk.write is not None:
+                chunk.write.settle()
+        for place in self._in_ring:
+            _settle(place)
 
     def _laid_out(self) -> _Layout:
         """The layout for all chunks, which must be without memory."""
@@ -188,8 +203,8 @@ class NvmeCache:
     def remove(self, chunks: Collection[Chunk]) -> None:
         """Remove chunks of one ``add``, and their file. No update of them may be in flight."""
         self._withdraw()
+        self._settle_all()
         for chunk in chunks:
-            _settle(chunk.place)
             chunk.place = None
         self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
         for file in {chunk.file for chunk in chunks}:
@@ -222,9 +237,9 @@ class NvmeCache:
         """See :meth:`StateStore.used_by`."""
         assert chunk.place is not None
         chunk.place.users.append(job)
-        chunk.changed = True
+        chunk.changed_by, chunk.changed = job, True
         if last and chunk not in self._layout.homes:
-            self._write(chunk, step=job.step, deadline=job.deadline, after=(job,))
+            self._write(chunk, step=job.step, deadline=job.deadline)
 
     @contextmanager
     def acquire(self, chunk: Chunk, *, write: bool, fresh: bool) -> Iterator[State]:
@@ -241,10 +256,12 @@ class NvmeCache:
                 job.wait()
             for job in needs.behind:
                 job.settle()
+            if chunk.changed_by is not None:
+                chunk.changed_by.wait()
             if (error := chunk.error) is not None:  # of a write that was under way
                 raise StateFileError(str(error)) from error.__cause__
         if write:
-            chunk.changed = True
+            chunk.changed_by, chunk.changed = None, True
         try:
             yield place.tensors
         finally:
@@ -277,8 +294,10 @@ class NvmeCache:
         place = chunk.place
         if place is None or (place.read is not None and place.read.is_set and place.read.error is not None):
             place = self._fill(chunk, step=step, deadline=deadline)
-        if place.read is not None and place.read.is_set and place.read.error is None:
+        if place.read is not None and _succeeded(place.read):
             place.read = None
+        if chunk.changed_by is not None and _succeeded(chunk.changed_by):
+            chunk.changed_by = None
         after = [] if place.read is None else [place.read]
         if chunk.write is not None and chunk.error is not None:
             after.append(chunk.write)
@@ -287,7 +306,7 @@ class NvmeCache:
     def _fill(self, chunk: Chunk, *, step: int, deadline: int) -> Place:
         """Give memory to ``chunk``, and queue the job that reads it."""
         place = self._take(chunk)
-        if not chunk.in_file:
+        if not chunk.in_file:  # the training thread writes each chunk before jobs use it: none is to be queued
             _settle(place)
             place.memory.zero_()
             chunk.place = place
@@ -302,7 +321,9 @@ class NvmeCache:
         """Memory for ``chunk``, whose old content may be lost. No job uses it any more."""
         place = chunk.place or self._take(chunk)
         _settle(place)
-        chunk.place, place.read, chunk.write = place, None, None
+        if chunk.write is not None:  # from another place: it would come after what is written from here
+            chunk.write.settle()
+        chunk.place, place.read, chunk.changed_by, chunk.write = place, None, None, None
         return place
 
     def _take(self, chunk: Chunk) -> Place:
@@ -333,10 +354,11 @@ class NvmeCache:
         ring = self._layout.ring
         return self._head if self._head in ring and self._head + chunk.size <= ring.stop else ring.start
 
-    def _write(self, chunk: Chunk, *, step: int, deadline: int, after: Sequence[Job] = ()) -> None:
-        """Queue a job that writes ``chunk``, behind all users of its memory."""
+    def _write(self, chunk: Chunk, *, step: int, deadline: int) -> None:
+        """Queue a job that writes ``chunk``, behind all users of its memory. It fails with what failed to change it."""
         place = chunk.place
         assert place is not None, f"{chunk.name} was changed, and has no memory"
+        after = [job for job in (place.read, chunk.changed_by) if job is not None]
         job = self._transfer(chunk, "write", place, after=after, step=step, deadline=deadline)
         chunk.write, chunk.in_file = job, True
         self._queue(job, place)
@@ -365,6 +387,10 @@ class NvmeCache:
         if self._unqueued:
             self._threads.withdraw(self._unqueued)
             self._unqueued = []
+
+
+def _succeeded(job: Job) -> bool:
+    return job.is_set and job.error is None
 
 
 def _settle(place: Place | None) -> None:

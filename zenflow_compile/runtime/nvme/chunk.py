@@ -49,6 +49,7 @@ class Chunk:
         description: of the same part of the file, for jobs; it has the checksum of the last write.
         place: its memory in the cache; None while it has none.
         changed: its memory is newer than the file, and no job is queued to write it.
+        changed_by: the last job that changes it; None if the training thread did, or if the job has succeeded.
         in_file: the file has its content, or gets it from ``write``. Until then all of it is zero.
         write: the last job that writes it to the file.
         next_use: when it is needed next: a step, and a number that orders uses within a step.
@@ -61,6 +62,7 @@ class Chunk:
     description: FileChunk = field(init=False)
     place: Place | None = None
     changed: bool = False
+    changed_by: Job | None = None
     in_file: bool = False
     write: Job | None = None
     next_use: tuple[int, int] = field(init=False)
