@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help='how many of the selected tests marked "long" run, or "all" (default: %(default)s)',
     )
     parser.addoption("--sample-seed", type=int, default=0, help="chooses these tests (default: %(default)s)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let interrupts arrive: a shell starts background jobs with SIGINT ignored, and Python leaves it so."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -88,8 +88,9 @@ def test_report_and_explain_show_names_safely(terminal: bool, capsys: pytest.Cap
 def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()
-    in_files = options(policy="zero_infinity", nvme_path=directory)
     model = hostile_model()
+    model.register_parameter(f"{HOSTILE}2", nn.Parameter(torch.ones(64, 64)))
+    in_files = options(policy="zero_infinity", nvme_path=directory, host_window_bytes=12 * 64 * 64)  # of one of them
     texts = []
     for bad in ({**in_files, "host_window_bytes": 4096}, {**in_files, "nvme_path": directory / "absent"}):
         with pytest.raises(ValueError, match=r"\\x1b") as caught:

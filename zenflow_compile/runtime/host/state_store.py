@@ -46,6 +46,22 @@ class StateStore(Protocol):
         """The tensors; of state in a file only after ``prepare``, for that job, or while it is acquired."""
         ...
 
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
+        """The state for the training thread; waits for all queued jobs on it. Queue none inside the block.
+
+        Args:
+            write: it will be changed.
+            fresh: all of it will be overwritten, so that its old content is not read, and may be lost.
+
+        Raises:
+            RuntimeError: it could not be read, or an earlier update of it could not be written.
+        """
+        ...
+
+
+class StateInFile(StateStore, Protocol):
+    """The state of one parameter that is in memory only while it is used."""
+
     def prepare(self, *, step: int, deadline: int) -> Needs:
         """Bring the state into memory for a job, which changes it and is made next.
 
@@ -65,21 +81,6 @@ class StateStore(Protocol):
         """
         ...
 
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
-        """The state for the training thread; waits for all queued jobs on it. Queue none inside the block.
-
-        Args:
-            write: it will be changed.
-            fresh: all of it will be overwritten, so that its old content is not read, and may be lost.
-
-        Raises:
-            RuntimeError: it could not be read, or an earlier update of it could not be written.
-        """
-        ...
-
-
-_NOTHING = Needs()
-
 
 class InMemoryState:
     """State in an arena, all zero to begin with."""
@@ -98,13 +99,6 @@ class InMemoryState:
     def state(self) -> State:
         """See :meth:`StateStore.state`."""
         return self._state
-
-    def prepare(self, *, step: int, deadline: int) -> Needs:
-        """See :meth:`StateStore.prepare`."""
-        return _NOTHING
-
-    def used_by(self, job: Job, *, last: bool = True) -> None:
-        """See :meth:`StateStore.used_by`."""
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:

@@ -227,14 +227,14 @@ class NvmeCache:
     # Uses of chunks.
 
     def prepare(self, chunk: Chunk, *, step: int, deadline: int) -> Needs:
-        """See :meth:`StateStore.prepare`."""
+        """See :meth:`StateInFile.prepare`."""
         interval, phase = chunk.plan.interval, chunk.plan.phase
         self._uses += 1
         chunk.next_use = step + 1 + (phase - step - 1) % interval, self._uses
         return self._bring(chunk, step=step, deadline=deadline)
 
     def used_by(self, chunk: Chunk, job: Job, *, last: bool) -> None:
-        """See :meth:`StateStore.used_by`."""
+        """See :meth:`StateInFile.used_by`."""
         assert chunk.place is not None
         chunk.place.users.append(job)
         chunk.changed_by, chunk.changed = job, True

@@ -12,7 +12,7 @@ from zenflow_compile.runtime.nvme.state_file import StateFileError
 
 
 class CachedState:
-    """The state of one parameter in a file; see :class:`StateStore`."""
+    """The state of one parameter in a file; see :class:`StateInFile`."""
 
     def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
         self.chunk = chunk

@@ -22,7 +22,7 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pa
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
-from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, State, StateStore
+from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, State, StateInFile, StateStore
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -193,6 +193,7 @@ class HostState:
 
     Attributes:
         store: where the state is: in the arena, too, or in a file.
+        file: the same store, if it is in a file.
         in_memory: the state, if it is always in memory.
         workers: how many threads share a job.
         taken: gradients in the moments so far.
@@ -226,6 +227,7 @@ class HostState:
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     in_memory: State | None = None
+    file: StateInFile | None = None
     native: ctypes.c_void_p | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
@@ -238,21 +240,22 @@ class HostState:
 
     @classmethod
     def allocate(
-        cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1, store: StateStore | None = None
+        cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1, file: StateInFile | None = None
     ) -> HostState:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it.
 
         Args:
-            store: of state that is in a file.
+            file: of state that is in one.
         """
-        assert (store is not None) == plan.in_file
+        assert (file is not None) == plan.in_file
         block = (plan.deferred, plan.length)
         unit = plan.length if plan.compressed else CUT_ELEMENTS  # compressed gradients are cut between slices
-        store = store or InMemoryState(plan, arena)
+        store = file or InMemoryState(plan, arena)
         return cls(
             plan=plan,
             store=store,
             in_memory=None if plan.in_file else store.state(),
+            file=file,
             gradients=[arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)],
             uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
             kernel=kernel,
@@ -318,7 +321,8 @@ class HostState:
         window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
         self.flushed.append(window)
         self.last_job = job
-        self.store.used_by(job)
+        if self.file is not None:
+            self.file.used_by(job)
         return window
 
     def prepare(self, *, step: int, deadline: int) -> tuple[int, Needs]:
@@ -328,8 +332,11 @@ class HostState:
         before = self.unfinished_job
         if before is not None:
             deadline = max(deadline, before.deadline)
-        needs = self.store.prepare(step=step, deadline=deadline)
-        return deadline, needs if before is None else Needs((before, *needs.after), needs.behind)
+        after = () if before is None else (before,)
+        if self.file is None:
+            return deadline, Needs(after)
+        needs = self.file.prepare(step=step, deadline=deadline)
+        return deadline, Needs((*after, *needs.after), needs.behind)
 
     def _window_job(
         self,
@@ -407,7 +414,8 @@ class HostState:
         """
         failed_or_running = [each for each in self.exchanges if not each.is_set or each.error is not None]
         self.exchanges, self.last_job = [*failed_or_running, job], job
-        self.store.used_by(job, last=last)
+        if self.file is not None:
+            self.file.used_by(job, last=last)
 
     def next_upload(self) -> Tensor:
         """The next upload buffer (round robin); its previous upload has been applied."""
