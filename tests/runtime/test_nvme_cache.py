@@ -302,7 +302,7 @@ def test_failed_job_is_not_written(files: Files) -> None:
     assert (values(second), values(first)) == ({1.0}, {3.0})
 
 
-def test_overwritten_chunk_is_not_overtaken_by_its_write(files: Files) -> None:
+def test_late_write_does_not_undo_an_overwrite(files: Files) -> None:
     """Its old content is still to be written, from memory that another chunk will have."""
     stores = files.add([plan_of(index) for index in range(4)], 2 * chunk_bytes(plan_of(0)))
     first = stores[0]
@@ -361,7 +361,22 @@ def test_growth_on_a_full_disk_keeps_what_is_in_memory(files: Files) -> None:
     assert [values(store) for store in stores] == [{0.0}, {1.0}, {2.0}]
 
 
-def test_full_disk_raises_until_the_state_is_overwritten(files: Files) -> None:
+def test_growth_refuses_a_lost_chunk_each_time(files: Files) -> None:
+    """Its memory is another chunk's by now."""
+    first, second, _ = files.add([plan_of(index) for index in range(3)], chunk_bytes(plan_of(0)))
+    values(second)
+    with file_replaced(files, "/dev/full", os.O_RDWR):
+        assert files.swap(second, 5.0).seen == {1.0}
+        assert second.chunk.write is not None
+        second.chunk.write.settle()
+    values(first)
+    assert second.chunk.place is None
+    for _ in range(2):
+        with pytest.raises(StateFileError, match="No space"):
+            files.cache.add([plan_of(3)], "test", chunk_bytes(plan_of(0)))
+
+
+def test_full_disk_raises_until_overwritten(files: Files) -> None:
     plans = [plan_of(index) for index in range(4)]
     stores = files.add(plans, 3 * chunk_bytes(plans[0]))[1:]  # those that are in memory
     files.settle()

@@ -173,7 +173,7 @@ class NativeJob(Job):
         while not (memory.settled if settled else memory.state):
             self.check_inputs()
             if not native.library().zenflow_wait(self._pool, memory, settled, _SLICE_NS):
-                self.abort(RuntimeError("this update was not queued by this process"))
+                self.abort(RuntimeError("this job was not queued by this process"))
 
     def settle(self) -> None:
         """See :meth:`Job.settle`. Fails the job if the device of its inputs has died."""
@@ -268,7 +268,7 @@ class NativePool:
             self._owners += [job.owners for job in jobs]  # before threads see the addresses
             error = native.library_with_gil().zenflow_submit(self.handle, pointers, len(jobs))
             if error:
-                raise RuntimeError(f"the host updates of a step could not be queued: {os.strerror(error)}")
+                raise RuntimeError(f"the jobs of a step could not be queued: {os.strerror(error)}")
         except Exception as error:  # after an interrupt, ``withdraw`` finds those that were not queued
             self.failed = True
             for job in jobs:
@@ -292,7 +292,7 @@ class NativePool:
         for job in jobs:
             if not (job.memory.queued or job.is_set):
                 self.failed = True
-                job.abort(RuntimeError("the step was interrupted before this update was queued"))
+                job.abort(RuntimeError("the step was interrupted before this job was queued"))
 
     def land(self) -> None:
         """Record the jobs that have ended since, and let go of their memory."""

@@ -254,7 +254,7 @@ class PythonPool:
             lost = [job for job in jobs if not (job.taken or job.done() or id(job) in queued)]
         self.failed = self.failed or bool(lost)
         for job in lost:
-            job.abort(RuntimeError("the step was interrupted before this update was queued"))
+            job.abort(RuntimeError("the step was interrupted before this job was queued"))
 
     def close(self) -> None:
         """Finish all queued jobs, then stop the threads."""

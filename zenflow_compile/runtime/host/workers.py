@@ -42,6 +42,11 @@ class Job(ABC):
         """Whether every task has run, or one failed."""
         return self.is_set
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether every task has run."""
+        return self.is_set and self.error is None
+
     def wait(self) -> None:
         """Block until the job is done.
 

@@ -25,7 +25,7 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.host.state_store import Needs, State
-from zenflow_compile.runtime.host.workers import HostWorkers, Job
+from zenflow_compile.runtime.host.workers import Job, Pool
 from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes, state_in
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory, StateFileError, whole_pages
 from zenflow_compile.runtime.nvme.transfers import make_transfer
@@ -105,10 +105,9 @@ class NvmeCache:
         self._head = 0  # where the next chunk of the ring goes, if there is room
         self._uses = 0
         self._unqueued: list[Job] = []  # made, and not known to be queued
-        pool = NativePool(FILE_THREADS, recorder, name="zenflow-file", poll_ns=_POLL_NS)
-        python = PythonPool(FILE_THREADS, recorder, name="zenflow-file")
-        self._native = pool if native else None
-        self._threads = HostWorkers(pool, python, FILE_THREADS)
+        name = "zenflow-file"
+        self._native = NativePool(FILE_THREADS, recorder, name=name, poll_ns=_POLL_NS) if native else None
+        self._threads: Pool[Any] = self._native or PythonPool(FILE_THREADS, recorder, name=name)
         self._directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
 
     @property
@@ -119,6 +118,7 @@ class NvmeCache:
     @property
     def failed(self) -> bool:
         """Whether a read or a write has failed."""
+        self._threads.land()
         return self._threads.failed
 
     def land(self) -> None:
@@ -175,7 +175,7 @@ class NvmeCache:
         self._settle_all()
         for chunk in self._chunks:
             if chunk.write is not None and chunk.write.error is not None:
-                chunk.changed = True  # only its memory has it
+                chunk.changed = chunk.place is not None  # only its memory has it, if any
                 chunk.write.wait()
         for chunk in self._chunks:
             chunk.place = None
@@ -294,9 +294,9 @@ class NvmeCache:
         place = chunk.place
         if place is None or (place.read is not None and place.read.is_set and place.read.error is not None):
             place = self._fill(chunk, step=step, deadline=deadline)
-        if place.read is not None and _succeeded(place.read):
+        if place.read is not None and place.read.succeeded:
             place.read = None
-        if chunk.changed_by is not None and _succeeded(chunk.changed_by):
+        if chunk.changed_by is not None and chunk.changed_by.succeeded:
             chunk.changed_by = None
         after = [] if place.read is None else [place.read]
         if chunk.write is not None and chunk.error is not None:
@@ -387,10 +387,6 @@ class NvmeCache:
         if self._unqueued:
             self._threads.withdraw(self._unqueued)
             self._unqueued = []
-
-
-def _succeeded(job: Job) -> bool:
-    return job.is_set and job.error is None
 
 
 def _settle(place: Place | None) -> None:

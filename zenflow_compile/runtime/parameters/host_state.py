@@ -397,7 +397,7 @@ class HostState:
     def unfinished_job(self) -> Job | None:
         """The last job, unless it has succeeded: the next one must go behind it, and fails if that one does."""
         job = self.last_job
-        return None if job is None or (job.is_set and job.error is None) else job
+        return None if job is None or job.succeeded else job
 
     def next_flag(self) -> Flag | None:
         """The flag of the next job, which must go behind all others of this state: all raise one counter, in turn."""
@@ -412,7 +412,7 @@ class HostState:
         Args:
             last: of a re-selection, which may need several.
         """
-        failed_or_running = [each for each in self.exchanges if not each.is_set or each.error is not None]
+        failed_or_running = [each for each in self.exchanges if not each.succeeded]
         self.exchanges, self.last_job = [*failed_or_running, job], job
         if self.file is not None:
             self.file.used_by(job, last=last)

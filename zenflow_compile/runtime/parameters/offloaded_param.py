@@ -276,7 +276,7 @@ class IncomingGradient(ShownGradient):
         # A lane that can wait for its flag does, and not this thread, which is ahead of the device. That is no
         # deadlock: the job needs only copies that were submitted before.
         if reader is not None and (reader.flag is None or reader.error is not None):
-            if not reader.is_set or reader.error is not None:
+            if not reader.succeeded:
                 with transport.recorder.stall(True, param=self.plan.name, on_host=True):
                     reader.wait()
             host.readers[index] = reader = None
