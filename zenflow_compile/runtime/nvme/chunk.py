@@ -34,7 +34,7 @@ class Place:
     read: Job | None = None
 
     def unsettled(self) -> list[Job]:
-        """Those of ``users`` that are not over."""
+        """Forget the users that are settled. Returns the others."""
         self.users = [job for job in self.users if not job.is_settled]
         return self.users
 
