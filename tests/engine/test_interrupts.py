@@ -577,15 +577,18 @@ CLOSE = {
     "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
     "stop_threads", "free", "_close_files", "remove", "unregister_engine", "prepare", "used_by", *FILES,
+    "_send_pending", "end_window", "take_mean", "sent", "_send", "commit",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["zenflow", "zero_infinity", "deep_optimizer_states"])
+@pytest.mark.parametrize("policy", ["zenflow", "summed", "zero_infinity", "deep_optimizer_states"])
 def test_second_close_completes_an_interrupted_one(policy: str, tmp_path: Path) -> None:
     """Threads, files, hooks and the directory are given back, and no open window is lost without an error."""
     options = {**options_of(policy, tmp_path), "update_interval": 4}
     if policy == "deep_optimizer_states":
         options = {"policy": policy, "update_stride": 1}
+    if policy == "summed":
+        options = {"accumulate_on_device": True, "update_interval": 4}
     threads = {thread.ident for thread in threading.enumerate()}
 
     def trained() -> Training:

@@ -429,8 +429,12 @@ class OffloadedParam(IncomingGradient):
             selection: the slices to select from here on; None: the selection stays.
             promptly: visible in the next forward, whatever the staleness.
         """
-        if self.pending is not None:
-            self._send_pending(self.pending, self.pending.end_window())
+        try:
+            if self.pending is not None:
+                self._send_pending(self.pending, self.pending.end_window())
+        except BaseException as error:  # the sum may have been taken, and not all of its gradients be in the window
+            self._partially_applied, self.transport.interrupted = error, True
+            raise
         if not self.host.open:
             return None
         if not self.host.flushed and (self.weights.counter.shared or self.weights.counter.exposed):
