@@ -1,5 +1,6 @@
 # make setup      virtual environment with everything in it
 # make train      train a small GPT
+# make train-ranks  train it on two ranks of this machine, which divide the optimizer's state
 # make test       all tests that need no GPU, and a sample of the long ones
 # make test-long  every long test; takes hours
 # make test-gpu   the tests that need a GPU
@@ -40,7 +41,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train test test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-ranks test test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -51,6 +52,9 @@ $(STAMP): pyproject.toml scripts/setup_env.sh scripts/refuse_cuda_build.py
 
 train: $(READY)
 	$(PYTHON) -m examples.train_gpt $(OPTIONS)
+
+train-ranks: $(READY)
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.train_gpt $(OPTIONS)
 
 test: $(READY)
 	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) $(OPTIONS)

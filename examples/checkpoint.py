@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from examples.ranks import ranks
 from examples.settings import TrainConfig
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.checks.printable import printable
@@ -53,7 +54,8 @@ class CheckpointFolder:
     ) -> Path:
         """Write a checkpoint after ``step`` finished steps, and remove this run's older ones except for the last.
 
-        The step is also the position in the data (see ``stdlib_text.training_batch``).
+        All ranks call it, since each has a part of the optimizer's state, and the first one writes. The step is also
+        the position in the data (see ``stdlib_text.training_batch``).
 
         Raises:
             OSError: it could not be written; the checkpoints that exist stay.
@@ -70,10 +72,12 @@ class CheckpointFolder:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
+        path = self.folder / f"step-{step:06d}-{self.run}.pt"
+        if ranks()[0] > 0:
+            return path
         self.folder.mkdir(parents=True, exist_ok=True)
         _sync_folder(self.folder.parent)
         _remove_unfinished(self.folder)
-        path = self.folder / f"step-{step:06d}-{self.run}.pt"
         _write(state, path)
         # Only after the new checkpoint is on the disk.
         older = [each for number, each in _checkpoints(self.folder, self.run) if number < step]

@@ -4,8 +4,11 @@
     python -m examples.train_gpt --policy resident      plain AdamW on the device
     python -m examples.train_gpt --compare              all three policies, one table
     python -m examples.train_gpt --resume runs/train_gpt/step-000200-1f3a9c02.pt
+    torchrun --standalone --nproc-per-node 2 -m examples.train_gpt
 
-On a machine with CUDA it trains there, with bf16 weights; without, the CPU is the device and host at once.
+On a machine with CUDA it trains there, with bf16 weights; without, the CPU is the device and host at once. The ranks
+that torchrun starts divide each batch, the optimizer's state and its updates. A checkpoint of one number of ranks
+continues on any other.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,6 +31,7 @@ from examples.arguments import POLICIES, parse
 from examples.checkpoint import CheckpointFolder, load_checkpoint, restore_rng
 from examples.display import RunDisplay, StepClock, comparison, tokens_per_second
 from examples.gpt import GPT
+from examples.ranks import own_part, process_group, ranks
 from examples.settings import TrainConfig, TrainResult
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
 
@@ -43,7 +48,8 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
 
     Raises:
         ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished or damaged one;
-            or ``config.start_from`` one of a model with other sizes, or a damaged one.
+            or ``config.start_from`` one of a model with other sizes, or a damaged one; or if the ranks cannot divide a
+            batch evenly.
         FileNotFoundError: if there is no such checkpoint, or no text to train on.
     """
     started = time.perf_counter()
@@ -82,7 +88,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
             tokens, targets = training_batch(
                 text, seed=config.seed, step=step, batch=config.batch, context=config.context
             )
-            tokens, targets = tokens.to(device), targets.to(device)
+            tokens, targets = own_part(tokens).to(device), own_part(targets).to(device)
             clock.start()
             loss = compiled(tokens, targets)
             loss.backward()
@@ -135,6 +141,7 @@ def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
         policy=config.policy,
         **(windows if config.policy == "zenflow" else {}),
         max_grad_norm=config.max_grad_norm,
+        process_group=dist.group.WORLD if ranks()[1] > 1 else None,
         pt_reserved_cores_perc=CORES_OF_PYTORCH if config.torch_device().type == "cpu" else None,
     )
 
@@ -193,12 +200,14 @@ def share_cores(device: torch.device) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m examples.train_gpt``."""
     config, comparing = parse(arguments)
-    console = Console()
-    share_cores(config.torch_device())
-    if comparing:
-        compare(config, console=console)
-    else:
-        train(config, console=console)
+    device = config.torch_device()
+    share_cores(device)
+    with process_group(device):
+        console = Console(quiet=ranks()[0] > 0)
+        if comparing:
+            compare(config, console=console)
+        else:
+            train(config, console=console)
     return 0
 
 

@@ -32,6 +32,8 @@ WHY: Mapping[Any, str] = {
     ops.SELECT_COLUMNS: "the {k} {unit} that the device updates itself: the current selection",
     ops.SPLIT_COLUMNS: "{k} {unit} stay, {deferred} go to the host; the gradient's memory is free after this",
     ops.COPY_TO_HOST: "as early as the gradient exists: the copy overlaps with the rest of the backward",
+    ops.REDUCE_GRADIENT: "averaged over ranks: of its {whole} {unit} this rank gets {slices} when the next gradient is "
+    "sent; {k} of them stay, {deferred} go to the host",
     ops.ADAM_COLUMNS_: "AdamW on {k} {unit}, after the last read of the parameter",
     ops.UPDATE_ON_HOST: "the gradient is final; {when}",
     ops.COPY_TO_DEVICE_: "as late as possible: waits for the deferred {unit} just before their first use",
@@ -108,6 +110,7 @@ def reason(node: Node, ctx: PassContext) -> str | None:
     param = ctx.plan.params[p]
     why = WHY[node.target].format(
         slices=param.slices,
+        whole=param.whole.slices,
         k=param.k,
         deferred=param.deferred,
         unit=unit(param),
@@ -118,7 +121,7 @@ def reason(node: Node, ctx: PassContext) -> str | None:
 
 def unit(param: ParamPlan) -> str:
     """What the parameter is split into."""
-    return "columns" if param.dim == 1 else "rows"
+    return "columns" if param.whole.dim == 1 else "rows"
 
 
 def window(param: ParamPlan, *, adaptive: bool) -> str:

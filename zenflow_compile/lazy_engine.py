@@ -18,9 +18,12 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.nvme.state_file import existing_directory
 from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import refuse_sharded
 from zenflow_compile.timeline.events import record_new_engine
 
@@ -35,6 +38,7 @@ class LazyEngine:
         optimizer: its groups are checked against a plan. Its parameters must not be claimed yet.
         given: the options as the user gave them.
         backward_ended: called with the optimizer after each backward.
+        ranks: that divide the parameters; None: this process trains alone.
 
     Raises:
         ValueError: an option or the plan cannot work; see ``existing_directory``, ``worker_cores`` and
@@ -45,8 +49,12 @@ class LazyEngine:
         built: the engine, even if it is closed or outdated; None before the first use.
     """
 
-    def __init__(self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None]) -> None:
+    def __init__(
+        self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None], ranks: RankGroup | None
+    ) -> None:
         self.built: Engine | None = None
+        self._ranks = ranks
+        self._alone = optimizer._trains_alone
         self._closed = False
         self._given = self._options = given
         self._updating_in_backward = optimizer._steps_in_backward
@@ -143,6 +151,8 @@ class LazyEngine:
 
     def _build(self) -> Engine:
         self.check_open()
+        if self._ranks is None and not self._alone:
+            rank_group(None, self.claim.params[0].device)  # there may be several ranks by now
         if self.built is not None:
             if not self.built.outdated:
                 return self.built
@@ -155,7 +165,9 @@ class LazyEngine:
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
         options = _resolve(self._given, named, in_backward=self._updating_in_backward)
-        engine = Engine(self._groups, options, device, in_backward=self._updating_in_backward)
+        if self._ranks is not None:
+            options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
+        engine = Engine(self._groups, options, device, in_backward=self._updating_in_backward, ranks=self._ranks)
         try:
             for first, stop in pairwise((0, *self._calls)):
                 engine.add_params(named[first:stop], first)
@@ -178,10 +190,13 @@ class LazyEngine:
             return
         worker_cores(self._options)
         plan = empty_plan(self._options)
+        if self._ranks is not None:
+            plan = empty_plan(self._options, self._ranks.rank, self._ranks.size)
         named = _named(self._groups)
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]
-            plan = checked_plan(plan, params[: len(plan.params) + len(new)], new, self._options)
+            upto = params[: len(plan.params) + len(new)]
+            plan = checked_plan(plan, upto, new, self._options, processes=local_ranks().size)
 
 
 def check_devices(params: Sequence[Tensor], device: torch.device) -> None:

@@ -9,10 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
@@ -24,6 +26,7 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
+from zenflow_compile.runtime.ranks.agreement import rank_group
 from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.torch_internals import torch_private
 
@@ -57,12 +60,18 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             time.
         amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, accepted only with
             values that have no effect: False and None.
+        process_group: the ranks that train this model together, as a process group or a 1-D device mesh: gradients are
+            averaged over them, and each rank has its share of the state and of the updates of offloaded parameters. All
+            ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
+            (DistributedDataParallel, ``all_reduce(p.grad)``). Without ``torch.distributed``, or in a run of one
+            process, it may be left out.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
     Raises:
         ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
-            this kind owns, or more host memory needed than there is. Nothing has been changed then. Errors that only
+            this kind owns, several ranks and no ``process_group``, a group that does not hold this rank, or more host
+            memory needed than there is. Nothing has been changed then. Errors that only
             the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
         TypeError: an unknown option, or a complex, integer, 8-bit or sparse parameter.
     """
@@ -83,6 +92,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
         **options: Any,
     ) -> None:
         given = Options.from_keywords(**options)
@@ -107,7 +117,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         _check_device_and_owner(params, params[0].device)
-        self._lazy_engine = LazyEngine(self, given, _backward_ended)
+        self._trains_alone = process_group is False
+        ranks = rank_group(process_group, params[0].device)
+        self._lazy_engine = LazyEngine(self, given, _backward_ended, ranks)
         self._lazy_engine.claim.add(params)
 
     @classmethod

@@ -116,7 +116,7 @@ def test_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:
     node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
     (note,) = answer(node, capsys)["notes"]
-    assert note.startswith("This version trains on one device; for 4 ")
+    assert note.startswith("What the 4 devices send each other is not simulated; ")
     assert main.main(node) == 0
     assert note in " ".join(capsys.readouterr().out.split())
     assert answer([*node, "--devices", "1"], capsys)["notes"] == []

@@ -178,7 +178,7 @@ def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.
 
 def test_buffers_count_as_memory_of_the_engine(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(capacity, "require_host_memory", lambda size, remedies: needed.append(size))
+    monkeypatch.setattr(capacity, "require_host_memory", lambda size, *_: needed.append(size))
     training = Training()
     registry = training.optimizer.engine.registry
     plan, transport = registry.plan, registry.transport

@@ -381,7 +381,7 @@ def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: p
 
 def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(capacity, "require_host_memory", lambda size, hint: needed.append(size))
+    monkeypatch.setattr(capacity, "require_host_memory", lambda size, *_: needed.append(size))
     options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=CHUNK_BYTES, **options)
     optimizer.synchronize()

@@ -126,7 +126,7 @@ def test_refused_group_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     state = optimizer.state_dict()
     new = model[4].weight
 
-    def too_little_memory(needed_bytes: int, remedies: str) -> None:
+    def too_little_memory(needed_bytes: int, remedies: str, processes: int) -> None:
         raise ValueError("too little memory")
 
     with monkeypatch.context() as patch:

@@ -857,7 +857,7 @@ def work(rank: int) -> dict[str, Any]:
         ("windowed", WINDOWED, "hooks"),
         ("compiled", EXACT, "compiled"),
     ):
-        module = compiled(Regression(options), entry)
+        module = compiled(Regression(None if options is None else {**options, "process_group": False}), entry)
         callbacks = [] if options is None else [ZenFlowCallback()]
         trainer = new_trainer(
             devices=2, strategy="ddp", callbacks=callbacks, gradient_clip_val=0.5, accumulate_grad_batches=2

@@ -59,7 +59,7 @@ def adamw(model: nn.Module, options: dict[str, Any] | None) -> Optimizer:
     """The optimizer of a run; ``torch.optim.AdamW`` if there are no options."""
     if options is None:
         return torch.optim.AdamW(model.parameters(), **ADAM)
-    return ZenFlowAdamW(model.named_parameters(), **options)
+    return ZenFlowAdamW(model.named_parameters(), process_group=False, **options)
 
 
 def train(call: Callable[[Tensor], Tensor], optimizer: Any, rank: int, steps: int = STEPS) -> None:
@@ -135,7 +135,9 @@ def zero_redundancy(rank: int, options: dict[str, Any] | None) -> Weights:
     call = DistributedDataParallel(model)
     kind: Any = torch.optim.AdamW
     if options is not None:
-        kind = partial(ZenFlowAdamW, **{name: options[name] for name in (*PLACEMENT, "update_interval")})
+        kind = partial(
+            ZenFlowAdamW, process_group=False, **{name: options[name] for name in (*PLACEMENT, "update_interval")}
+        )
     optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, **ADAM)
     train(call, optimizer, rank)
     if options is not None:
@@ -212,8 +214,10 @@ def accelerate_fsdp2(rank: int, *, compiled: bool = False) -> None:
     train(*accelerator.prepare(model, adamw(model, EXACT)), rank, steps=1)
 
 
-DDP = r"wrapped in DistributedDataParallel.*or train under DistributedDataParallel without torch\.compile"
-ALTERNATIVE = r".*; train under DistributedDataParallel without torch\.compile, or in one process"
+DDP = (
+    r"wrapped in DistributedDataParallel.*process_group=.*or train under DistributedDataParallel without torch\.compile"
+)
+ALTERNATIVE = r".*; leave the model whole on each rank and pass process_group=torch\.distributed\.group\.WORLD"
 DTENSOR = "TypeError: a parameter is a DTensor: .* as under fully_shard .* or tensor parallelism" + ALTERNATIVE
 REPLACED = r"RuntimeError: \d of the optimizer's parameters are in no module .* replaced them" + ALTERNATIVE
 FLAT = "TypeError: a parameter belongs to FullyShardedDataParallel, .* no columns" + ALTERNATIVE

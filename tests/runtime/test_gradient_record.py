@@ -38,7 +38,7 @@ from zenflow_compile.runtime.recorder import Recorder
 
 PARTS, ON_DEVICE, ZERO = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.ZERO
 DENSE, CONSUMED, SPOILED = GradientState.DENSE, GradientState.CONSUMED, GradientState.SPOILED
-DISCARDED, IN_BACKWARD = GradientState.DISCARDED, GradientState.IN_BACKWARD
+DISCARDED, IN_BACKWARD, LOCAL = GradientState.DISCARDED, GradientState.IN_BACKWARD, GradientState.LOCAL
 
 CPU = torch.device("cpu")
 VALUES = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
@@ -89,7 +89,7 @@ def every(*states: GradientState) -> pytest.MarkDecorator:
 
 
 def test_every_state_is_away_gone_or_readable() -> None:
-    assert {state for state in GradientState if state.away} == {PARTS, ON_DEVICE}
+    assert {state for state in GradientState if state.away} == {PARTS, ON_DEVICE, LOCAL}
     assert {state for state in GradientState if state.gone} == {CONSUMED, SPOILED, DISCARDED, IN_BACKWARD}
 
 
@@ -215,7 +215,7 @@ def test_dropped_record_keeps_referenced_values(state: GradientState) -> None:
     record = record_in(state, source := Source())
     tensor = OffloadedGradient.of(record)
     record.scale(2.0)
-    record.dropped()
+    record.dropped(keep=True)
     assert (record.state, source.dense) == (DENSE, 1)
     assert torch.equal(tensor.clone(), 2 * VALUES)
 
@@ -224,7 +224,7 @@ def test_dropped_record_keeps_referenced_values(state: GradientState) -> None:
 def test_dropped_record_is_discarded_otherwise(state: GradientState) -> None:
     record = record_in(state, source := Source())
     OffloadedGradient.of(record)
-    record.dropped()
+    record.dropped(keep=True)
     assert (record.state, source.dense) == (DISCARDED, 0)
     with pytest.raises(RuntimeError, match=r"discarded.*clone\(\)"):
         record.read()
@@ -234,7 +234,7 @@ def test_dropped_record_is_discarded_otherwise(state: GradientState) -> None:
 def test_dropping_changes_only_engine_memory(state: GradientState) -> None:
     record = record_in(state, source := Source())
     tensor = OffloadedGradient.of(record)
-    record.dropped()
+    record.dropped(keep=True)
     assert (record.state, source.dense) == (state, 0)
     del tensor
 
@@ -258,7 +258,7 @@ def test_any_tensor_keeps_its_record_alive() -> None:
 def test_close_keeps_unused_values(state: GradientState, keep: bool) -> None:
     record = record_in(state, source := Source())
     left = record.values_at_close(keep=keep)
-    kept = state is DENSE or (keep and state in (PARTS, ON_DEVICE, ZERO))
+    kept = state is DENSE or (keep and state in (PARTS, ON_DEVICE, LOCAL, ZERO))
     assert (left is not None) == kept
     assert left is None or torch.equal(left, torch.zeros(2, 2) if state is ZERO else VALUES)
     assert source.dense == int(kept and state is not DENSE)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zenflow_compile.planning.partition import divide
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime import ops
 
@@ -27,7 +28,7 @@ class RecordingEngine:
         received: the sum of each parameter's gradients; for unfused nodes, rebuilt from the arguments of
             ``split_columns``.
         fetches: the parameters of each ``fetch_parameters_``.
-        offloads: the parameters of each ``offload_gradients``.
+        offloads: the parameters of each ``offload_gradients`` or ``reduce_gradients``.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RecordingEngine:
         finalizes_in_backward: bool = False,
         weight_grad_bytes: int = 0,
         placement: Placement = Placement.SPLIT_COLUMNS,
+        ranks: int = 1,
     ) -> None:
         named = [(name, param) for name, param in named if param.requires_grad]
         self.id = next(_ids)
@@ -56,10 +58,12 @@ class RecordingEngine:
         self._staged: dict[int, Tensor] = {}
         self.params = [param for _, param in named]
         self._index = {id(param): p for p, param in enumerate(self.params)}
-        self.plan = Plan(
+        plan = Plan(
             policy="recording",
             params=tuple(plan_of(p, name, param, ratio, placement) for p, (name, param) in enumerate(named)),
+            ranks=ranks,
         )
+        self.plan = divide(plan)
         for param in self.params:
             param._zenflow_owner = object()
         ops.register_engine(self)
@@ -112,11 +116,17 @@ class RecordingEngine:
     def begin_backward(self) -> None:
         self._note("begin_backward")
 
+    def reduce_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        self._take("reduce_gradients", ps, grads)
+
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        self._take("offload_gradients", ps, grads)
+
+    def _take(self, op: str, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
         self.offloads.append(list(ps))
         for p, grad in zip(ps, grads, strict=True):
             assert grad.shape == self.params[p].shape, "the gradient of one parameter was offloaded as another's"
-            self._note("offload_gradients", p)
+            self._note(op, p)
             self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
 
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:

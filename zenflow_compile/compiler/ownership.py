@@ -78,7 +78,8 @@ def refuse_ddp(call: private.CompileCall | None = None) -> None:
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, whose reducer would wait forever for gradients that "
             'backend="zenflow" takes to the host inside the backward graph; compile and train the bare module '
-            "(model.module) in one process, or train under DistributedDataParallel without torch.compile"
+            "(model.module) with process_group=torch.distributed.group.WORLD, which averages gradients over ranks, or "
+            "train under DistributedDataParallel without torch.compile"
         )
 
 

@@ -52,6 +52,8 @@ def split_backend_options(options: Mapping[str, Any] | None = None, mode: str | 
     optimizer = {name: rest.pop(name) for name in optimizer_names if name in rest}
     if config is not None:
         optimizer = read_deepspeed_config(config, **optimizer)
+    if "process_group" in rest:
+        optimizer["process_group"] = rest.pop("process_group")
     Options.from_keywords(**{name: value for name, value in optimizer.items() if name in OPTION_NAMES})
 
     inductor: dict[str, Any] = {}
@@ -62,7 +64,7 @@ def split_backend_options(options: Mapping[str, Any] | None = None, mode: str | 
     for name, value in rest.items():
         setting = str(name).replace("-", "_")  # torch.compile reads names for Inductor like this too
         if setting not in inductor_names:
-            known = (*optimizer_names, "config", "inner", "mode", *sorted(inductor_names))
+            known = (*optimizer_names, "process_group", "config", "inner", "mode", *sorted(inductor_names))
             raise unknown_option(name, known)
         inductor[setting] = value
     if inductor.get("triton.cudagraphs"):

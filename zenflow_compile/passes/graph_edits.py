@@ -99,9 +99,9 @@ def check_shape(node: Node, param: ParamPlan, role: str) -> None:
     Raises:
         RuntimeError: the node does not have the parameter's shape.
     """
-    if tuple(node.meta["val"].shape) != param.shape:
+    if tuple(node.meta["val"].shape) != param.whole.shape:
         raise RuntimeError(
-            f"{role} of {param.name} is {tuple(node.meta['val'].shape)} in the graph and {param.shape} in the plan: "
-            f"AOTAutograd of torch {torch.__version__} does not number its inputs as expected; "
+            f"{role} of {param.name} is {tuple(node.meta['val'].shape)} in the graph and {param.whole.shape} in the "
+            f"plan: AOTAutograd of torch {torch.__version__} does not number its inputs as expected; "
             "please report this, and train without torch.compile until then"
         )

@@ -26,8 +26,9 @@ OFFLOAD_BYTES = 1 << 20
 of a group lives until the last one is computed, so this is also the device memory that grouping may cost. A link of
 16 GB/s copies this much in 66 us, the time of a few op calls: the link loses no time that larger copies could use."""
 
-Chain = tuple[Node, Node, Node, Node]
-"""``column_norms``, ``select_columns``, ``split_columns`` and ``copy_to_host`` of one parameter."""
+Chain = tuple[Node, ...]
+"""The nodes of one parameter's gradient: ``column_norms``, ``select_columns``, ``split_columns`` and ``copy_to_host``,
+or ``reduce_gradient`` alone."""
 
 
 def group_nodes(gm: GraphModule, ctx: PassContext) -> int:
@@ -52,9 +53,10 @@ def group_nodes(gm: GraphModule, ctx: PassContext) -> int:
         zenflow.update_parameters([a, b], token, engine, [0, 1])
 
     Successive gradients share a node, at the last one's place, up to ``OFFLOAD_BYTES``, unless a node between them
-    updates one of the parameters or writes to one of the gradients. Updates share a node if only views lie between
-    them, or if the first one is small (``SMALL_BYTES``). So do fetches in a forward, if only views lie between the
-    first uses, or if the second parameter is small::
+    updates one of the parameters or writes to one of the gradients; likewise those that are sent to other ranks
+    (``reduce_gradient``). Updates share a node if only views lie between them, or if the first one is small
+    (``SMALL_BYTES``). So do fetches in a forward, if only views lie between the first uses, or if the second parameter
+    is small::
 
         zenflow.copy_to_device_(a, engine, 0)             zenflow.fetch_parameters_([a, b], engine, [0, 1])
         transposed = permute(a, [1, 0])              =>   transposed = permute(a, [1, 0])
@@ -83,7 +85,7 @@ def index_of(node: Node) -> int:
 def bytes_of(p: int, ctx: PassContext) -> int:
     """Size of a parameter."""
     param = ctx.plan.params[p]
-    return param.numel * param.dtype.itemsize
+    return param.whole.numel * param.dtype.itemsize
 
 
 def computes_nothing(node: Node) -> bool:
@@ -103,11 +105,13 @@ def group_offloads(graph: Graph, ctx: PassContext) -> int:
     """Replace chains by one op per group."""
     groups = offload_groups(graph, ctx)
     for group in groups:
-        place, *_, copy = group[-1]
-        grads = [norms.args[0] for norms, *_ in group]
-        ps = [index_of(norms) for norms, *_ in group]
+        place, last = group[-1][0], group[-1][-1]
+        grads = [first.args[0] for first, *_ in group]
+        ps = [index_of(first) for first, *_ in group]
+        reduces = last.target is ops.REDUCE_GRADIENT
+        op, start = (ops.REDUCE_GRADIENTS, last.args[1]) if reduces else (ops.OFFLOAD_GRADIENTS, last.args[0])
         with graph.inserting_before(place):
-            insert(graph, ops.OFFLOAD_GRADIENTS, (grads, copy.args[0], ctx.engine_id, ps), serves=place)
+            insert(graph, op, (grads, start, ctx.engine_id, ps), serves=place)
         for chain in group:
             erase(chain)
     return len(groups)
@@ -150,7 +154,7 @@ def updated_by(node: Node, engine_id: int) -> set[int]:
 
 def gradient_chains(graph: Graph, engine_id: int) -> list[Chain]:
     """The chain of each parameter whose intermediate values have no other readers."""
-    chains = []
+    chains: list[Chain] = [(node,) for node in graph.nodes if is_node(node, engine_id, ops.REDUCE_GRADIENT)]
     copies = {index_of(node): node for node in graph.nodes if is_node(node, engine_id, ops.COPY_TO_HOST)}
     for norms in graph.nodes:
         if not is_node(norms, engine_id, ops.COLUMN_NORMS):

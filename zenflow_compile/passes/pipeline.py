@@ -15,6 +15,7 @@ from zenflow_compile.passes.group_nodes import group_nodes
 from zenflow_compile.passes.merge_gradients import merge_gradients
 from zenflow_compile.passes.offload_gradients import offload_gradients
 from zenflow_compile.passes.order_gradients import order_gradients
+from zenflow_compile.passes.reduce_gradients import reduce_gradients
 from zenflow_compile.passes.select_columns import select_columns
 from zenflow_compile.passes.update_parameters import update_parameters
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -25,6 +26,7 @@ PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
     Phase.BACKWARD: (
         merge_gradients,
         order_gradients,
+        reduce_gradients,
         select_columns,
         offload_gradients,
         update_parameters,

@@ -26,6 +26,8 @@ def select_columns(gm: GraphModule, ctx: PassContext) -> int:
     The token is also inserted where all gradients of the engine stay on the device: an optimizer without ``step()``
     learns from it that a backward runs.
     """
+    if ctx.plan.ranks > 1:  # ``reduce_gradients`` takes its place
+        return 0
     graph = gm.graph
     if not any(gradient(graph, index) for _, index in ctx.params):
         return 0

@@ -113,6 +113,57 @@ class Placement(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a parameter that one rank of several updates: the slices ``part``, ``part + parts``, ...
+
+    A share is planned like a parameter ``[slices of the part, length]``: all but its gradient and its weight is.
+
+    Attributes:
+        whole: the plan of the whole parameter, as one device would have it.
+        rank: of this process among ``ranks``.
+        parts: number of parts; it divides ``ranks``.
+    """
+
+    whole: ParamPlan
+    rank: int
+    ranks: int
+    parts: int
+
+    @property
+    def part(self) -> int:
+        """The part of this rank."""
+        return self.part_of(self.rank)
+
+    @property
+    def first_holder(self) -> bool:
+        """Whether this rank is the first one that has this part, and so the one that counts in sums over ranks."""
+        return self.rank < self.parts
+
+    def part_of(self, rank: int) -> int:
+        """The part of another rank."""
+        return rank % self.parts
+
+    def count(self, slices: int, part: int | None = None) -> int:
+        """How many of the first ``slices`` slices belong to a part, by default this rank's."""
+        return len(range(self.part if part is None else part, slices, self.parts))
+
+    @property
+    def most_slices(self) -> int:
+        """Slices of the largest part."""
+        return self.count(self.whole.slices, 0)
+
+    @property
+    def most_selected(self) -> int:
+        """Selected slices of the part that has most."""
+        return self.count(self.whole.k, 0)
+
+    def view(self, matrix: torch.Tensor, part: int | None = None) -> torch.Tensor:
+        """A part of the parameter's 2-D view as [slices, length]; a strided view of its memory."""
+        first = self.part if part is None else part
+        return matrix[first :: self.parts] if self.whole.dim == 0 else matrix[:, first :: self.parts].t()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlan:
     """The plan of one parameter.
 
@@ -133,6 +184,7 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
+        share: set where several ranks divide the parameter, and the other attributes are those of this rank's part.
     """
 
     index: int
@@ -153,6 +205,12 @@ class ParamPlan:
     subgroup: int | None = None
     summed: bool = False
     compressed: bool = False
+    share: Share | None = None
+
+    @property
+    def whole(self) -> ParamPlan:
+        """The plan of the whole parameter, of which this may be a rank's share."""
+        return self if self.share is None else self.share.whole
 
     @property
     def deferred(self) -> int:
@@ -187,6 +245,8 @@ class ParamPlan:
     @property
     def groups(self) -> int:
         """Number of groups that slices are selected in, if ``selects``."""
+        if self.share is not None:
+            return self.share.whole.groups // self.share.parts
         return group_count(self.slices, self.k)
 
     @property
@@ -304,12 +364,15 @@ class Plan:
     Attributes:
         host_window_bytes: the option.
         adaptive: gradient values decide when update windows are flushed, after ``interval`` steps at the latest.
+        rank: of this process among the ``ranks`` that divide the offloaded parameters.
     """
 
     policy: str
     params: tuple[ParamPlan, ...]
     host_window_bytes: int | None = None
     adaptive: bool = False
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def streamed_subgroups(self) -> dict[int | None, list[ParamPlan]]:
@@ -323,7 +386,7 @@ class Plan:
     @property
     def model_bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(param.weight_bytes for param in self.params)
+        return sum(param.whole.weight_bytes for param in self.params)
 
     @property
     def host_bytes(self) -> int:

@@ -15,6 +15,7 @@ from zenflow_compile.checks.printable import printable
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.partition import divide
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
 if TYPE_CHECKING:
@@ -62,10 +63,19 @@ def make_plan(specs: Sequence[ParamSpec], options: Options) -> Plan:
     return extend_plan(empty_plan(options), specs, options)
 
 
-def empty_plan(options: Options) -> Plan:
-    """The plan of an optimizer without parameters."""
+def empty_plan(options: Options, rank: int = 0, ranks: int = 1) -> Plan:
+    """The plan of an optimizer without parameters.
+
+    Args:
+        rank: of this process among the ``ranks`` that divide the offloaded parameters.
+    """
     return Plan(
-        policy=options.policy, params=(), host_window_bytes=options.host_window_bytes, adaptive=options.adaptive
+        policy=options.policy,
+        params=(),
+        host_window_bytes=options.host_window_bytes,
+        adaptive=options.adaptive,
+        rank=rank,
+        ranks=ranks,
     )
 
 
@@ -86,7 +96,8 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     new = _PLANNERS[options.policy](resident, on_host, options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
     new = _with_streaming(new, resident, subgroups, options)
-    return replace(plan, params=(*plan.params, *_with_phases(plan.params, new)))
+    existing = [param.whole for param in plan.params]
+    return divide(replace(plan, params=(*plan.params, *_with_phases(existing, new))))
 
 
 # Planners take every new parameter two times: resident, and with all of its state on the host if it is offloadable.

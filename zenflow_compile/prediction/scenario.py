@@ -62,12 +62,12 @@ class Scenario:
 
     @property
     def note(self) -> str | None:
-        """The part of the scenario that this version cannot run, as a sentence; None if it can run all of it."""
+        """What the prediction leaves out, as a sentence; None if it is complete."""
         if self.hardware.devices == 1:
             return None
         return (
-            f"This version trains on one device; for {self.hardware.devices} this predicts a run in which each owns an "
-            "equal share of the optimizer state."
+            f"What the {self.hardware.devices} devices send each other is not simulated; each of them owns an equal "
+            "share of the optimizer state."
         )
 
 

@@ -25,6 +25,7 @@ from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.step_runner import StepRunner
 from zenflow_compile.torch_internals import torch_private
 
@@ -33,9 +34,15 @@ class Engine(StepRunner):
     """Implements the ops of compiled graphs and the hooks on ``.grad``."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, in_backward: bool
+        self,
+        groups: list[dict[str, Any]],
+        options: Options,
+        device: torch.device,
+        *,
+        in_backward: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
-        super().__init__(groups, options, device, in_backward=in_backward)
+        super().__init__(groups, options, device, in_backward=in_backward, ranks=ranks)
         self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
         # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
@@ -59,6 +66,8 @@ class Engine(StepRunner):
             self.order.follow()
         self.registry.check_unchanged()
         backward.enter_thread()
+        if self.ranks is not None and backward.concurrent:
+            errors.refuse_concurrent_backward()  # gradients are sent in one order
         if self.in_backward:
             self._begin_in_backward(arrived)
         # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
@@ -66,7 +75,11 @@ class Engine(StepRunner):
         backward.contributed = False
         torch_private.queue_backward_callback(self._end_callback)
         if self.schedule.shortest_window is None:
-            self.schedule.shortest_window = self._min_window.begin_backward(len(self.graphs))
+            measured = self._min_window.begin_backward(len(self.graphs))
+            if self.ranks is None:
+                self.schedule.shortest_window = measured
+            else:
+                self.ranks.measured_window = measured or self.ranks.measured_window
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("backward")
         # Only now: the forward's weights come through the same lane.
@@ -115,6 +128,8 @@ class Engine(StepRunner):
         if self.recorder.timeline is not None:
             self.recorder.end_phase()
         if self.backward.contributed:
+            if self.ranks is not None and self._split_now:
+                self.ranks.end_backward()
             self.backward.count += 1
             if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
                 self._on_backward_end(optimizer)
@@ -140,8 +155,22 @@ class Engine(StepRunner):
                 param = offloaded.param
                 free = usual and param.grad is None and not param._backward_hooks
                 if free or self._takes(offloaded, grad):
-                    offloaded.receive(grad, split_now=split_now)
-                    offloaded.copy_to_host()
+                    self._receive(offloaded, grad, split_now=split_now)
+
+    def reduce_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Take gradients of a graph and send them to the other ranks, in the order that all of them keep.
+
+        Args:
+            grads: of the parameters ``ps``.
+        """
+        self.offload_gradients(ps, grads)
+
+    def _receive(self, offloaded: OffloadedParam, grad: Tensor, *, split_now: bool) -> None:
+        if self.ranks is not None:
+            self.ranks.contribute(offloaded, grad, send=split_now)
+        else:
+            offloaded.receive(grad, split_now=split_now)
+            offloaded.copy_to_host()
 
     def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
         """Whether the engine takes a gradient of a graph.
@@ -197,6 +226,8 @@ class Engine(StepRunner):
                     errors.refuse_sparse_grad(param, self.plan.params[p].name)
                 if self.in_backward:
                     self.stale.note(p)
+                if self.ranks is not None:
+                    self.ranks.reduction.note_on_device(p)
                 return
             if isinstance(param.grad, OffloadedGradient):
                 return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
@@ -211,8 +242,9 @@ class Engine(StepRunner):
             if self.in_backward or torch_private.only_parameter_holds_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
-                offloaded.receive(grad, split_now=self._split_now)
-                offloaded.copy_to_host()
+                self._receive(offloaded, grad, split_now=self._split_now)
+            elif self.ranks is not None:
+                errors.refuse_gradient_of_user(offloaded.plan.name)
 
     def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None:
         """Add ``grad``, which autograd accumulates into the gradient of parameter ``p`` in ``.grad``."""
@@ -224,11 +256,12 @@ class Engine(StepRunner):
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
             if offloaded.takes_more(record):
-                offloaded.receive(grad, split_now=self._split_now)
-                offloaded.copy_to_host()
+                self._receive(offloaded, grad, split_now=self._split_now)
             elif record.state is GradientState.CONSUMED:
                 record.state = GradientState.SPOILED
             elif record.state is not GradientState.SPOILED:
+                if self.ranks is not None:
+                    errors.refuse_gradient_of_user(offloaded.plan.name)
                 record.make_dense().add_(grad)
 
     def _arrived_through_autograd(self, offloaded: OffloadedParam) -> None:

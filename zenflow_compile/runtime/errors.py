@@ -97,6 +97,24 @@ def refuse_gradient_hooks(param: Parameter, name: str) -> None:
         )
 
 
+def refuse_partial_gradient(name: str) -> NoReturn:
+    """Raise RuntimeError: the gradient's mean over ranks is not known yet."""
+    raise RuntimeError(
+        f"the gradient of {name} is not complete: its mean over ranks is known when the backward is over, and with "
+        "gradient_accumulation_steps=n when the n-th backward is; read it or clip then, or leave that option out to "
+        "send gradients after each backward"
+    )
+
+
+def refuse_gradient_of_user(name: str) -> NoReturn:
+    """Raise RuntimeError: a rank's gradient was added to a tensor that holds something else, or is held elsewhere."""
+    raise RuntimeError(
+        f"a backward added the gradient of one rank to .grad of {name}, which holds a tensor of yours, or one that "
+        "other code refers to; with a process_group .grad has the mean over all ranks: call optimizer.zero_grad() "
+        "before the backward, and read gradients after it"
+    )
+
+
 # Backwards that cannot be served.
 
 
@@ -134,7 +152,7 @@ def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoRe
     Raises TypeError if FullyShardedDataParallel has sharded it.
     """
     refuse_sharded([param])
-    was = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.shape)} on {device}"
+    was = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.whole.shape)} on {device}"
     now = f"{str(param.dtype).removeprefix('torch.')}{list(param.shape)} on {param.device}"
     raise RuntimeError(
         f"{plan.name} was {was} at the optimizer's first use and is {now}: close() the optimizer, create it anew over "

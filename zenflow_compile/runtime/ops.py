@@ -50,6 +50,7 @@ class EngineOps(Protocol):
     def update_on_host(self, p: int) -> None: ...
     def copy_to_device_(self, p: int, param: Tensor) -> None: ...
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
+    def reduce_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
@@ -217,6 +218,11 @@ def _copy_to_host(token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).copy_to_host(p)
 
 
+@annotated("reduce", _names)
+def _reduce_gradient(grad: Tensor, token: Tensor, engine_id: int, p: int) -> None:
+    engine(engine_id).reduce_gradients([p], [grad])
+
+
 @annotated("update", _names)
 def _adam_columns_(param: Tensor, token: Tensor, engine_id: int, p: int) -> None:
     engine(engine_id).adam_columns_(p, param)
@@ -237,6 +243,11 @@ def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
 @annotated("offload", _names)
 def _offload_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).offload_gradients(ps, grads)
+
+
+@annotated("reduce", _names)
+def _reduce_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
+    engine(engine_id).reduce_gradients(ps, grads)
 
 
 @annotated("update", _names)
@@ -273,11 +284,13 @@ _NODES = (
     ("select_columns(Tensor norms, int engine, int p) -> Tensor", _select_columns, _fake_selection),
     ("split_columns(Tensor grad, Tensor(a!) token, Tensor selected, int engine, int p) -> ()", _split_columns, None),
     ("copy_to_host(Tensor(a!) token, int engine, int p) -> ()", _copy_to_host, None),
+    ("reduce_gradient(Tensor grad, Tensor(a!) token, int engine, int p) -> ()", _reduce_gradient, None),
     ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
     # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
     ("offload_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _offload_gradients, None),
+    ("reduce_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _reduce_gradients, None),
     ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
     ("fetch_parameters_(Tensor(a!)[] params, int engine, int[] ps) -> ()", _fetch_parameters_, None),
 )
@@ -301,13 +314,15 @@ COPY_TO_HOST = torch.ops.zenflow.copy_to_host.default
 ADAM_COLUMNS_ = torch.ops.zenflow.adam_columns_.default
 UPDATE_ON_HOST = torch.ops.zenflow.update_on_host.default
 COPY_TO_DEVICE_ = torch.ops.zenflow.copy_to_device_.default
+REDUCE_GRADIENT = torch.ops.zenflow.reduce_gradient.default
+REDUCE_GRADIENTS = torch.ops.zenflow.reduce_gradients.default
 OFFLOAD_GRADIENTS = torch.ops.zenflow.offload_gradients.default
 UPDATE_PARAMETERS = torch.ops.zenflow.update_parameters.default
 FETCH_PARAMETERS_ = torch.ops.zenflow.fetch_parameters_.default
 
 _WRITING = (
     BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_,
-    OFFLOAD_GRADIENTS, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
+    REDUCE_GRADIENT, REDUCE_GRADIENTS, OFFLOAD_GRADIENTS, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
 )  # fmt: skip
 for _op in _WRITING:
     torch.fx.node.has_side_effect(_op)

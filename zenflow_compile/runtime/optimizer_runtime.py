@@ -22,9 +22,11 @@ from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step.min_window import ShortestWindow
+from zenflow_compile.runtime.step.ranks import Ranks
 from zenflow_compile.runtime.step.run_ahead import RunAhead
 from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.stale_gradients import StaleGradients
@@ -53,7 +55,13 @@ class OptimizerRuntime:
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], options: Options, device: torch.device, *, in_backward: bool
+        self,
+        groups: list[dict[str, Any]],
+        options: Options,
+        device: torch.device,
+        *,
+        in_backward: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.id = next(_ids)
         self.groups = groups
@@ -63,16 +71,18 @@ class OptimizerRuntime:
         streams = device_of(device).streams
         self.recorder = Recorder(streams)
         self.registry = ParamRegistry(
-            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward
+            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward, ranks=ranks
         )
         self.order = self.registry.transport.order
         self.params = self.registry.params
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
         self.uploads = UploadScheduler(self.registry, self.recorder)
+        self.ranks = None if ranks is None else Ranks(ranks, self.registry, device, options)
+        self.uploads.read_elsewhere = ranks is not None  # the other ranks get them at the end of the step
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)
-        self.schedule = Schedule(options, device, self.recorder)
+        self.schedule = Schedule(options, device, self.recorder, ranks)
         self.run_ahead = None if streams is None else RunAhead(device_of(device), streams, self.recorder)
         self.backward = BackwardPass()
         self.step = 0
@@ -125,6 +135,8 @@ class OptimizerRuntime:
             self.synchronize()
         self.registry.add(named, first_group)
         self.schedule.make_room(len(self.params))
+        if self.ranks is not None:
+            self.ranks.reduction.parameters_changed()
 
     @property
     def plan(self) -> Plan:
@@ -163,7 +175,7 @@ class OptimizerRuntime:
     @property
     def finalizes_in_backward(self) -> bool:
         """Whether updates may sit in the backward graph."""
-        return self.in_backward and self.options.max_grad_norm is None
+        return self.in_backward and self.options.max_grad_norm is None and self.ranks is None
 
     @property
     def weight_grad_bytes(self) -> int:
@@ -291,6 +303,8 @@ class OptimizerRuntime:
         try:
             self.schedule.restart_windows()
             self.uploads.finish(self.step, flush=True)
+            if self.ranks is not None:
+                self.ranks.gather_merged()
             self.streamed.wait()
         except errors.LostUpdateError:
             raise
@@ -305,6 +319,8 @@ class OptimizerRuntime:
         self._updating = False
         self.backward.reset()
         self.backward.task = None
+        if self.ranks is not None:
+            self.ranks.forget()
         # Before ``registry.abandon``, which would wait forever for a job that was never queued.
         self.uploads.abandon()
         self.schedule.forget()
@@ -377,6 +393,8 @@ class OptimizerRuntime:
                 with suppress(Exception):  # threads and files must not stay for an error that has passed
                     part()
         ops.unregister_engine(self.id)
+        if self.ranks is not None:
+            self.ranks.group.close()
         if self._claim is not None:
             self._claim.release()
         self.closed = True  # last: an interrupt above leaves the rest to the next call
@@ -391,6 +409,8 @@ class OptimizerRuntime:
                 self.order.follow()
             try:
                 self.uploads.finish(self.step, flush=flush and self.failure is None)
+                if self.ranks is not None and flush and self.failure is None:
+                    self.ranks.gather_merged()
                 self.streamed.wait()
             # Not on an interrupt: the next ``close`` has to finish the work.
             except Exception:
@@ -399,4 +419,5 @@ class OptimizerRuntime:
             self._finished = True
 
     def _release_gradients(self) -> None:
-        self.registry.release_gradients(keep=self.failure is None)
+        # Of several ranks, each closes its engine when it comes to that, and none may wait for the others' values.
+        self.registry.release_gradients(keep=self.failure is None and self.ranks is None)

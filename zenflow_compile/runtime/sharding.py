@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from zenflow_compile.torch_internals import torch_private
 
 ALTERNATIVE = (
-    "train under DistributedDataParallel without torch.compile, or in one process: this version shards neither "
-    "parameters nor their state"
+    "leave the model whole on each rank and pass process_group=torch.distributed.group.WORLD, which divides the "
+    "optimizer's state and updates among ranks: this version does not serve sharded parameters"
 )
 
 

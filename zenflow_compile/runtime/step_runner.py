@@ -46,6 +46,14 @@ class StepRunner(OptimizerRuntime):
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
         self._check()
+        if self.ranks is None:
+            return self._run_step()
+        with self.ranks.step(self.step) as shortest_window:
+            if self.schedule.shortest_window is None:
+                self.schedule.shortest_window = shortest_window
+            return self._run_step()
+
+    def _run_step(self) -> bool:
         present, untaken = self.registry.check_gradients()
         if not present:
             return False
@@ -182,6 +190,7 @@ class StepRunner(OptimizerRuntime):
     def end_update(self) -> None:
         """Update resident parameters, apply updates that must not wait, and advance to the next step."""
         self.registry.device_updated.update()
+        updated = [each for each in self.offloaded.values() if each.record is not None] if self.ranks else []
         self.step += 1
         self._updating = False
         self.backward.reset()
@@ -190,6 +199,8 @@ class StepRunner(OptimizerRuntime):
             if self.in_backward:
                 offloaded.record = None
         self.uploads.end_step(self.step)
+        if self.ranks is not None:
+            self.ranks.end_step(updated)
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
         self.schedule.end_step()
@@ -213,5 +224,7 @@ class StepRunner(OptimizerRuntime):
         if not self.in_backward:
             self.backward.task = None  # of a backward that failed
         self.stale.forget()
+        if self.ranks is not None:
+            self.ranks.reduction.reset()
         for offloaded in self.offloaded.values():
             offloaded.discard()

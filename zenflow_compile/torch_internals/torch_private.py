@@ -10,12 +10,14 @@ import enum
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.autograd import profiler as _profiler
 
@@ -355,3 +357,34 @@ def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
         for index in counted:
             labels[index] = tensors[index]._version
     return labels
+
+
+def shared_store(prefix: str) -> torch._C._distributed_c10d.Store:
+    """The key-value store that the processes of a run share, for keys of one prefix. Seen in torch 2.11 and 2.13."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return torch._C._distributed_c10d.PrefixStore(prefix, store)
+
+
+def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of ``group`` waits for the other ranks. Seen in torch 2.11 and 2.13."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def start_reduce_scatter(out: Tensor, packed: Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
+    """Start the mean of ``packed`` over ranks, of which ``out`` takes this rank's part.
+
+    Torch 2.13 has a new name for it, and a warning under the old one.
+    """
+    new = getattr(torch.distributed, "reduce_scatter_single", None)
+    start = torch.distributed.reduce_scatter_tensor if new is None else new
+    work: torch.distributed.Work = start(out, packed, op=torch.distributed.ReduceOp.AVG, group=group, async_op=True)
+    return work
+
+
+def start_all_gather(out: Tensor, block: Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
+    """Start to gather ``block`` of each rank in ``out``. Torch 2.13 has a new name for it, see above."""
+    new = getattr(torch.distributed, "all_gather_single", None)
+    start = torch.distributed.all_gather_into_tensor if new is None else new
+    work: torch.distributed.Work = start(out, block, group=group, async_op=True)
+    return work

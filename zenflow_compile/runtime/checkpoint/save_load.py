@@ -26,6 +26,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     state_dtype,
     window_places,
 )
+from zenflow_compile.runtime.checkpoint.shares import own_entry, whole_entry
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
@@ -45,6 +46,8 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     """The state of a synchronized engine: ``state`` and ``param_groups``, as PyTorch has them."""
     if engine.in_child:
         errors.refuse_in_child()
+    if engine.ranks is not None:
+        engine.ranks.begin_state_dict()
     index_of = {id(param): index for index, param in enumerate(engine.params)}
     with torch.device("cpu"):  # whatever the default device is
         entries = {index: _entries(engine, index) for index in range(len(engine.params))}
@@ -122,11 +125,12 @@ def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
 def _entries(engine: Engine, index: int) -> dict[str, Tensor]:
     plan, adaptive = engine.plan.params[index], engine.plan.adaptive
     found = _offloaded_state(engine, engine.offloaded[index]) if plan.offloaded else _whole_entries(engine, index)
-    found["plan"], found["chosen"] = plan_entry(plan), chosen_entry(engine.options)
+    found["plan"], found["chosen"] = plan_entry(plan.whole), chosen_entry(engine.options)
     found["optimizer_step"] = torch.tensor(engine.step)
     if adaptive:
         found["shortest_window"] = torch.tensor(_or_none(engine.schedule.shortest_window))
-    return {name: found[name] for name in layout(plan, adaptive=adaptive)}
+    entry = {name: found[name] for name in layout(plan, adaptive=adaptive)}
+    return entry if plan.share is None or engine.ranks is None else whole_entry(plan, entry, engine.ranks.group)
 
 
 def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) -> None:
@@ -140,6 +144,8 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
         entry = checked.entries.get(index)
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
+            if entry is not None and offloaded.plan.share is not None:
+                entry = own_entry(offloaded.plan, entry)
             _load_offloaded(engine, offloaded, {**_untrained(offloaded), **(entry or {})})
         else:
             engine.registry.device_updated.load(index, _whole_state(engine.plan.params[index], param, entry))
@@ -262,11 +268,12 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     The master is the weight, nothing has been selected, and the update window is empty.
     """
     plan, zeros = offloaded.plan, torch.zeros(()).expand(offloaded.plan.shape)
+    weight = offloaded.param.detach() if plan.share is None else offloaded.weights.matrix
     return {
         "step": 0.0,
         "exp_avg": zeros,
         "exp_avg_sq": zeros,
-        "master": offloaded.param.detach(),
+        "master": weight,
         "score": torch.zeros(plan.slices),
         "mask": torch.arange(plan.slices) < plan.k,
         "selected_at": NONE,

@@ -92,7 +92,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
-    for index, plan in enumerate(engine.plan.params):
+    for index, plan in enumerate(each.whole for each in engine.plan.params):
         if index not in entries:
             if engine.params[index].requires_grad:
                 raise ValueError(f"the state dict has no state for {plan.name!r}; it is not complete")
@@ -187,7 +187,7 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
         )
     used: dict[int, Mapping[str, Any]] = {}
     for index, entry in entries.items():
-        plan = engine.plan.params[index]
+        plan = engine.plan.params[index].whole
         part = _Part(entry, repr(plan.name))
         if not entry:
             continue  # the parameter has had no gradient
@@ -236,6 +236,9 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
     if "mask" in expected:
         if (count := int(entry["mask"].sum())) != plan.k:
             part.refuse(f"'mask' with {count} selected slices, not {plan.k},")
+        of_groups = [int(entry["mask"][group :: plan.groups].sum()) for group in range(plan.groups)]
+        if of_groups != [len(range(group, plan.k, plan.groups)) for group in range(plan.groups)]:
+            part.refuse(f"'mask' that does not select {plan.k} slices evenly in {plan.groups} groups of slices,")
         if (at := int(entry["selected_at"])) >= max(step, 1):
             part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
     if "open" in expected:

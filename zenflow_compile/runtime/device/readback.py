@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,18 @@ from zenflow_compile.timeline.events import DeviceEvent
 LAG = 2
 """Values of step t are read in step t + 2. They are on the host by then: the step before last has ended on the device
 when a step begins (``step/run_ahead.py``)."""
+
+
+class Sum(Protocol):
+    """A sum over ranks under way."""
+
+    def wait(self, what: str) -> Tensor: ...
+
+
+class AddsUp(Protocol):
+    """The ranks that train one model."""
+
+    def all_reduce(self, values: Tensor) -> Sum: ...
 
 
 class Reading:
@@ -39,11 +53,16 @@ class Reading:
 
 
 class Readback:
-    """A table of f32 numbers on the device, a row per parameter, copied to the host one time per step."""
+    """A table of f32 numbers on the device, a row per parameter, copied to the host one time per step.
 
-    def __init__(self, columns: int, device: Device, recorder: Recorder) -> None:
+    Args:
+        ranks: whose tables are added up first; all of them fill the same cells.
+    """
+
+    def __init__(self, columns: int, device: Device, recorder: Recorder, ranks: AddsUp | None = None) -> None:
         self._device = device
         self._recorder = recorder
+        self._ranks = ranks
         self._table = torch.zeros((0, columns), dtype=torch.float32, device=device.torch_device)
         # In turns: at the end of a step, the copy of the step before may not have been read.
         self._hosts = [device.host_zeros((0, columns), torch.float32) for _ in range(LAG)]
@@ -70,7 +89,10 @@ class Readback:
         if self._filled:
             self._hosts = [*self._hosts[1:], host]
             # On the current stream, as are the writes of cells: a cell is filled again only after this copy read it.
-            host.copy_(self._table, non_blocking=True)
+            table = self._table
+            if self._ranks is not None:
+                table = self._ranks.all_reduce(table.clone()).wait("scheduling inputs")
+            host.copy_(table, non_blocking=True)
             if (streams := self._device.streams) is not None:
                 event = streams.event()
                 event.record(streams.current())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 import zenflow_compile
+from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.gradients.factors import Factors
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.window_sum import Scales
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -58,6 +61,7 @@ class Gradients:
         device: torch.device,
         *,
         visible: bool,
+        ranks: RankGroup | None,
     ) -> None:
         self.visible = visible
         self.factors = Factors(device, deferred=device_of(device).streams is not None)
@@ -67,6 +71,7 @@ class Gradients:
         self.process = os.getpid()
         self._params = params
         self._recorder = recorder
+        self._ranks = ranks
 
     def measure(self) -> None:
         """Set the norms of all split gradients that have none yet, with a few operators for all of them."""
@@ -81,6 +86,26 @@ class Gradients:
             torch._foreach_sqrt_(norms)
             for record, norm, spare in zip(records, torch.stack(norms).unbind(), norms, strict=True):
                 record.norm, record.spare = norm, (norm, spare)
+
+    @contextmanager
+    def of_all_ranks(self, name: str, state: GradientState) -> Iterator[RankGroup]:
+        """All ranks read the gradient of parameter ``name``.
+
+        Raises:
+            RankError: not all of them do.
+            RuntimeError: its sum over ranks is not complete yet.
+        """
+        assert self._ranks is not None
+        if state is GradientState.LOCAL:
+            errors.refuse_partial_gradient(name)
+        with self._ranks.announcing():
+            asked = self._ranks.gather_texts(Call.DENSE, name)
+            if (other := first_difference(asked)) is not None:
+                raise self._ranks.failure(
+                    f"rank 0 reads the values of the gradient of {asked[0]}, and rank {other} those of {asked[other]}; "
+                    "with a process_group all ranks read the same gradients in the same order"
+                )
+            yield self._ranks
 
     def became_dense(self) -> None:
         """Count a gradient that became dense, and record the line of user code that asked for it."""

@@ -28,6 +28,8 @@ class GradientState(enum.Enum):
 
     PARTS = "parts"
     """Away: split. The selected slices are on the device, the deferred ones on their way to the host."""
+    LOCAL = "local"
+    """Away: this rank's contributions, whose mean over ranks is not known yet."""
     ON_DEVICE = "on device"
     """Away: unsplit, in the engine's accumulator. It is split when it is final."""
     ZERO = "zero"
@@ -45,7 +47,7 @@ class GradientState(enum.Enum):
 
     def __init__(self, description: str) -> None:
         # Attributes, since every gradient asks several times per step: a property costs ten times as much.
-        self.away = description in ("parts", "on device")
+        self.away = description in ("parts", "on device", "local")
         self.gone = not self.away and description not in ("zero", "dense")
 
 
@@ -314,11 +316,15 @@ class GradientRecord:
                 return self.make_dense()
         return None
 
-    def dropped(self) -> None:
-        """Give up a gradient that left ``.grad`` before a step used it. It becomes dense if a tensor of it is alive."""
+    def dropped(self, *, keep: bool) -> None:
+        """Give up a gradient that left ``.grad`` before a step used it.
+
+        Args:
+            keep: it becomes dense if a tensor of it is alive.
+        """
         if not self.state.away:
             return
-        if self.first_tensor is not None:
+        if keep and self.first_tensor is not None:
             with suppress(RuntimeError):  # a failed copy, which raises elsewhere
                 self.make_dense()
         if self.state.away:

@@ -132,10 +132,13 @@ class ShownGradient(ABC):
         return record
 
     def drop(self) -> None:
-        """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive."""
+        """Drop a gradient that was cleared or replaced. It becomes dense if a tensor of it is alive.
+
+        Not where other ranks have parts of it: whether a tensor is alive may differ between them.
+        """
         if self.record is not None:
             # First: if a tensor of the gradient is alive, its values are copied out of the parts.
-            self.record.dropped()
+            self.record.dropped(keep=self.plan.share is None)
             self.record = None
         self._release_parts()
 

@@ -42,21 +42,23 @@ _MEMORY_FILES = {
 }
 
 
-def require_host_memory(needed_bytes: int, remedies: str) -> None:
+def require_host_memory(needed_bytes: int, remedies: str, processes: int = 1) -> None:
     """Refuse a plan that does not fit, before anything is allocated.
 
     Linux maps more memory than there is, and kills a process that later touches too much of it.
 
     Args:
         remedies: settings that need less; see ``errors.less_host_memory``.
+        processes: on this machine that are about to allocate as much.
 
     Raises:
         ValueError: more is needed than is available to this process; says how much, and which settings help.
     """
     available_bytes, limited_by = available_host_memory()
-    if needed_bytes > available_bytes:
+    if needed_bytes * processes > available_bytes:
+        each = "" if processes == 1 else f" in each of {processes} ranks on this machine"
         raise ValueError(
-            f"optimizer state and gradient windows need {_gib(needed_bytes)} of host memory, but only "
+            f"optimizer state and gradient windows need {_gib(needed_bytes)} of host memory{each}, but only "
             f"{_gib(available_bytes)} are available ({limited_by}); free some, or choose {remedies}"
         )
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.cores import may_pin, nodes_of, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, make_host_adam
+from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.host.workers import HostWorkers
@@ -158,7 +160,9 @@ class EngineMemory:
             return {}
         assert self._options.nvme_path is not None
         if (files := self.transport.files) is None:
-            files = NvmeCache(self._options.nvme_path, self.transport.recorder, native=self._is_native(new[0]))
+            directory = local_ranks().directory(self._options.nvme_path)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            files = NvmeCache(directory, self.transport.recorder, native=self._is_native(new[0]))
             self.transport.files = files
             undo.callback(self._close_files)
         fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
@@ -252,6 +256,10 @@ class EngineMemory:
         if self.transport.files is not None:
             self.transport.files.close()
             self.transport.files = None
+            assert self._options.nvme_path is not None
+            if (directory := local_ranks().directory(self._options.nvme_path)) != Path(self._options.nvme_path):
+                with suppress(OSError):  # files of the user's are in it
+                    directory.rmdir()
 
 
 @cache  # warn once per process: engines come and go

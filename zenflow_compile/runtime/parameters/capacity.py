@@ -17,6 +17,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
 from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
+from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.nvme.cache import cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
 
@@ -30,6 +31,7 @@ def checked_plan(
     allocated: int = 0,
     cache_bytes: int = 0,
     exchanges: bool = False,
+    processes: int = 1,
 ) -> Plan:
     """Extend ``plan`` by further parameters, and check that the machine can hold them. Allocates nothing.
 
@@ -39,6 +41,7 @@ def checked_plan(
         allocated: number of parameters whose memory is allocated already.
         cache_bytes: host memory that the cache of state in files has already.
         exchanges: state that changes sides goes through buffers.
+        processes: on this machine that are about to allocate as much.
 
     Raises:
         ValueError: more host memory is needed than the machine has, an upload is larger than ``staging_bytes``, the
@@ -53,7 +56,7 @@ def checked_plan(
         needed += plan.exchange_bytes - exchange_bytes
     if (needed_by_cache := nvme_cache_bytes(plan, options)) > cache_bytes:
         needed += needed_by_cache
-    require_host_memory(needed, less_host_memory(options))
+    require_host_memory(needed, less_host_memory(options), processes)
     upload_buffers(plan, options)
     return plan
 
@@ -117,7 +120,7 @@ def worker_cores(options: Options) -> tuple[int, ...]:
     """
     if options.worker_cores is not None:
         return options.worker_cores
-    cores = physical_cores()
+    cores = local_ranks().part(physical_cores())
     count = worker_count(len(cores), workers=options.workers, reserved_share=options.pt_reserved_cores_perc)
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
     return choose_cores(cores, count, in_use)

@@ -82,10 +82,12 @@ class DeviceState:
 
         Args:
             margin: by how much an entering slice's score must exceed that of the slice it replaces, as a share of it.
-            swaps: how many to make at most, divided over the groups.
+            swaps: how many to make at most in the whole parameter, divided over its groups.
             step: decides which groups get the remainder.
         """
-        at_most = selection_groups.swaps_per_group(swaps, self.plan.groups, step, self.score.device)
+        at_most = selection_groups.swaps_per_group(swaps, self.plan.whole.groups, step, self.score.device)
+        if (share := self.plan.share) is not None:
+            at_most = at_most[share.part :: share.parts]
         return selection_groups.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
 
     def selected_norm(self, out: Tensor | None = None) -> Tensor:

@@ -46,7 +46,7 @@ from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.torch_internals import torch_private
 
-_PARTS, _ON_DEVICE = GradientState.PARTS, GradientState.ON_DEVICE
+_PARTS, _ON_DEVICE, _LOCAL = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.LOCAL
 
 
 class Arrival(enum.Enum):
@@ -127,24 +127,58 @@ class IncomingGradient(ShownGradient):
             RuntimeError: the update of this step has already run, so this contribution would be lost.
             TypeError: the gradient is sparse, or of another dtype than the parameter had at construction.
         """
+        self._receive(self._matrix(grad), split_now=split_now)
+
+    def receive_share(self, share: Tensor, *, split_now: bool) -> None:
+        """Take this rank's share [slices, length] of a contribution of all ranks, as ``receive`` takes a gradient."""
+        self._receive(share, split_now=split_now)
+
+    def receive_local(self, grad: Tensor) -> Tensor:
+        """Show a contribution of this rank in ``.grad``, before its mean over ranks is known.
+
+        Returns:
+            It as [rows, columns].
+
+        Raises: see ``receive``.
+        """
         matrix = self._matrix(grad)
+        if self.record is None or (record := self.look()) is None:
+            self._show(*self._new_record(), _LOCAL)
+        elif not record.state.away:
+            self._receive_more(record, matrix, split_now=False)
+        return matrix
+
+    @property
+    def local_was_dropped(self) -> bool:
+        """Whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent."""
+        record = self.record
+        return record is not None and record.state is _LOCAL and self.look() is None
+
+    def _receive(self, matrix: Tensor, *, split_now: bool) -> None:
         split_now = split_now and self.arrival is not Arrival.IN_PIECES
-        if self.record is not None and (record := self.look()) is not None:
+        shown: OffloadedGradient | None = None
+        if self.record is None or (record := self.look()) is None:
+            record, shown = self._new_record()
+        elif record.state is not _LOCAL:
             self._receive_more(record, matrix, split_now=split_now)
             return
-        visible, shown = self._gradients.visible, None
-        if visible and (before := self.param.grad) is not None and self._zeroed(before):
-            assert isinstance(before, OffloadedGradient)
-            record = before._record  # a zeroed gradient stays the object that it is in ``.grad``
-        else:
-            record = GradientRecord(self._like, self._me)
-            shown = OffloadedGradient.of(record) if visible else None
         if split_now:
             self._split(matrix)
         else:
             self._accumulator_like(matrix).copy_(matrix)
-        # No call from here on: an interrupt finds that all of it is done or nothing, see [Note: one assignment].
-        state = _PARTS if split_now else _ON_DEVICE
+        self._show(record, shown, _PARTS if split_now else _ON_DEVICE)
+
+    def _new_record(self) -> tuple[GradientRecord, OffloadedGradient | None]:
+        """The record of a gradient that begins, and the tensor to put into ``.grad``; None if that one stays."""
+        visible = self._gradients.visible
+        if visible and (before := self.param.grad) is not None and self._zeroed(before):
+            assert isinstance(before, OffloadedGradient)
+            return before._record, None  # a zeroed gradient stays the object that it is in ``.grad``
+        record = GradientRecord(self._like, self._me)
+        return record, OffloadedGradient.of(record) if visible else None
+
+    def _show(self, record: GradientRecord, shown: OffloadedGradient | None, state: GradientState) -> None:
+        # No call in here: an interrupt finds that all of it is done or nothing, see [Note: one assignment].
         self.record, record.state, record.contributions, record.norm = record, state, 1, None
         record.clip = record.unscale = 1.0
         if shown is not None:
@@ -203,7 +237,8 @@ class IncomingGradient(ShownGradient):
             self.uses_unknown = self.uses_unknown or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
             record = GradientRecord(self._like, self._me)
-            self._split(self._matrix(values))
+            matrix, share = self._matrix(values), self.plan.share
+            self._split(matrix if share is None else share.view(matrix))
             self.record, record.state, record.contributions = record, _PARTS, 1
             if not self._gradients.visible:
                 self.param.grad = None
@@ -306,11 +341,13 @@ class IncomingGradient(ShownGradient):
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
         if self._accumulator is None:
-            like = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-            self._accumulator = like.view(self._like.shape[0], -1)
+            like = torch.empty(self.plan.shape, dtype=self._like.dtype, device=self._like.device)
+            self._accumulator = like.view(self.plan.shape[0], -1)
         self._assemble(self._accumulator, record)
         # Before the parts are released: parts that an interrupt leaves behind are released by the next split.
-        record.state, record.norm = _ON_DEVICE, None
+        record.state = _ON_DEVICE
+        if self.plan.share is None:  # else the norm came with the last backward, and no other message will bring it
+            record.norm = None
         self._release_parts()
 
     def _assemble(self, target: Tensor, record: GradientRecord) -> None:
@@ -349,13 +386,32 @@ class IncomingGradient(ShownGradient):
         if (order := self.transport.order) is not None:
             order.follow()
         values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-        matrix = values.view(self._like.shape[0], -1)
+        whole, share = values.view(self._like.shape[0], -1), self.plan.share
+        if share is None:
+            self._copy_out(whole, record)
+            return values
+        own = torch.zeros((share.most_slices, self.plan.length), dtype=values.dtype, device=values.device)
+        with self._gradients.of_all_ranks(self.plan.name, record.state) as ranks:
+            self._copy_out(own[: self.plan.slices], record)
+            rows = ranks.all_gather(own).wait(f"the gradient of {self.plan.name}")
+        for part in range(share.parts):
+            share.view(whole, part).copy_(rows[part, : share.count(share.whole.slices, part)])
+        return values
+
+    def _copy_out(self, target: Tensor, record: GradientRecord) -> None:
         if record.state is _ON_DEVICE:
             assert self._accumulator is not None
-            matrix.copy_(self._accumulator)
+            target.copy_(self._accumulator)
         else:
-            self._assemble(matrix, record)
-        return values
+            self._assemble(target, record)
+
+    def squared_norm(self) -> Tensor:
+        """f32[], of the gradient without factors; of this rank's share, if there are several."""
+        if self.state is _ON_DEVICE:
+            assert self._accumulator is not None
+            norm: Tensor = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
+            return norm.square()
+        return self.device.norms.sum()
 
     def norm_of(self, record: GradientRecord) -> Tensor | None:
         """f32[], L2 norm without factors, also of the gradient that was consumed last."""
@@ -364,6 +420,8 @@ class IncomingGradient(ShownGradient):
         if (order := self.transport.order) is not None:
             order.follow()
         if record.norm is None:
+            if self.plan.share is not None:
+                errors.refuse_partial_gradient(self.plan.name)
             if record.state is _ON_DEVICE:
                 assert self._accumulator is not None
                 record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
@@ -379,6 +437,7 @@ class OffloadedParam(IncomingGradient):
         weights: the parameter as a matrix, and whether it was written elsewhere.
         deadline: position among the first uses of the next forward; jobs and uploads run in this order.
         upload: on its way; None without one.
+        merged: an update window was applied that other ranks have not seen yet.
     """
 
     def __init__(
@@ -395,6 +454,7 @@ class OffloadedParam(IncomingGradient):
         self.weights = Weights(plan, param, counter)
         self.deadline = plan.index
         self.upload: Upload | None = None
+        self.merged = False
         self._wanted: Wanted | None = None  # of the last re-selection, see ``_reselect``
         self._partially_applied: BaseException | None = None
         self.weights.reseed(device, host)
@@ -539,6 +599,7 @@ class OffloadedParam(IncomingGradient):
         with recorder.compute("merge", param=self.plan.name):
             column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, upload.buffer.tensor)
             weights.written()
+        self.merged = True
         # The device may not have merged yet: the next copy into the buffer waits for the compute stream.
         self.upload, upload.buffer.in_use = None, False
         host.flushed.pop(0)

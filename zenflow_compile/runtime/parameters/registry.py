@@ -27,6 +27,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 
 
@@ -54,14 +55,15 @@ class ParamRegistry:
         engine: weakref.ref[Any],
         *,
         visible_gradients: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
-        self.plan = empty_plan(options)
+        self.plan = empty_plan(options) if ranks is None else empty_plan(options, ranks.rank, ranks.size)
         self.params: list[Parameter] = []
         self.counters: list[VersionCounter] = []
         self.groups = groups
         self.group_numbers: list[int] = []
         self.offloaded: dict[int, OffloadedParam] = {}
-        self.gradients = Gradients(self.offloaded, engine, recorder, device, visible=visible_gradients)
+        self.gradients = Gradients(self.offloaded, engine, recorder, device, visible=visible_gradients, ranks=ranks)
         self.memory = EngineMemory(options, device, recorder)
         self.transport = self.memory.transport
         self.streamed = self.memory.streamed

@@ -30,19 +30,34 @@ class Weights:
         self.unverified = False
         self._plan = plan
         self._param = param
+        self._whole: Tensor | None = None
         self._view: Tensor | None = None
         self._mark: WriteMark | None = None
         self._shown: Tensor | None = None  # deferred weights that an update in flight leaves behind their masters
 
     @property
     def matrix(self) -> Tensor:
-        """View the parameter's memory as [rows, columns]. A write to it does not move the parameter's version."""
-        view = self._view
-        if view is None or view.data_ptr() != self._param.data_ptr():  # its storage was replaced
-            if view is not None and (self._param.dtype != view.dtype or self._param.shape != self._plan.shape):
-                errors.refuse_changed(self._param, self._plan, view.device)
-            view = self._view = self._param.data.view(self._param.shape[0], -1)
-        return view
+        """View the parameter's memory as [rows, columns], or this rank's share of it as [slices, length].
+
+        A write to it does not move the parameter's version.
+        """
+        whole, share = self.whole_matrix, self._plan.share
+        if share is None:
+            return whole
+        if self._view is None:
+            self._view = share.view(whole)
+        return self._view
+
+    @property
+    def whole_matrix(self) -> Tensor:
+        """View all of the parameter's memory as [rows, columns]."""
+        whole = self._whole
+        if whole is None or whole.data_ptr() != self._param.data_ptr():  # its storage was replaced
+            if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
+                errors.refuse_changed(self._param, self._plan, whole.device)
+            whole = self._whole = self._param.data.view(self._param.shape[0], -1)
+            self._view = None
+        return whole
 
     def of(self, slices: Tensor) -> Tensor:
         """Copy the weights of ``slices``: [n, length]."""

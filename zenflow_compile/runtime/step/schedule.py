@@ -22,6 +22,7 @@ from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.readback import LAG, Readback, Reading
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import AdaptiveWindows
 
@@ -122,7 +123,7 @@ class _Coming:
                 if column == _LEAVING:
                     self.values.leaving[index] = value
                 elif column == _SELECTED:
-                    plan, late, window = self.joined[index]
+                    plan, late, window = self.joined[index].plan.whole, *self.joined[index][1:]
                     unscale = float(late)
                     deferred = max(cells[index, _TOTAL] - value, 0.0)  # rounding may make the difference negative
                     self.values.norms[index] = _Norms(
@@ -156,7 +157,9 @@ class Schedule:
         adaptive: flushes depend on gradients; else a window is flushed at its phase.
     """
 
-    def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
+    def __init__(
+        self, options: Options, device: torch.device, recorder: Recorder, ranks: RankGroup | None = None
+    ) -> None:
         self._options = options
         self.adaptive = options.adaptive
         self._measured = self.adaptive and options.min_update_interval is None and options.longest_window > 1
@@ -167,7 +170,7 @@ class Schedule:
         self._least_steps: dict[int, int] = {}  # between re-selections, by the plan's interval
         self._joined: dict[int, _Joined] = {}
         self._coming: deque[_Coming] = deque()  # of the last steps, oldest first; at most ``LAG``
-        self._readback = Readback(3, device_of(device), recorder)
+        self._readback = Readback(3, device_of(device), recorder, ranks)
 
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
@@ -203,8 +206,11 @@ class Schedule:
             return True
         if present and device.selects:
             self._joined[plan.index] = _Joined(plan, unscale, window)
-            device.selected_norm(out=self._readback.cell(plan.index, _SELECTED))
-            torch.sum(device.norms, 0, out=self._readback.cell(plan.index, _TOTAL))
+            selected, total = (self._readback.cell(plan.index, column) for column in (_SELECTED, _TOTAL))
+            device.selected_norm(out=selected)
+            torch.sum(device.norms, 0, out=total)
+            if plan.share is not None and not plan.share.first_holder:
+                torch._foreach_zero_([selected, total])  # another rank counts this part
         return False
 
     def selection(self, plan: ParamPlan, device: DeviceState, step: int) -> Wanted | None:
@@ -223,8 +229,9 @@ class Schedule:
             least = self._least_steps[plan.interval] = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
             return Wanted(device.best_slices(), plan.most_swaps) if steps >= least else None
-        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / plan.k
-        if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(plan, steps)):
+        whole = plan if plan.share is None else plan.share.whole
+        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / whole.k
+        if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(whole, steps)):
             return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
         if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
             self._drifts[plan.index] = _Drift(device, device.selection)
@@ -245,12 +252,16 @@ class Schedule:
 
     def _count_drifts(self) -> None:
         """Count the slices that would leave, with few operators for all parameters of one shape."""
-        together: dict[tuple[int, int], list[int]] = {}
+        together: dict[tuple[int, int, int], list[int]] = {}
         for index, drift in self._drifts.items():
-            together.setdefault((drift.device.plan.slices, drift.device.plan.k), []).append(index)
+            plan = drift.device.plan
+            together.setdefault((plan.slices, plan.k, plan.groups), []).append(index)
         for indices in together.values():
             states, selections = zip(*(self._drifts[index] for index in indices), strict=True)
             counts = count_leaving(states, selections, ENTRY_MARGIN)
+            for count, state in zip(counts, states, strict=True):
+                if state.plan.share is not None and not state.plan.share.first_holder:
+                    count.zero_()  # another rank counts this part
             torch._foreach_copy_([self._readback.cell(index, _LEAVING) for index in indices], counts)
         self._drifts.clear()
 

@@ -1,0 +1,43 @@
+"""The ranks that torchrun has started; one process without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the other ranks, as torchrun names them in the environment: through NCCL on CUDA, gloo on the CPU."""
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks() -> tuple[int, int]:
+    """The number of this rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def own_part(batch: Tensor) -> Tensor:
+    """This rank's part of a batch that all ranks have drawn.
+
+    Raises:
+        ValueError: the ranks cannot divide it evenly, so that the mean over them would not be that of the batch.
+    """
+    rank, size = ranks()
+    if len(batch) % size:
+        raise ValueError(f"--batch {len(batch)} cannot be divided among {size} ranks; choose a multiple of {size}")
+    return batch.chunk(size)[rank]

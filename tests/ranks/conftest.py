@@ -1,0 +1,25 @@
+"""The processes that the tests of several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.rank_processes import RankProcesses
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankProcesses]:
+    """Two processes in a gloo group, for all tests of this process."""
+    ranks = RankProcesses(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[RankProcesses]:
+    """Three processes: no power of two."""
+    ranks = RankProcesses(3)
+    yield ranks
+    ranks.close()

@@ -1,0 +1,115 @@
+"""Bad input of several ranks: one clear error on all of them, before or in the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from tests.ranks.models import ADAM, ALL_POLICIES, batch, uneven
+from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile import ZenFlowAdamW
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def first_step(rank: int, difference: str) -> None:
+    """Train one step with something that differs on rank 1."""
+    model: nn.Module = uneven()
+    adam: dict[str, Any] = dict(ADAM)
+    options = dict(ALL_POLICIES["zenflow"])
+    if rank == 1:
+        if difference == "options":
+            options["topk_ratio"] = 0.5
+        elif difference == "parameters":
+            model.up = nn.Linear(32, 65)
+        elif difference == "weights":
+            nn.init.normal_(model.up.weight)  # type: ignore[arg-type,union-attr]
+        elif difference == "param groups":
+            adam["lr"] = 0.5
+        elif difference == "versions of torch":
+            torch.__version__ = torch.torch_version.TorchVersion("9.9")
+    optimizer = ZenFlowAdamW(model.named_parameters(), **adam, **options, process_group=dist.group.WORLD)
+    x, y = batch(0, rank, 2)
+    F.cross_entropy(model(x) if difference != "parameters" else model.up(model.embedding(x)), y).backward()  # type: ignore[operator,union-attr]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("difference", ["options", "parameters", "weights", "param groups", "versions of torch"])
+def test_different_ranks_are_refused(two_ranks: RankProcesses, difference: str) -> None:
+    outcomes = two_ranks.outcomes(first_step, difference)
+    two_ranks.close()  # one of them has another version of torch now
+    for text in messages(outcomes):
+        assert f"different {difference}" in text
+
+
+def made(rank: int, case: str) -> None:
+    group: Any = None
+    if case == "mesh of two dimensions":
+        group = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    elif case == "other ranks":
+        group = dist.new_group([1 - rank], use_local_synchronization=True)
+        group = dist.new_group([0])
+        if rank == 0:
+            raise ValueError("process_group does not hold this rank")
+    elif case == "no group":
+        group = 3
+    ZenFlowAdamW(uneven().named_parameters(), **ADAM, process_group=group)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("several ranks", "process_group=torch.distributed.group.WORLD"),
+        ("mesh of two dimensions", "mesh of 2 dimensions"),
+        ("no group", "process_group=3 must be"),
+    ],
+)
+def test_bad_groups_are_refused(two_ranks: RankProcesses, case: str, text: str) -> None:
+    assert all(text in message for message in messages(two_ranks.outcomes(made, case)))
+
+
+def outside(rank: int) -> str:
+    group = dist.new_group([0])
+    if rank == 0:
+        ZenFlowAdamW(uneven().named_parameters(), **ADAM, process_group=group).close()  # one rank trains alone
+        return "hold this rank"
+    with pytest.raises(ValueError, match="hold this rank") as raised:
+        ZenFlowAdamW(uneven().named_parameters(), **ADAM, process_group=group)
+    return str(raised.value)
+
+
+def test_group_without_the_rank_is_refused(two_ranks: RankProcesses) -> None:
+    assert all("hold this rank" in text for text in two_ranks.call(outside))
+
+
+def with_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with ZenFlowAdamW(uneven().named_parameters(), **ADAM, process_group=mesh) as optimizer:
+        assert optimizer.engine.plan.ranks == 2
+
+
+def test_mesh_of_one_dimension_is_a_group(two_ranks: RankProcesses) -> None:
+    two_ranks.call(with_mesh)
+
+
+def alone(rank: int) -> float:
+    """Without a group of its own a rank trains alone, whatever the others do."""
+    model = uneven()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=False)
+    for step in range(rank + 1):
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return float(model.up.weight.detach().sum())  # type: ignore[operator,union-attr]
+
+
+def test_ranks_may_train_alone(two_ranks: RankProcesses) -> None:
+    first, second = two_ranks.call(alone)
+    assert first != second

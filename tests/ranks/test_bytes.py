@@ -1,0 +1,107 @@
+"""What ranks send in each step, counted, and what each of them stores."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.ranks.models import OFFLOAD, as_rank
+from tests.support.rank_processes import RankProcesses
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.host.local_ranks import LocalRanks, local_ranks
+
+pytestmark = pytest.mark.timeout(120)
+ROWS, COLUMNS = 128, 32
+"""Two matrices of so much: 25% selected, in 4 groups of rows."""
+FP32 = 4
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.ReLU(), nn.Linear(ROWS, COLUMNS))
+
+
+def counted(rank: int, options: dict[str, Any], steps: int) -> tuple[list[dict[str, int]], int, int, tuple[int, ...]]:
+    """Bytes that a rank sends in each step, by collective; bytes that it stores, and its workers' cores."""
+    net = model()
+    optimizer = ZenFlowAdamW(net.named_parameters(), **OFFLOAD, **options, process_group=dist.group.WORLD)
+    sent: Counter[str] = Counter()
+    optimizer.engine.ranks.group.sent = lambda name, count: sent.update({name: count})
+    found = []
+    for step in range(steps):
+        sent.clear()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        F.mse_loss(net(torch.randn(4, COLUMNS, generator=generator)), torch.zeros(4, COLUMNS)).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(dict(sent))
+    stored = optimizer.host_bytes, optimizer.device_bytes
+    cores = optimizer.engine.worker_cores
+    optimizer.close()
+    return found, *stored, cores
+
+
+def test_only_changed_slices_are_gathered(two_ranks: RankProcesses) -> None:
+    options = {"topk_ratio": 0.25, "update_interval": 4}
+    matrix, biases = ROWS * COLUMNS * FP32, (ROWS + COLUMNS) * FP32
+    for steps, *_ in two_ranks.call(counted, options, 9):
+        selections = 0
+        for sent in steps:
+            assert sent["reduce_scatter"] == 2 * matrix
+            # Selected slices of both matrices; of one that was flushed all slices of the share.
+            selected, share = matrix // 2 // 4, matrix // 2
+            flushed, ids = divmod(sent["all_gather"] - 2 * selected, share - selected)
+            assert flushed in (0, 1, 2)
+            assert ids in (0, 64, 128)
+            selections += ids // 64
+            norms = 2 * FP32
+            assert sent["all_reduce"] >= biases + norms
+            assert sent["message"] <= 2 * 2048
+        assert selections == 3, "one at first, and one per matrix when its first window was flushed"
+    assert sum(sent["all_gather"] > matrix // 2 for sent in steps) >= 4
+
+
+def test_ranks_divide_state_and_cores(two_ranks: RankProcesses) -> None:
+    options = {"topk_ratio": 0.25, "update_interval": 4}
+    (_, host, device, cores), (_, other_host, other_device, other_cores) = two_ranks.call(counted, options, 1)
+    alone = ZenFlowAdamW(model().named_parameters(), **OFFLOAD, **options)
+    assert host == other_host
+    assert host == pytest.approx(alone.host_bytes / 2, rel=0.02)
+    assert device == other_device
+    assert device < 0.75 * alone.device_bytes  # biases are on each rank
+    alone.close()
+    if len(os.sched_getaffinity(0)) > 1:
+        assert set(cores).isdisjoint(other_cores)
+
+
+def test_files_of_ranks_have_their_own_directory(two_ranks: RankProcesses, tmp_path: Path) -> None:
+    options = {"policy": "zero_infinity", "nvme_path": "", **OFFLOAD}
+    two_ranks.call(as_rank, 2, options, steps=2, folder=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cores", [1, 2, 7, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_local_ranks_divide_what_a_machine_has(cores: int, size: int) -> None:
+    parts = [LocalRanks(rank, size).part(range(cores)) for rank in range(size)]
+    assert all(parts)
+    if cores >= size:
+        assert [each for part in parts for each in part] == list(range(cores))
+
+
+@pytest.mark.parametrize(("rank", "size"), [("0", "0"), ("2", "2"), ("-1", "2"), ("x", "2"), ("0", None)])
+def test_wrong_environment_is_one_process(monkeypatch: pytest.MonkeyPatch, rank: str, size: str | None) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
+    assert local_ranks() == (0, 1)

@@ -1,0 +1,93 @@
+"""A state dict of several ranks has the whole state, and loads into any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.ranks.models import ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
+from tests.support.rank_processes import RankProcesses, messages
+
+pytestmark = pytest.mark.timeout(180)
+SETS = {**{name: WINDOWED[name] for name in ("re-selecting", "adaptive", "late", "summed", "int8")}, **ALL_POLICIES}
+SETS.pop("zero_infinity")
+MIDDLE, END = 5, 11
+
+
+def run(
+    options: dict[str, Any], begin: int, end: int, state: Any = None, rank: int = 0, ranks: int = 1
+) -> tuple[list[Tensor], Any]:
+    """Train from one step to another; the weights, and the state of model and optimizer."""
+    model = uneven()
+    optimizer = optimizer_over(model, options, "", process_group=dist.group.WORLD if ranks > 1 else None)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(begin, end):
+        x, y = batch(step, rank, ranks)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = {"optimizer": optimizer.state_dict(), "model": {k: v.clone() for k, v in model.state_dict().items()}}
+    optimizer.flush()
+    weights = [param.detach().clone() for param in model.parameters()]
+    optimizer.close()
+    return weights, saved
+
+
+def run_as_rank(
+    rank: int, options: dict[str, Any], begin: int, end: int, state: Any = None
+) -> tuple[list[Tensor], Any]:
+    return run(options, begin, end, state, rank, 2)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_state_moves_between_numbers_of_ranks(two_ranks: RankProcesses, name: str) -> None:
+    """Saved in the middle of a window on 2 ranks or 1, and continued on 2 or 1."""
+    options = SETS[name]
+    near = 1e-6 if name != "int8" else 2e-3
+    (one, _), (two, _) = run(options, 0, END), two_ranks.call(run_as_rank, options, 0, END)[0]
+    _, saved_by_two = two_ranks.call(run_as_rank, options, 0, MIDDLE)[1]
+    _, saved_by_one = run(options, 0, MIDDLE)
+    continued = [
+        (two_ranks.call(run_as_rank, options, MIDDLE, END, saved_by_two)[0][0], two, 0.0),
+        (two_ranks.call(run_as_rank, options, MIDDLE, END, saved_by_one)[1][0], one, near),
+        (run(options, MIDDLE, END, saved_by_two)[0], one, near),
+    ]
+    for weights, expected, tolerance in continued:
+        assert difference(weights, expected) <= tolerance
+
+
+def test_state_has_no_trace_of_ranks(two_ranks: RankProcesses) -> None:
+    options = SETS["re-selecting"]
+    _, saved_by_one = run(options, 0, MIDDLE)
+    for _, saved in two_ranks.call(run_as_rank, options, 0, MIDDLE):
+        states = [each["optimizer"]["state"].values() for each in (saved, saved_by_one)]
+        for entry, expected in zip(*states, strict=True):
+            assert {k: (v.shape, v.dtype) for k, v in entry.items()} == {
+                k: (v.shape, v.dtype) for k, v in expected.items()
+            }
+            for key, value in entry.items():
+                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
+
+
+def save_on_one(rank: int) -> None:
+    model = uneven()
+    optimizer = optimizer_over(model, SETS["zenflow"], "", process_group=dist.group.WORLD)
+    for step in range(2):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x), y).backward()
+        if step and rank == 0:
+            optimizer.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_state_dict_on_one_rank_raises_on_all(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(save_on_one)):
+        assert "state_dict()" in text

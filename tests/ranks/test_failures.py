@@ -1,0 +1,119 @@
+"""A rank that fails, ends or hangs makes the others raise, and they say why."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from tests.ranks.models import ADAM, ALL_POLICIES, batch, uneven
+from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
+
+pytestmark = pytest.mark.timeout(120)
+SECONDS = 4.0
+
+
+def train_and(rank: int, failure: str) -> float:
+    """Train; rank 1 fails in the second step. Returns how long rank 0 waited before it raised."""
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    model = uneven()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(3):
+            if step == 1 and rank == 1:
+                if failure == "raise":
+                    patch.setattr(OffloadedParam, "copy_to_host", _fail)
+                elif failure == "in step":
+                    patch.setattr(OffloadedParam, "commit", _fail)
+                elif failure == "exit":
+                    os._exit(3)
+                elif failure == "hang":
+                    time.sleep(3 * SECONDS)
+                    raise RuntimeError("this rank was late")
+            x, y = batch(step, rank, 2)
+            F.cross_entropy(model(x), y).backward()
+            if failure == "skip the step" and step == rank == 1:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    return 0.0
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise RuntimeError("the lane is on fire")
+
+
+@pytest.mark.parametrize("failure", ["raise", "in step"])
+def test_error_of_one_rank_is_raised_by_all(two_ranks: RankProcesses, failure: str) -> None:
+    begin = time.monotonic()
+    other, own = messages(two_ranks.outcomes(train_and, failure, timeout=60))
+    assert own == "the lane is on fire"
+    assert "rank 1 failed" in other
+    assert "the lane is on fire" in other
+    assert time.monotonic() - begin < SECONDS + 15
+
+
+def test_rank_that_ends_is_missed(two_ranks: RankProcesses) -> None:
+    other, _ = messages(two_ranks.outcomes(train_and, "exit", timeout=60))
+    assert "step 1" in other
+    assert "gone" in other
+
+
+def test_rank_that_hangs_is_missed(two_ranks: RankProcesses) -> None:
+    other, late = messages(two_ranks.outcomes(train_and, "hang", timeout=60))
+    assert "late" in late
+    assert "step 1" in other
+    assert f"within {SECONDS:g} s" in other
+
+
+def test_skipped_step_raises_on_all(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(train_and, "skip the step", timeout=60)):
+        assert "calls step()" in text
+        assert "ends a backward" in text
+
+
+def failed_backward(rank: int) -> None:
+    """The backward of rank 1 fails behind the first gradients, and the loop goes on."""
+    model = uneven()
+    optimizer = ZenFlowAdamW(
+        model.named_parameters(), **ADAM, **ALL_POLICIES["zero_offload"], process_group=dist.group.WORLD
+    )
+    for step in range(3):
+        x, y = batch(step, rank, 2)
+        hidden = model.embedding(x)  # type: ignore[operator]
+        if step == 1 and rank == 1:
+            hidden.register_hook(_fail)
+        logits = model.middle(torch.tanh(model.up(model.norm(hidden))))  # type: ignore[operator]
+        try:
+            F.cross_entropy(model.down(torch.tanh(logits)), y).backward()  # type: ignore[operator]
+        except RuntimeError as error:
+            if "on fire" not in str(error):
+                raise
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_failed_backward_of_one_rank_stops_all(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(failed_backward, timeout=60)):
+        assert "backward failed" in text
+
+
+def closed(rank: int) -> None:
+    group = RankGroup(dist.group.WORLD, torch.device("cpu"))
+    group.close()
+    group.close()
+
+
+def test_group_closes_twice(two_ranks: RankProcesses) -> None:
+    two_ranks.call(closed)

@@ -1,0 +1,158 @@
+"""What ``.grad`` shows on several ranks: the mean over all of them, and norms without a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.ranks.models import ADAM, ALL_POLICIES, batch, difference, uneven
+from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile import ZenFlowAdamW
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def trained(rank: int, **options: Any) -> tuple[torch.nn.Module, ZenFlowAdamW]:
+    """A model behind its first backward."""
+    model = uneven()
+    optimizer = ZenFlowAdamW(
+        model.named_parameters(), **ADAM, **{**ALL_POLICIES["zenflow"], **options}, process_group=dist.group.WORLD
+    )
+    x, y = batch(0, rank, 2)
+    F.cross_entropy(model(x), y).backward()
+    return model, optimizer
+
+
+def joint() -> torch.nn.Module:
+    model = uneven()
+    x, y = batch(0)
+    F.cross_entropy(model(x), y).backward()
+    return model
+
+
+def norms(rank: int) -> list[float]:
+    """Rank 0 reads norms, and the other does not."""
+    model, optimizer = trained(rank)
+    read = [float(param.grad.norm()) for param in model.parameters()] if rank == 0 else []  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.close()
+    return read
+
+
+def test_one_rank_may_read_norms(two_ranks: RankProcesses) -> None:
+    read, nothing = two_ranks.call(norms)
+    assert nothing == []
+    expected = [float(param.grad.norm()) for param in joint().parameters()]  # type: ignore[union-attr]
+    assert read == pytest.approx(expected, rel=1e-5)
+
+
+def values(rank: int) -> list[Tensor]:
+    model, optimizer = trained(rank)
+    read = [param.grad.clone() for param in model.parameters()]  # type: ignore[union-attr]
+    optimizer.close()
+    return read
+
+
+def test_values_are_means_over_ranks(two_ranks: RankProcesses) -> None:
+    first, second = two_ranks.call(values)
+    assert difference(first, second) == 0
+    assert difference(first, [param.grad for param in joint().parameters()]) < 1e-6  # type: ignore[misc]
+
+
+def values_on_one(rank: int, case: str) -> None:
+    model, optimizer = trained(rank)
+    param = dict(model.named_parameters())["up.weight"]
+    if rank == 0:
+        param.grad.clone()  # type: ignore[union-attr]
+    elif case == "another":
+        dict(model.named_parameters())["down.weight"].grad.clone()  # type: ignore[union-attr]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("case", ["none", "another"])
+def test_values_on_one_rank_raise_on_all(two_ranks: RankProcesses, case: str) -> None:
+    for text in messages(two_ranks.outcomes(values_on_one, case)):
+        assert "gradient" in text
+        assert "process_group" in text
+
+
+def early_norm(rank: int) -> str:
+    model, optimizer = trained(rank, gradient_accumulation_steps=2)
+    with pytest.raises(RuntimeError, match="gradient_accumulation_steps") as raised:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()  # sends what there is
+    optimizer.close()
+    return str(raised.value)
+
+
+def test_norm_of_a_part_raises(two_ranks: RankProcesses) -> None:
+    assert all("mean over ranks" in text for text in two_ranks.call(early_norm))
+
+
+def held(rank: int) -> None:
+    model, optimizer = trained(rank)
+    optimizer.zero_grad()
+    param = dict(model.named_parameters())["up.weight"]
+    kept = torch.zeros_like(param)
+    param.grad = kept
+    x, y = batch(1, rank, 2)
+    F.cross_entropy(model(x), y).backward()
+    del kept
+
+
+def test_gradient_of_users_raises(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(held)):
+        assert "up.weight" in text
+
+
+def with_scaler(rank: int, poisoned: bool) -> tuple[list[Tensor], float]:
+    """Two steps under ``GradScaler``; the second one has an inf on rank 1."""
+    model, optimizer = trained(rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in (1, 2):
+        x, y = batch(step, rank, 2)
+        loss = F.cross_entropy(model(x), y)
+        if poisoned and rank == 1 and step == 1:
+            loss = loss + model.up.weight[3, 4] * torch.inf  # type: ignore[index,union-attr]
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()], scaler.get_scale()
+
+
+def test_inf_of_one_rank_skips_all(two_ranks: RankProcesses) -> None:
+    (first, scale), (second, other_scale) = two_ranks.call(with_scaler, True)
+    assert difference(first, second) == 0
+    assert scale == other_scale == 2.0
+    assert all(weight.isfinite().all() for weight in first)
+
+
+def without_scaler(rank: int) -> list[Tensor]:
+    model, optimizer = trained(rank)
+    optimizer.zero_grad()
+    x, y = batch(1, rank, 2)
+    loss = F.cross_entropy(model(x), y)
+    if rank == 1:
+        loss = loss + model.up.weight[3, 4] * torch.inf  # type: ignore[index,union-attr]
+    loss.backward()
+    optimizer.step()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_inf_without_scaler_is_that_of_adamw(two_ranks: RankProcesses) -> None:
+    first, second = two_ranks.call(without_scaler)
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(first, second, strict=True))
+    names = [name for name, _ in uneven().named_parameters()]
+    nan = {name: int(weight.isnan().sum()) for name, weight in zip(names, first, strict=True)}
+    assert {name for name, count in nan.items() if count} == {"up.weight"}
+    assert nan["up.weight"] == 1

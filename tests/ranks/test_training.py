@@ -1,0 +1,84 @@
+"""Ranks that divide a model train as one process does on the joint batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.models import ALL_POLICIES, WINDOWED, as_rank, difference, in_backward_as_rank, train, uneven
+from tests.support.rank_processes import RankProcesses
+
+EXACT = 1e-6
+pytestmark = pytest.mark.timeout(180)
+
+
+def assert_equal_ranks(results: list[list[torch.Tensor]]) -> None:
+    """The weights of all ranks are equal bit for bit."""
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_two_ranks_equal_adamw(two_ranks: RankProcesses, policy: str, compiled: bool, clip: float | None) -> None:
+    results = two_ranks.call(as_rank, 2, ALL_POLICIES[policy], compiled=compiled, clip=clip)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, clip=clip)) < EXACT
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_two_ranks_equal_one(two_ranks: RankProcesses, name: str, compiled: bool, clip: float | None) -> None:
+    results = two_ranks.call(as_rank, 2, WINDOWED[name], steps=24, compiled=compiled, clip=clip)
+    assert_equal_ranks(results)
+    one = train(WINDOWED[name], steps=24, clip=clip)
+    # Noise of 1e-8 may round an element to the next int8 value, a hundredth of the gradient.
+    assert difference(results[0], one) < (EXACT if name != "int8" else 2e-3)
+    assert difference(one, train(None, steps=24, clip=clip)) > 1e-3, "the windows change nothing"
+
+
+@pytest.mark.parametrize("options", [ALL_POLICIES["zenflow"], WINDOWED["re-selecting"]], ids=["exact", "windowed"])
+def test_three_ranks_equal_one(three_ranks: RankProcesses, options: dict[str, Any]) -> None:
+    """Three does not divide the groups of slices, so that several ranks have the same ones."""
+    results = three_ranks.call(as_rank, 3, options, steps=12, clip=0.1)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(options, steps=12, clip=0.1)) < EXACT
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["not declared", "declared"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
+def test_accumulated_gradients_equal_adamw(two_ranks: RankProcesses, compiled: bool, declared: bool) -> None:
+    options = {**ALL_POLICIES["zenflow"], **({"gradient_accumulation_steps": 3} if declared else {})}
+    results = two_ranks.call(as_rank, 2, options, compiled=compiled, backwards=3, clip=0.1)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, backwards=3, clip=0.1)) < EXACT
+
+
+@pytest.mark.parametrize("options", [ALL_POLICIES["zenflow"], WINDOWED["re-selecting"]], ids=["exact", "windowed"])
+def test_optimizer_in_backward_equals_one_rank(two_ranks: RankProcesses, options: dict[str, Any]) -> None:
+    results = two_ranks.call(in_backward_as_rank, options, 12)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(options, steps=12)) < EXACT
+
+
+def bf16() -> torch.nn.Module:
+    return uneven().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["zero_offload", "zenflow"])
+def test_bf16_ranks_stay_equal(two_ranks: RankProcesses, name: str) -> None:
+    results = two_ranks.call(as_rank, 2, ALL_POLICIES[name], build=bf16, clip=0.5)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, build=bf16, clip=0.5)) < 0.05
+
+
+@pytest.mark.parametrize("options", [ALL_POLICIES["zenflow"], WINDOWED["re-selecting"]], ids=["exact", "windowed"])
+def test_inductor_ranks_equal_one(two_ranks: RankProcesses, options: dict[str, Any]) -> None:
+    results = two_ranks.call(as_rank, 2, options, compiled="inductor", steps=6, timeout=170)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(options, steps=6)) < EXACT

@@ -1,0 +1,40 @@
+"""Divides the slices of offloaded parameters among the ranks of a process group.
+
+Rank ``r`` updates the part ``r % parts`` of a parameter: every ``parts``-th slice. Slices are selected in groups, slice
+``i`` in group ``i % groups``, and a part consists of whole groups. So a rank selects its slices without communication,
+and all ranks together select the slices that one device would select.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from zenflow_compile.planning.plan import ParamPlan, Plan, Share
+
+
+def divide(plan: Plan) -> Plan:
+    """Replace each offloaded parameter of ``plan`` by its share of ``plan.rank``; shares stay as they are."""
+    if plan.ranks == 1:
+        return plan
+    return replace(plan, params=tuple(_share_of(param, plan.rank, plan.ranks) for param in plan.params))
+
+
+def parts_of(whole: ParamPlan, ranks: int) -> int:
+    """Number of parts that a parameter is divided into; with fewer parts than ranks, several ranks have the same one.
+
+    That is so where the number of ranks does not divide the groups of slices: small parameters, and numbers of ranks
+    that are no power of two. These ranks make the same updates.
+    """
+    most = whole.groups if whole.selects else whole.slices
+    if whole.selects:
+        return math.gcd(ranks, most)
+    return max(parts for parts in range(1, ranks + 1) if ranks % parts == 0 and parts <= most)
+
+
+def _share_of(whole: ParamPlan, rank: int, ranks: int) -> ParamPlan:
+    if not whole.offloaded or whole.share is not None:
+        return whole
+    share = Share(whole=whole, rank=rank, ranks=ranks, parts=parts_of(whole, ranks))
+    slices, k = share.count(whole.slices), share.count(whole.k)
+    return replace(whole, shape=(slices, whole.length), dim=0, slices=slices, k=k, share=share)

@@ -1,0 +1,64 @@
+"""State of a parameter that several ranks divide: whole in a state dict, and in shares in the engines of the ranks.
+
+So a state dict does not depend on the number of ranks, and loads into any other number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.checkpoint.format import in_slices
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
+
+_DENSE = re.compile(r"exp_avg|exp_avg_sq|master|window_sum|window\d+|residual|shown")
+_PER_SLICE = re.compile(r"score|mask|scale\d+")
+
+
+def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
+    """Put the entries of all ranks' shares together. All ranks call it, with entries of the same names.
+
+    Args:
+        plan: this rank's share of a parameter.
+        entry: of this share.
+    """
+    whole = plan.whole
+    found = dict(entry)
+    for name, own in entry.items():
+        if _DENSE.fullmatch(name):
+            slices = _gather(plan, own, ranks)
+            found[name] = (slices if whole.dim == 0 else slices.t()).reshape(whole.shape).contiguous()
+        elif _PER_SLICE.fullmatch(name):
+            found[name] = _gather(plan, own, ranks)
+    return found
+
+
+def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Take this rank's share out of the entries of a whole parameter."""
+    share = plan.share
+    assert share is not None
+    found = dict(entry)
+    for name, value in entry.items():
+        if _DENSE.fullmatch(name):
+            found[name] = in_slices(share.whole, value)[share.part :: share.parts]
+        elif _PER_SLICE.fullmatch(name):
+            found[name] = value[share.part :: share.parts]
+    return found
+
+
+def _gather(plan: ParamPlan, own: Tensor, ranks: RankGroup) -> Tensor:
+    """[slices of the whole, ...] from [slices of each share, ...]."""
+    share = plan.share
+    assert share is not None
+    padded = torch.zeros((share.most_slices, *own.shape[1:]), dtype=own.dtype)
+    padded[: len(own)] = own
+    rows = ranks.gather_on_host(padded, f"the state of {plan.name}")
+    slices = torch.empty((share.whole.slices, *own.shape[1:]), dtype=own.dtype)
+    for part in range(share.parts):
+        slices[part :: share.parts] = rows[part][: share.count(share.whole.slices, part)]
+    return slices

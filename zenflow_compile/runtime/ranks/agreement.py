@@ -1,0 +1,124 @@
+"""Which ranks train together, and that they train the same model with the same options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
+
+_OWN = {"nvme_path", "worker_cores", "workers", "pt_reserved_cores_perc"}
+"""Options that ranks may have of their own: where a rank keeps files, and what its threads run on."""
+
+
+def rank_group(group: Any, device: torch.device) -> RankGroup | None:
+    """The ranks of the option ``process_group``; None if this process trains alone.
+
+    Args:
+        group: a process group, a 1-D mesh, False or None; ``GroupMember.NON_GROUP_MEMBER`` is what
+            ``torch.distributed.new_group`` returns on the other ranks.
+
+    Raises:
+        TypeError: it is none of what the option may be.
+        ValueError: several ranks and no group, a mesh of several dimensions, or a group without this rank.
+    """
+    running = dist.is_available() and dist.is_initialized()
+    if group is None:
+        if running and dist.get_world_size() > 1:
+            raise ValueError(
+                f"torch.distributed runs {dist.get_world_size()} ranks, and process_group=None does not say which of "
+                "them train this model together. Pass process_group=torch.distributed.group.WORLD to average gradients "
+                "over them and to divide state and updates among them (instead of DistributedDataParallel); or "
+                "process_group=False if each rank trains alone, or the loop averages gradients by itself (under "
+                "DistributedDataParallel without torch.compile, or with all_reduce(p.grad) between backward() and "
+                "step()). Models that fully_shard shards are not supported in this version"
+            )
+        return None
+    if group is False:
+        return None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"process_group is a mesh of {group.ndim} dimensions, {group}; give the one over which the model is "
+                "replicated, as in mesh['dp']"
+            )
+        group = group.get_group()
+    if not (running and isinstance(group, dist.ProcessGroup)):
+        if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"process_group does not hold this rank ({dist.get_rank()}); create the optimizer on its ranks"
+            )
+        raise TypeError(
+            f"process_group={group!r} must be a ProcessGroup of torch.distributed, which torchrun and "
+            "init_process_group() provide, a 1-D DeviceMesh, False or None"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"process_group holds the ranks {dist.get_process_group_ranks(group)}, and not this one "
+            f"({dist.get_rank()}); create the optimizer on its ranks only"
+        )
+    return RankGroup(group, device) if dist.get_world_size(group) > 1 else None
+
+
+def agreed(
+    ranks: RankGroup,
+    given: Options,
+    resolved: Options,
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+) -> Options:
+    """Check that all ranks have the same model, options and versions. Returns rank 0's choice of measured options.
+
+    Args:
+        given: options as the user gave them; resolved: with measured ones decided on this rank.
+
+    Raises:
+        RankError: they differ, or another rank failed.
+    """
+    with ranks.announcing():
+        description = _describe(given, groups, params)
+        texts = ranks.gather_texts(Call.BUILD, json.dumps(description, default=str))
+        if (rank := first_difference(texts)) is not None:
+            first, other = json.loads(texts[0]), json.loads(texts[rank])
+            what = next(name for name in first if first[name] != other.get(name))
+            raise ranks.failure(
+                f"rank 0 and rank {rank} have different {what}: {_short(first[what])} and {_short(other.get(what))}; "
+                "all ranks train the same model from the same weights, with the same options and versions (use one "
+                "seed for the model, or broadcast rank 0's weights before the optimizer is created)"
+            )
+        choices = {name: value for name, value in asdict(resolved).items() if name not in _OWN}
+        chosen = json.loads(ranks.gather_texts(Call.BUILD, json.dumps(choices, default=str))[0])
+    changes = {name: value for name, value in chosen.items() if value != json.loads(json.dumps(choices[name]))}
+    return Options.from_keywords(**{**asdict(resolved), **changes}) if changes else resolved
+
+
+def _describe(given: Options, groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
+    options = {name: value for name, value in asdict(given).items() if name not in _OWN}
+    numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return {
+        "versions of torch": torch.__version__,
+        "options": options,
+        "param groups": numbers,
+        "parameters": [(list(param.shape), str(param.dtype), param.requires_grad) for param in params],
+        "weights": [_digest(param) for param in params],
+    }
+
+
+def _digest(param: Tensor) -> str:
+    """Of a parameter's values."""
+    values = param.detach().reshape(-1).contiguous().view(torch.uint8).to("cpu")
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

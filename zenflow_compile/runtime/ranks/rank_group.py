@@ -1,0 +1,279 @@
+"""This process among the ranks that train one model, and all that it sends to them.
+
+Every rank makes the same calls in the same order, with tensors of the same shape. Gradients and weights travel through
+one process group of the engine's own, messages through another one, so that they have no common order with each other
+or with the user's collectives.
+
+A wait on the host looks for ranks that have failed: a rank that raises leaves the text of its error in the store of the
+run first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zenflow_compile.torch_internals import torch_private
+
+_SPIN_SECONDS = 1e-3  # a message of a machine's own ranks comes in less
+_SLEEP_SECONDS = 2e-4
+_LOOK_SECONDS = 0.2  # between looks for failed ranks
+_FAILED = "failed"
+_HEADER = 9  # bytes of a message in front of its content: the call, and the step
+_ROOM = 1024
+
+_counts: dict[str, Iterator[int]] = {}
+
+
+class Call(IntEnum):
+    """The call that a message belongs to. Ranks that are in different calls would wait for each other forever."""
+
+    BUILD = 1
+    BACKWARD = 2
+    STEP = 3
+    DENSE = 4
+    STATE = 5
+
+    def __str__(self) -> str:
+        return {
+            Call.BUILD: "uses its optimizer for the first time",
+            Call.BACKWARD: "ends a backward",
+            Call.STEP: "calls step()",
+            Call.DENSE: "reads the values of a gradient (its norm would be known)",
+            Call.STATE: "calls state_dict()",
+        }[self]
+
+
+class RankError(RuntimeError):
+    """Another rank failed, is gone, or does something else. Training cannot go on in this process group."""
+
+
+class Pending(NamedTuple):
+    """A collective under way.
+
+    Attributes:
+        result: valid after ``wait``.
+        finish: called once behind the wait.
+    """
+
+    work: dist.Work
+    result: Tensor
+    group: RankGroup
+    kept: tuple[Tensor, ...] = ()
+    finish: Callable[[], object] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait`` does not block the host."""
+        return self.result.device.type != "cpu" or self.work.is_completed()
+
+    def wait(self, what: str) -> Tensor:
+        """The result. The host waits only where operators are complete when they return.
+
+        Args:
+            what: for the error: what the collective is for.
+
+        Raises:
+            RankError: another rank failed or is gone.
+        """
+        self.group._wait(self.work, what, polls=self.result.device.type == "cpu")
+        if self.finish is not None:
+            self.finish()
+        return self.result
+
+
+class RankGroup:
+    """The ranks of one optimizer.
+
+    Args:
+        group: of the user's; every rank of it makes this object at the same point of its program.
+        device: of the parameters.
+
+    Attributes:
+        rank: of this process; size: number of ranks.
+        step: for errors: the number of the optimizer step.
+        sent: called with the name of a collective and the bytes that this rank puts into it; None: not counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.step = 0
+        self.sent: Callable[[str, int], object] | None = None
+        members = dist.get_process_group_ranks(group)
+        self._timeout = torch_private.group_timeout(group, device)
+        backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
+        # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
+        # would find the dead addresses of the first in the store. So they are not given back.
+        self._of_some = len(members) < dist.get_world_size()
+        self._groups = [
+            dist.new_group(members, timeout=self._timeout, backend=each, use_local_synchronization=self._of_some)
+            for each in (backend, "gloo")
+        ]
+        self._data, self._messages = self._groups
+        number = next(_counts.setdefault(group.group_name, itertools.count()))
+        self._store = torch_private.shared_store(f"zenflow/{group.group_name}/{number}")
+        self._announced = False
+        self._room = _ROOM
+
+    # Collectives of tensors on the parameters' device.
+
+    def reduce_scatter(self, packed: Tensor) -> Pending:
+        """Start the mean over ranks of ``packed`` [ranks, n], of which each rank gets its row: [n].
+
+        Ranks add up in their order on the CPU, and in fp32.
+        """
+        self._count("reduce_scatter", packed)
+        if packed.device.type != "cpu":
+            out = torch.empty_like(packed[0])
+            return Pending(torch_private.start_reduce_scatter(out, packed, self._data), out, self, (packed,))
+        # gloo's own sends everything two times, and its wait would not see a rank that has failed.
+        rows, out = torch.empty_like(packed), torch.empty_like(packed[0])
+        work = dist.all_to_all_single(rows, packed, group=self._data, async_op=True)
+        assert work is not None
+
+        def finish() -> None:
+            out.copy_(rows.mean(0, dtype=torch.promote_types(rows.dtype, torch.float32)))
+
+        return Pending(work, out, self, (packed, rows), finish)
+
+    def all_gather(self, block: Tensor) -> Pending:
+        """Start to gather ``block`` [n] of each rank: [ranks, n]."""
+        self._count("all_gather", block)
+        out = torch.empty((self.size, *block.shape), dtype=block.dtype, device=block.device)
+        work = torch_private.start_all_gather(out.view(-1), block.view(-1), self._data)
+        return Pending(work, out, self, (block,))
+
+    def all_reduce(self, values: Tensor, *, mean: bool = False) -> Pending:
+        """Start the sum of ``values`` over ranks, or their mean, in place."""
+        self._count("all_reduce", values)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        work = dist.all_reduce(values, op=op, group=self._data, async_op=True)
+        assert work is not None
+        return Pending(work, values, self)
+
+    def gather_on_host(self, values: Tensor, what: str) -> list[Tensor]:
+        """Gather tensors of one shape in host memory, by rank; the host waits for it."""
+        sent = values.contiguous().reshape(-1).view(torch.uint8)
+        self._count("state", sent)
+        out = torch.empty((self.size, len(sent)), dtype=torch.uint8, device="cpu")
+        if len(sent):
+            self._wait(torch_private.start_all_gather(out.view(-1), sent, self._messages), what, polls=True)
+        return [row.view(values.dtype).view(values.shape) for row in out]
+
+    # Messages.
+
+    def make_room(self, content_bytes: int) -> None:
+        """Let messages have at least so many bytes of content: all have one length, whatever call they belong to."""
+        self._room = max(self._room, content_bytes)
+
+    def exchange(self, call: Call, content: bytes = b"") -> list[bytes]:
+        """Send ``content`` to all ranks, and return what each of them has sent, by rank.
+
+        Raises:
+            RankError: ranks are in different calls or steps, or one failed or is gone.
+        """
+        header = bytes([call]) + self.step.to_bytes(8, "little")
+        message = torch.frombuffer(bytearray((header + content).ljust(self._room + _HEADER, b"\0")), dtype=torch.uint8)
+        out = torch.empty((self.size, len(message)), dtype=torch.uint8, device="cpu")
+        self._count("message", message)
+        work = torch_private.start_all_gather(out.view(-1), message, self._messages)
+        self._wait(work, f"a message of the others, while it {call}", polls=True)
+        rows = [bytes(row.tolist()) for row in out]
+        for rank, row in enumerate(rows):
+            if row[:_HEADER] != header:
+                self._refuse_other_call(call, rank, row)
+        return [row[_HEADER : _HEADER + len(content)] for row in rows]
+
+    def gather_texts(self, call: Call, text: str) -> list[str]:
+        """The texts of all ranks, of any lengths."""
+        own = text.encode()
+        lengths = self.exchange(call, len(own).to_bytes(8, "little"))
+        longest = max(int.from_bytes(each, "little") for each in lengths)
+        parts = [
+            self.exchange(call, own[first : first + self._room].ljust(self._room, b"\0"))
+            for first in range(0, longest, self._room)
+        ]
+        return [b"".join(each).rstrip(b"\0").decode() for each in zip(*parts, strict=True)] or [""] * self.size
+
+    def _refuse_other_call(self, call: Call, rank: int, other: bytes) -> None:
+        step = int.from_bytes(other[1:9], "little")
+        theirs = str(Call(other[0])) if other[0] in set(Call) else "does something else"
+        raise self.failure(
+            f"rank {self.rank} {call} in step {self.step}, and rank {rank} {theirs} in step {step}; with a "
+            "process_group every rank makes the same calls: backward(), step(), state_dict(), and reads of a "
+            "gradient's values"
+        )
+
+    # Failures.
+
+    def failure(self, text: str) -> RankError:
+        """An error of this rank that the others are told of."""
+        self.announce(text)
+        return RankError(text)
+
+    def announce(self, text: str) -> None:
+        """Leave the text of an error of this rank for the others, unless one was left already."""
+        if not self._announced:
+            self._announced = True
+            with suppress(Exception):  # the process that has the store may be gone
+                self._store.set(_FAILED, f"{self.rank}\n{text}")
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Leave the text of an error inside of the block for the others."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            self.announce(f"{type(error).__name__}: {error}")
+            raise
+
+    def _raise_failure_of_others(self) -> None:
+        with suppress(dist.DistError):
+            if not self._announced and self._store.check([_FAILED]):
+                rank, _, text = self._store.get(_FAILED).decode().partition("\n")
+                self._announced = True
+                raise RankError(f"rank {rank} failed in or after step {self.step}: {text}")
+
+    def _wait(self, work: dist.Work, what: str, *, polls: bool) -> None:
+        begin = looked = time.monotonic()
+        while polls and not work.is_completed():
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                self._raise_failure_of_others()
+            if now - begin > _SPIN_SECONDS:
+                time.sleep(_SLEEP_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._raise_failure_of_others()
+            raise RankError(
+                f"step {self.step}: a rank is gone, or has not come within {self._timeout.total_seconds():g} s; rank "
+                f"{self.rank} waited for {what}: {error}"
+            ) from error
+
+    def _count(self, name: str, values: Tensor) -> None:
+        if self.sent is not None:
+            self.sent(name, values.nbytes)
+
+    def close(self) -> None:
+        """Give the process groups back. Idempotent."""
+        groups, self._groups = [] if self._of_some else self._groups, []
+        for group in groups:
+            with suppress(Exception):  # the user may have destroyed all groups
+                dist.destroy_process_group(group)
+
+
+def first_difference(texts: Sequence[str]) -> int | None:
+    """The first rank whose text differs from rank 0's; None if there is none."""
+    return next((rank for rank, text in enumerate(texts) if text != texts[0]), None)

@@ -1,0 +1,346 @@
+"""Sums of gradients over ranks, in one order that all ranks keep.
+
+A gradient is packed into a bucket when a backward brings it, and the bucket is sent when it is complete and its turn
+has come. The one before it is received then, and this rank's part of it is what the rest of the engine sees: its share.
+What a rank lacks at the end of the backward is sent as zeros. One message per backward tells all ranks which
+parameters any of them has a gradient of, so that no rank waits for a collective that another one does not start.
+
+A contribution that comes after its bucket was sent (a tied weight in a second graph) is sent at the end of the
+backward. From then on all ranks send this parameter there, and likewise one that some rank had no gradient of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.gradients.gradient_record import GradientState
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.ranks.packing import Packing, block, blocks_of_ranks, cut
+from zenflow_compile.runtime.ranks.rank_group import Call, Pending, RankError, RankGroup
+
+BUCKET_BYTES = 4 << 20
+"""Gradients of up to this size in total are sent together; a larger one has its own bucket. A link of 100 GB/s takes
+40 us for it, the time of a few launches."""
+
+FLAT_BYTES = 32 << 20
+"""Most bytes of resident parameters' gradients that are sent together, at the end of the backward."""
+
+_PRESENT, _LATE = 1, 2  # bits of a parameter in the message of a backward
+
+
+class Bucket:
+    """Gradients that are sent together.
+
+    Attributes:
+        arrived: indices of the parameters that have a contribution of this rank.
+        pending: the mean over ranks, once it is under way.
+    """
+
+    def __init__(self, members: Sequence[OffloadedParam], group: RankGroup, dtype: torch.dtype) -> None:
+        self.members = tuple(members)
+        self.arrived: set[int] = set()
+        self.pending: Pending | None = None
+        self._group = group
+        self._dtype = dtype
+        self._packing = Packing.of([_most_elements(member) for member in members])
+        self._packed: Tensor | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient has a contribution of this rank."""
+        return len(self.arrived) == len(self.members)
+
+    def add(self, offloaded: OffloadedParam, matrix: Tensor) -> None:
+        """Add a contribution [rows, columns] of one of the members."""
+        packed, plan = self._memory(matrix.device), offloaded.plan
+        assert plan.share is not None
+        first = plan.index not in self.arrived
+        for part, target in blocks_of_ranks(packed, self._offset(offloaded), plan):
+            source = plan.share.view(matrix, part)
+            target.copy_(source) if first else target.add_(source)
+        self.arrived.add(plan.index)
+
+    def drop(self, offloaded: OffloadedParam) -> None:
+        """Forget the contributions of one of the members."""
+        if offloaded.plan.index in self.arrived and self._packed is not None:
+            self.arrived.discard(offloaded.plan.index)
+            for _, target in blocks_of_ranks(self._packed, self._offset(offloaded), offloaded.plan):
+                target.zero_()
+
+    def start(self, device: torch.device) -> None:
+        """Send it. The contributions that are missing are zeros."""
+        self.pending = self._group.reduce_scatter(self._memory(device))
+        self._packed = None
+
+    def shares(self, what: str) -> Iterable[tuple[OffloadedParam, Tensor]]:
+        """Receive it: the share [slices, length] of each member, in the member's dtype. The bucket is empty then."""
+        assert self.pending is not None
+        row, self.pending = self.pending.wait(what), None
+        self.arrived.clear()
+        for member, offset in zip(self.members, self._packing.offsets, strict=True):
+            yield member, block(row, offset, member.plan, member.plan.slices).to(member.plan.dtype)
+
+    def reset(self) -> None:
+        """Forget all contributions."""
+        self._packed = None
+        self.arrived.clear()
+
+    def _memory(self, device: torch.device) -> Tensor:
+        if self._packed is None:
+            shape = (self._group.size, self._packing.elements)
+            self._packed = torch.zeros(shape, dtype=self._dtype, device=device)
+        return self._packed
+
+    def _offset(self, offloaded: OffloadedParam) -> int:
+        return self._packing.offsets[self.members.index(offloaded)]
+
+
+class GradientReduction:
+    """Sends the gradients of one engine, and hands each rank's share to the engine.
+
+    Args:
+        dtype: of the sums; None: each gradient's own.
+    """
+
+    def __init__(
+        self, group: RankGroup, registry: ParamRegistry, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self._group = group
+        self._registry = registry
+        self._device = device
+        self._dtype = dtype
+        self._order: list[int] | None = None  # of arrival on rank 0, in the first backward
+        self._arrivals: list[int] = []
+        self._at_end: set[int] = set()  # parameters that are sent when the backward is over
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._sent = 0  # buckets of this round, those that were skipped included
+        self._received = 0
+        self._late: dict[int, Bucket] = {}
+        self._on_device: set[int] = set()  # parameters without a share, whose gradient is in ``.grad``
+        self._failed = False
+
+    @property
+    def unsent(self) -> bool:
+        """Whether this rank has contributions that were not sent."""
+        return bool(self._on_device or self._late or any(bucket.arrived for bucket in self._buckets))
+
+    def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
+        """Take a contribution of this rank.
+
+        Args:
+            send: the backward that runs is the last one before the optimizer step.
+        """
+        self._begin()
+        index = offloaded.plan.index
+        bucket = self._bucket_of[index]
+        if offloaded.local_was_dropped:
+            bucket.drop(offloaded)
+            self._late.pop(index, None)
+        matrix = offloaded.receive_local(grad)
+        if index not in bucket.arrived:
+            self._arrivals.append(index)
+        if bucket.pending is not None or self._buckets.index(bucket) < self._sent:
+            bucket = self._late.setdefault(index, Bucket([offloaded], self._group, self._dtype or offloaded.plan.dtype))
+        bucket.add(offloaded, matrix)
+        if send:
+            self._send_complete()
+
+    def note_on_device(self, index: int) -> None:
+        """Note that the gradient of a parameter without a share has reached ``.grad``."""
+        self._on_device.add(index)
+
+    def finish(self, *, split_now: bool) -> None:
+        """Send what is left, and receive everything: a backward is over, and no further one comes before the step.
+
+        Args:
+            split_now: see ``OffloadedParam.receive_share``.
+
+        Raises:
+            RankError: another rank failed, is gone, or does not end a backward.
+        """
+        self._begin()
+        flags = self._exchange_flags()
+        present = {index for index, bits in enumerate(flags) if max(bits) & _PRESENT}
+        for bucket in self._buckets[self._sent :]:
+            if any(member.plan.index in present for member in bucket.members):
+                bucket.start(self._device)
+        self._sent = len(self._buckets)
+        self._receive(self._sent, present, split_now=split_now)
+        late = [index for index, bits in enumerate(flags) if max(bits) & _LATE]
+        for index in late:
+            self._send_late(self._registry.offloaded[index], split_now=split_now)
+        self._reduce_on_device(present)
+        self._measure()
+        lacking = {index for index, bits in enumerate(flags) if max(bits) & _PRESENT and not min(bits) & _PRESENT}
+        self._learn({*late, *lacking} & self._registry.offloaded.keys())
+        self._sent = self._received = 0
+
+    def reset(self) -> None:
+        """Forget contributions: they were discarded.
+
+        If some were sent, the backward has failed in between, and the other ranks wait for its end.
+        """
+        if self._sent:
+            self._failed = True
+            self._group.announce(_FAILED_BACKWARD)
+        for bucket in self._buckets:
+            bucket.reset()
+        self._late.clear()
+        self._on_device.clear()
+        self._arrivals.clear()
+
+    def parameters_changed(self) -> None:
+        """Serve the parameters that the registry has now. Call it between steps."""
+        self._buckets, self._bucket_of = [], {}
+        self._group.make_room(5 * len(self._registry.params))
+
+    # Buckets.
+
+    def _begin(self) -> None:
+        if self._failed:
+            raise RankError(_FAILED_BACKWARD)
+        if not self._buckets:
+            self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        offloaded = self._registry.offloaded
+        known = {index: place for place, index in enumerate(self._order or ())}
+        # Gradients come in the reverse order of parameters, until it is known better.
+        order = sorted(offloaded, key=lambda index: (index in self._at_end, known.get(index, len(known)), -index))
+        members = [offloaded[index] for index in order]
+        dtypes = [self._dtype or member.plan.dtype for member in members]
+        pairs = zip(members, dtypes, strict=True)
+        sizes = [_most_elements(each) * self._group.size * dtype.itemsize for each, dtype in pairs]
+        early = sum(index not in self._at_end for index in order)
+        pieces = [
+            piece
+            for part in (slice(0, early), slice(early, None))
+            for piece in cut(members[part], sizes[part], dtypes[part], BUCKET_BYTES)
+        ]
+        self._early = sum(piece[0].plan.index not in self._at_end for piece in pieces)
+        self._buckets = [Bucket(piece, self._group, self._dtype or piece[0].plan.dtype) for piece in pieces]
+        self._bucket_of = {member.plan.index: bucket for bucket in self._buckets for member in bucket.members}
+
+    def _learn(self, at_end: set[int]) -> None:
+        """Send these parameters at the end of a backward from now on."""
+        changed = not at_end <= self._at_end or self._order is None
+        self._at_end |= at_end
+        if self._order is None:
+            self._order = self._order_of_first
+        if changed:
+            self._make_buckets()
+
+    def _send_complete(self) -> None:
+        while self._sent < self._early and (bucket := self._buckets[self._sent]).complete:
+            bucket.start(self._device)
+            self._sent += 1
+        # Hazard: a rank that is in another call sends nothing, and notices at the message of this backward. So the host
+        # does not wait before that one, and the device is one bucket behind.
+        while self._received < self._sent - 1 and self._is_ready(self._buckets[self._received]):
+            self._receive(self._received + 1, None, split_now=True)
+
+    def _is_ready(self, bucket: Bucket) -> bool:
+        return bucket.pending is None or bucket.pending.ready
+
+    def _receive(self, stop: int, present: set[int] | None, *, split_now: bool) -> None:
+        """Receive the buckets up to number ``stop``. None: every member has a contribution of this rank."""
+        while self._received < stop:
+            bucket = self._buckets[self._received]
+            if bucket.pending is not None:
+                self._hand_over(bucket, present, split_now=split_now)
+            bucket.reset()
+            self._received += 1
+
+    def _hand_over(self, bucket: Bucket, present: set[int] | None, *, split_now: bool) -> None:
+        for member, share in bucket.shares(f"the gradients of {bucket.members[0].plan.name}, ..."):
+            if present is None or member.plan.index in present:
+                member.receive_share(share, split_now=split_now)
+                member.copy_to_host()
+
+    def _send_late(self, offloaded: OffloadedParam, *, split_now: bool) -> None:
+        index = offloaded.plan.index
+        bucket = self._late.pop(index, None) or Bucket([offloaded], self._group, self._dtype or offloaded.plan.dtype)
+        bucket.start(self._device)
+        self._hand_over(bucket, None, split_now=split_now)
+
+    # What all ranks must know.
+
+    def _exchange_flags(self) -> list[tuple[int, ...]]:
+        """Tell all ranks what this one has. Returns the flags of each parameter, by rank."""
+        count = len(self._registry.params)
+        flags = bytearray(count)
+        for index in self._on_device:
+            flags[index] = _PRESENT
+        for bucket in self._buckets:
+            for index in bucket.arrived:
+                flags[index] |= _PRESENT
+        for bucket in self._buckets[: self._received]:
+            for member in bucket.members:
+                flags[member.plan.index] |= _PRESENT
+        for index in self._late:
+            flags[index] |= _LATE | _PRESENT
+        order = b""
+        if self._order is None:
+            order = b"".join(index.to_bytes(4, "little") for index in self._arrivals).ljust(4 * count, b"\xff")
+        self._arrivals.clear()
+        rows = self._group.exchange(Call.BACKWARD, bytes(flags) + order)
+        if order:
+            firsts = (int.from_bytes(rows[0][at : at + 4], "little") for at in range(count, 5 * count, 4))
+            self._order_of_first = [index for index in firsts if index < count]
+        return list(zip(*(row[:count] for row in rows), strict=True))
+
+    # Parameters without a share.
+
+    def _reduce_on_device(self, present: set[int]) -> None:
+        """Replace the gradients of resident and streamed parameters by their mean over ranks."""
+        self._on_device.clear()
+        params = [self._registry.params[index] for index in sorted(present) if index not in self._registry.offloaded]
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        grads = [param.grad for param in params if param.grad is not None]
+        dtypes = [self._dtype or grad.dtype for grad in grads]
+        sizes = [grad.numel() * dtype.itemsize for grad, dtype in zip(grads, dtypes, strict=True)]
+        for piece in cut(grads, sizes, [grad.dtype for grad in grads], FLAT_BYTES):
+            flat = torch.cat([grad.reshape(-1) for grad in piece]).to(self._dtype or piece[0].dtype)
+            flat = self._group.all_reduce(flat, mean=True).wait("the gradients of resident parameters")
+            parts = torch.split(flat.to(piece[0].dtype), [grad.numel() for grad in piece])
+            torch._foreach_copy_(piece, [part.view_as(grad) for part, grad in zip(parts, piece, strict=True)])
+
+    # Norms.
+
+    def _measure(self) -> None:
+        """Set the norms of all gradients that have none yet: of the whole gradients, from one message."""
+        found = []
+        for offloaded in self._registry.offloaded.values():
+            record = offloaded.record
+            if record is not None and record.norm is None and record.state in _WITH_NORM:
+                found.append((offloaded, record))
+        if not found:
+            return
+        zero = torch.zeros((), device=self._device)
+        squares = torch.stack(
+            [each.squared_norm() if each.plan.share and each.plan.share.first_holder else zero for each, _ in found]
+        )
+        norms = self._group.all_reduce(squares).wait("the norms of the gradients").sqrt_()
+        for (_, record), norm in zip(found, norms.unbind(), strict=True):
+            record.norm, record.spare = norm, None
+
+
+_FAILED_BACKWARD = (
+    "a backward failed after some of its gradients had been sent to the other ranks, which cannot go on without "
+    "the rest: start all ranks again from the last saved state"
+)
+_WITH_NORM = (GradientState.PARTS, GradientState.ON_DEVICE)
+
+
+def _most_elements(offloaded: OffloadedParam) -> int:
+    """Elements of the largest part, for which each row of a bucket has room."""
+    share = offloaded.plan.share
+    assert share is not None
+    return share.most_slices * offloaded.plan.length

@@ -1,0 +1,89 @@
+"""What an engine does together with other ranks: gradients, weights, and the calls that all of them make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
+from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
+from zenflow_compile.runtime.step.weight_gather import WeightGather
+
+
+class Ranks:
+    """The calls of one engine that all ranks make, in the same order.
+
+    Attributes:
+        group: of the ranks.
+        reduction: sends gradients.
+        measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
+    """
+
+    def __init__(self, group: RankGroup, registry: ParamRegistry, device: torch.device, options: Options) -> None:
+        self.group = group
+        self.reduction = GradientReduction(group, registry, device, None)
+        self._weights = WeightGather(group, device)
+        self._registry = registry
+        self.measured_window: int | None = None
+
+    def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
+        """See :meth:`GradientReduction.contribute`."""
+        with self.group.announcing():
+            self.reduction.contribute(offloaded, grad, send=send)
+
+    def end_backward(self) -> None:
+        """The last backward before an optimizer step is over."""
+        with self.group.announcing():
+            self.reduction.finish(split_now=True)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[int | None]:
+        """An optimizer step. Gradients that wait for further backwards, as they were declared, are sent first.
+
+        Yields:
+            What rank 0 has measured: the shortest update window that its host keeps up with.
+
+        Raises:
+            RankError: not all ranks call it, or one has failed.
+        """
+        self.group.step = number
+        with self.group.announcing():
+            measured, *_ = self.group.exchange(Call.STEP, (self.measured_window or 0).to_bytes(4, "little"))
+            if self.reduction.unsent:
+                self.reduction.finish(split_now=True)
+            yield int.from_bytes(measured, "little") or None
+        self.group.step = number + 1
+
+    def end_step(self, updated: Sequence[OffloadedParam]) -> None:
+        """Bring what this step has changed to all ranks.
+
+        Args:
+            updated: parameters that had a gradient.
+        """
+        have_slices = {each.plan.index for each in updated if each.plan.whole.k}
+        offloaded = self._registry.offloaded.values()
+        self._weights.gather([each for each in offloaded if each.merged or each.plan.index in have_slices])
+
+    def begin_state_dict(self) -> None:
+        """All ranks are about to gather their state.
+
+        Raises:
+            RankError: not all of them are.
+        """
+        self.group.exchange(Call.STATE)
+
+    def gather_merged(self) -> None:
+        """Bring update windows that were applied outside of a step to all ranks."""
+        with self.group.announcing():
+            self._weights.gather([each for each in self._registry.offloaded.values() if each.merged])
+
+    def forget(self) -> None:
+        """A state is about to be loaded."""
+        self.reduction.reset()
+        self._weights.forget()
