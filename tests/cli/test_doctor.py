@@ -56,6 +56,24 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert part in text, part
 
 
+def test_doctor_divides_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main.main([*QUICK, "--ranks", "2", "--json"]) == 0
+    has = json.loads(capsys.readouterr().out)["machine"]
+    cores = [each["cores"] for each in has["ranks"]]
+    assert sorted({core for each in cores for core in each}) == sorted(
+        core for each in has["nodes"].values() for core in each
+    )
+    assert all(each["memory_bytes"] == has["memory_bytes"] // 2 for each in has["ranks"])
+    assert main.main([*QUICK, "--ranks", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "rank 0" in text
+    assert "rank 1" in text
+    with pytest.raises(SystemExit):
+        main.main([*QUICK, "--ranks", "0"])
+    assert "--ranks 0 must be at least 1" in capsys.readouterr().err
+
+
 def test_doctor_prints_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*QUICK, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -77,6 +77,14 @@ def test_bf16_ranks_stay_equal(two_ranks: RankProcesses, name: str) -> None:
     assert difference(results[0], train(None, build=bf16, clip=0.5)) < 0.05
 
 
+@pytest.mark.parametrize(("dtype", "least", "most"), [("fp32", 0.0, 1e-6), ("bf16", 1e-5, 5e-2)])
+def test_dtype_of_sums_is_chosen(two_ranks: RankProcesses, dtype: str, least: float, most: float) -> None:
+    options = {**ALL_POLICIES["zenflow"], "communication_data_type": dtype}
+    results = two_ranks.call(as_rank, 2, options)
+    assert_equal_ranks(results)
+    assert least <= difference(results[0], train(None)) <= most
+
+
 @pytest.mark.parametrize("options", [ALL_POLICIES["zenflow"], WINDOWED["re-selecting"]], ids=["exact", "windowed"])
 def test_inductor_ranks_equal_one(two_ranks: RankProcesses, options: dict[str, Any]) -> None:
     results = two_ranks.call(as_rank, 2, options, compiled="inductor", steps=6, timeout=170)

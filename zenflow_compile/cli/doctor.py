@@ -22,11 +22,21 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import available_host_memory
-from zenflow_compile.runtime.host.cores import last_level_cache_bytes, may_pin, physical_cores, worker_count
+from zenflow_compile.runtime.host.cores import Core, last_level_cache_bytes, may_pin, physical_cores, worker_count
+from zenflow_compile.runtime.host.local_ranks import LocalRanks
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
 
 _QUICK_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one of several ranks on this machine has of it: physical cores, worker threads, and host memory."""
+
+    cores: list[int]
+    workers: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,7 @@ class Machine:
         compiler: C++ compiler of the fused host kernel; None if there is none.
         abilities: what the device's driver and the system allow, with what is lost where they do not.
         versions: of the software that the measurements depend on.
+        ranks: what each of so many processes has, as a launcher would start them here.
     """
 
     nodes: dict[int, list[int]]
@@ -54,6 +65,7 @@ class Machine:
     device: str
     abilities: dict[str, str]
     versions: dict[str, str]
+    ranks: list[RankShare]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     for count in threads:
         if not 1 <= count <= cores:
             parser.error(f"--threads {count} must be in [1, {cores}]: this process may use {cores} physical core(s)")
+    if options.ranks < 1:
+        parser.error(f"--ranks {options.ranks} must be at least 1")
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} must be at least 1")
     available = available_host_memory()[0] // 2**20
@@ -97,7 +111,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     total_bytes = bandwidth.default_bytes() if options.megabytes is None else options.megabytes << 20
     console = Console(stderr=options.json)  # standard output is for JSON alone
     with console.status("Measuring; the fused host kernel may have to be compiled first"):
-        findings = measure(device, threads, total_bytes, options.rounds, disk)
+        findings = measure(device, threads, total_bytes, options.rounds, disk, ranks=options.ranks)
     if options.json:
         json.dump(asdict(findings), sys.stdout, indent=2)
         print()
@@ -115,14 +129,16 @@ def measure(
     disk: DiskRates | None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    ranks: int = 1,
 ) -> Findings:
     """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``.
 
     Args:
         dtype: of the resident parameter.
+        ranks: processes that divide the machine.
     """
     return Findings(
-        machine=machine(device),
+        machine=machine(device, ranks),
         kernel=bandwidth.host_kernel().name,
         host=[bandwidth.host_rates(count, total_bytes, rounds) for count in threads],
         link=bandwidth.link_rates(device, min(bandwidth.default_link_bytes(), total_bytes), rounds),
@@ -145,8 +161,8 @@ def quick_findings(nvme_path: str | None) -> dict[str, Any]:
     return asdict(found)
 
 
-def machine(device: torch.device) -> Machine:
-    """The machine, as this process sees it."""
+def machine(device: torch.device, ranks: int) -> Machine:
+    """The machine, as this process sees it, and as ``ranks`` processes divide it."""
     nodes: dict[int, list[int]] = {}
     cores = physical_cores()
     for core in cores:
@@ -169,7 +185,14 @@ def machine(device: torch.device) -> Machine:
             **_device_versions(),
             "triton": _version("triton"),
         },
+        ranks=[_rank_share(LocalRanks(rank, ranks), cores, memory_bytes) for rank in range(ranks)],
     )
+
+
+def _rank_share(rank: LocalRanks, cores: Sequence[Core], memory_bytes: int) -> RankShare:
+    part = rank.part(cores)
+    workers = worker_count(len(part), workers=None, reserved_share=None)
+    return RankShare([core.logical for core in part], workers, memory_bytes // rank.size)
 
 
 def tables(findings: Findings) -> list[Table]:
@@ -179,6 +202,7 @@ def tables(findings: Findings) -> list[Table]:
     for name, value in (
         ("physical cores", "; ".join(f"NUMA node {node}: {_ranges(cores)}" for node, cores in has.nodes.items())),
         ("workers", f"{has.workers} by default"),
+        *((f"rank {rank}", _shown(each)) for rank, each in enumerate(has.ranks) if len(has.ranks) > 1),
         ("last-level cache", _gib(has.cache_bytes)),
         ("usable memory", f"{_gib(has.memory_bytes)} ({has.memory_limit})"),
         ("lockable memory", "no limit" if has.lockable_bytes is None else f"{_gib(has.lockable_bytes)} (ulimit -l)"),
@@ -295,6 +319,11 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+def _shown(share: RankShare) -> str:
+    workers = f"{share.workers} worker" + ("s" if share.workers > 1 else "")
+    return f"cores {_ranges(share.cores)}; {workers}; {_gib(share.memory_bytes)} of host memory"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

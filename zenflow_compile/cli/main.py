@@ -110,6 +110,9 @@ def _update_stride(text: str) -> int | str:
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="show what each of N processes on this machine has (1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, and bytes or parameters per second")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     parser.add_argument(

@@ -29,7 +29,9 @@ ZENFLOW_OPTIONS = (
 _TAKES_AUTO = ("select_strategy", "select_interval", "update_interval")
 _ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
 _ADAM_SWITCHES = ("adam_w_mode", "bias_correction", "amsgrad", "torch_adam")
-_READ_FROM_CONFIG = ("zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps")
+_READ_FROM_CONFIG = (
+    "zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps", "communication_data_type",
+)  # fmt: skip
 _READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload", "sub_group_size")
 _READ_FROM_OFFLOAD = ("device", "pin_memory")
 _BLANK = ("auto", None)
@@ -44,9 +46,10 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
     """Read a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
 
     It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``sub_group_size``, ``optimizer``,
-    ``gradient_clipping`` and ``gradient_accumulation_steps``; one warning names everything else. Without a ``zenflow``
-    block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or twinflow if its ``ratio`` is not 1, on
-    ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the block, ``"nvme"`` is state in files.
+    ``gradient_clipping``, ``gradient_accumulation_steps`` and ``communication_data_type``; one warning names everything
+    else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or twinflow if its
+    ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the block,
+    ``"nvme"`` is state in files.
 
     ``"auto"`` is a blank for another program to fill in, except in the three options that have an automatic mode. It is
     refused for ``lr``, ``betas``, ``eps`` and ``weight_decay`` unless ``keywords`` has them, and left out everywhere
@@ -89,6 +92,8 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
         found["max_grad_norm"] = clipping
     if (backwards := config.get("gradient_accumulation_steps")) not in _BLANK:
         found["gradient_accumulation_steps"] = backwards
+    if (dtype := config.get("communication_data_type")) not in _BLANK:
+        found["communication_data_type"] = dtype
     sentences = []
     if clipping == "auto" and "max_grad_norm" not in keywords:
         sentences.append('gradient_clipping is "auto" and nothing filled it in: gradients are not clipped unless '

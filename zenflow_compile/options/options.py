@@ -127,6 +127,8 @@ class Options:
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
         gradient_accumulation_steps: Backwards per step, >= 1, if it is always the same number: gradients are then split
             and copied in the last of them. None: any number, and gradients are final at ``step()``.
+        communication_data_type: Dtype in which ranks average gradients, ``"fp32"`` or ``"bf16"``; None: each gradient's
+            own. Without ``process_group`` nothing is sent.
         device_share: Share, in [0, 1], of all parameters that stay resident: first block, embeddings and head, in this
             order, as far as they fit. 0 keeps none of them.
         spare_device_bytes: Memory of each device, in bytes, for the optimizer state of further resident parameters, in
@@ -181,6 +183,7 @@ class Options:
         None, partial(check_positive, remedy="; None turns clipping off"), unless=(None,)
     )
     gradient_accumulation_steps: int | None = _integer(None, 1, unless=(None,))
+    communication_data_type: str | None = _choice(None, "fp32", "bf16", unless=(None,))
     device_share: float = _option(0.25, check_ratio)
     spare_device_bytes: int = _integer(0, 0)
     min_offload_size: int = _integer(4096, 0)

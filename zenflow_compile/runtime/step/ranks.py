@@ -15,6 +15,8 @@ from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 from zenflow_compile.runtime.step.weight_gather import WeightGather
 
+_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 class Ranks:
     """The calls of one engine that all ranks make, in the same order.
@@ -27,7 +29,7 @@ class Ranks:
 
     def __init__(self, group: RankGroup, registry: ParamRegistry, device: torch.device, options: Options) -> None:
         self.group = group
-        self.reduction = GradientReduction(group, registry, device, None)
+        self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
         self._weights = WeightGather(group, device)
         self._registry = registry
         self.measured_window: int | None = None
