@@ -110,6 +110,18 @@ def test_gradient_of_users_raises(two_ranks: RankProcesses) -> None:
         assert "up.weight" in text
 
 
+def averaged_by_hand(rank: int) -> None:
+    model, _ = trained(rank)
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+
+
+def test_collective_over_a_mean_raises(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(averaged_by_hand)):
+        assert "is the mean over ranks already" in text
+        assert "process_group=False" in text
+
+
 def with_scaler(rank: int, poisoned: bool) -> tuple[list[Tensor], float]:
     """Two steps under ``GradScaler``; the second one has an inf on rank 1."""
     model, optimizer = trained(rank)

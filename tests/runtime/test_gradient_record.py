@@ -50,6 +50,8 @@ VALUES = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
 class Source:
     """Stands for the parameter of a record, and notes what it is asked."""
 
+    averaged = False
+
     def __init__(self, *, deferred: bool = False) -> None:
         self.norm: Tensor | None = torch.tensor(5.0)
         self.given_up: list[GradientState] = []

@@ -85,6 +85,10 @@ class GradientSource(Protocol):
 
     @property
     def factors(self) -> Factors: ...
+    @property
+    def averaged(self) -> bool:
+        """Whether the gradient is the mean over several ranks."""
+        ...
 
 
 class GradientRecord:
@@ -302,6 +306,18 @@ class GradientRecord:
         """
         if self.state.gone:
             self.refuse("use")
+
+    def check_not_averaged(self) -> None:
+        """
+        Raises:
+            RuntimeError: the gradient is the mean over ranks already, and a collective of the user's would use it.
+        """
+        if (source := self._source()) is not None and source.averaged:
+            raise RuntimeError(
+                f"a collective is called with the gradient of {self.like.name}, which is the mean over ranks already: "
+                "the optimizer has a process_group. Leave the collective out, or pass process_group=False to average "
+                "by hand"
+            )
 
     def values_at_close(self, *, keep: bool) -> Tensor | None:
         """The tensor that stays in ``.grad`` when the engine closes.

@@ -21,6 +21,9 @@ from zenflow_compile.torch_internals import torch_private
 
 aten = torch.ops.aten
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of operators that several ranks run together."""
+
 _Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
 
 
@@ -155,6 +158,9 @@ class OffloadedGradient(Tensor):
 
 
 def _on_dense(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if func.namespace in _COLLECTIVES:
+        tree_map_only(OffloadedGradient, lambda gradient: gradient._record.check_not_averaged(), (args, kwargs))
+
     def dense(value: Any, *, aliased: bool) -> Any:
         def values(gradient: OffloadedGradient) -> Tensor:
             return gradient._record.make_dense() if aliased else gradient._record.read()

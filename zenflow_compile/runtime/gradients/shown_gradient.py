@@ -189,6 +189,11 @@ class ShownGradient(ABC):
         self._gradients.became_dense()
 
     @property
+    def averaged(self) -> bool:
+        """See :meth:`GradientSource.averaged`."""
+        return self.plan.share is not None
+
+    @property
     def factors(self) -> Factors:
         """See :class:`Gradients`."""
         return self._gradients.factors
