@@ -78,7 +78,7 @@ class OptimizerRuntime:
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
         self.uploads = UploadScheduler(self.registry, self.recorder)
-        self.ranks = None if ranks is None else Ranks(ranks, self.registry, device, options)
+        self.ranks = None if ranks is None else Ranks(ranks, self.registry, device, options, self.recorder)
         self.uploads.read_elsewhere = ranks is not None  # the other ranks get them at the end of the step
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)

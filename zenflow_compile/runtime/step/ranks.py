@@ -12,6 +12,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
+from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 from zenflow_compile.runtime.step.weight_gather import WeightGather
 
@@ -27,8 +28,16 @@ class Ranks:
         measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
     """
 
-    def __init__(self, group: RankGroup, registry: ParamRegistry, device: torch.device, options: Options) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        registry: ParamRegistry,
+        device: torch.device,
+        options: Options,
+        recorder: Recorder,
+    ) -> None:
         self.group = group
+        self._recorder = recorder
         self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
         self._weights = WeightGather(group, device)
         self._registry = registry
@@ -41,7 +50,7 @@ class Ranks:
 
     def end_backward(self) -> None:
         """The last backward before an optimizer step is over."""
-        with self.group.announcing():
+        with self.group.announcing(), self._recorder.stall(True, param="", on_host=True):
             self.reduction.finish(split_now=True)
 
     @contextmanager
@@ -70,7 +79,8 @@ class Ranks:
         """
         have_slices = {each.plan.index for each in updated if each.plan.whole.k}
         offloaded = self._registry.offloaded.values()
-        self._weights.gather([each for each in offloaded if each.merged or each.plan.index in have_slices])
+        with self._recorder.stall(True, param="", on_host=True):
+            self._weights.gather([each for each in offloaded if each.merged or each.plan.index in have_slices])
 
     def begin_state_dict(self) -> None:
         """All ranks are about to gather their state.
