@@ -117,6 +117,8 @@ class LazyEngine:
             if engine is None:
                 self._check_plan(self.claim.params)
             else:
+                if self._ranks is not None:
+                    agreed(self._ranks, self._given, engine.options, self._groups, self.claim.params)
                 engine.add_params(_named(self._groups)[-1:], len(self._groups) - 1)
         except BaseException:
             self._calls.pop()
@@ -130,7 +132,13 @@ class LazyEngine:
         if self.built is not None:
             self.built.close(flush=flush)
         else:
-            self.claim.release()
+            self._release()
+
+    def _release(self) -> None:
+        """Give up the parameters and the ranks of an optimizer that has no engine."""
+        self.claim.release()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def abandon(self) -> None:
         """Close the engine of a garbage-collected optimizer: apply due updates, and drop the update windows.
@@ -139,7 +147,7 @@ class LazyEngine:
         """
         engine = self.built
         if engine is None:
-            self.claim.release()
+            self._release()
         if engine is None or engine.closed:
             return
         with suppress(Exception):

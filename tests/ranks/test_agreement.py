@@ -113,3 +113,58 @@ def alone(rank: int) -> float:
 def test_ranks_may_train_alone(two_ranks: RankProcesses) -> None:
     first, second = two_ranks.call(alone)
     assert first != second
+
+
+def changed_on_one(rank: int, what: str) -> None:
+    model = uneven()
+    optimizer = ZenFlowAdamW(
+        model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=dist.group.WORLD
+    )
+    for step in range(2):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x), y).backward()
+        if rank == step == 1:
+            if what == "gradients":
+                model.up.weight.grad = None  # type: ignore[union-attr,assignment]
+            else:
+                optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("what", ["gradients", "param_groups"])
+def test_changes_on_one_rank_raise_on_all(two_ranks: RankProcesses, what: str) -> None:
+    for text in messages(two_ranks.outcomes(changed_on_one, what)):
+        assert what in text
+        assert "in step 1" in text
+
+
+def grown(rank: int, moved: bool) -> list[torch.Tensor]:
+    """Add a group after the first step; or the model changes its dtype before it, and the engine is built anew."""
+    model = uneven()
+    options = {**ALL_POLICIES["zenflow"], "process_group": dist.group.WORLD}
+    later = list(model.down.parameters())  # type: ignore[union-attr]
+    first = [param for param in model.parameters() if all(param is not other for other in later)]
+    optimizer = ZenFlowAdamW(first, **ADAM, **options)
+    if moved:
+        assert optimizer.host_bytes  # builds an engine
+        model.double().float()
+        model.bfloat16()
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": later})
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 2:
+            for param in later:
+                param.grad = None
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_groups_and_models_may_change(two_ranks: RankProcesses, moved: bool) -> None:
+    first, second = two_ranks.call(grown, moved)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -274,6 +274,6 @@ class RankGroup:
                 dist.destroy_process_group(group)
 
 
-def first_difference(texts: Sequence[str]) -> int | None:
-    """The first rank whose text differs from rank 0's; None if there is none."""
-    return next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+def first_difference(values: Sequence[object]) -> int | None:
+    """The first rank whose value differs from rank 0's; None if there is none."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)

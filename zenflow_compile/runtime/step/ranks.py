@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,12 +12,17 @@ from torch import Tensor
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 from zenflow_compile.runtime.step.weight_gather import WeightGather
 
+_OF_PARAMS = ("params", "param_names")
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _digest(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
 
 
 class Ranks:
@@ -61,15 +67,41 @@ class Ranks:
             What rank 0 has measured: the shortest update window that its host keeps up with.
 
         Raises:
-            RankError: not all ranks call it, or one has failed.
+            RankError: not all ranks call it, one has failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
-            measured, *_ = self.group.exchange(Call.STEP, (self.measured_window or 0).to_bytes(4, "little"))
-            if self.reduction.unsent:
+            content = (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups()
+            unsent = bytes([self.reduction.unsent])
+            rows = self.group.exchange(Call.STEP, content + unsent + self._digest_of_gradients())
+            self._check_equal(rows, slice(4, 8), "values in param_groups")
+            if any(row[8] for row in rows):
                 self.reduction.finish(split_now=True)
-            yield int.from_bytes(measured, "little") or None
+            else:
+                self._check_equal(rows, slice(9, 13), "gradients in .grad")
+            yield int.from_bytes(rows[0][:4], "little") or None
         self.group.step = number + 1
+
+    def _check_equal(self, rows: Sequence[bytes], part: slice, what: str) -> None:
+        if (rank := first_difference([row[part] for row in rows])) is not None:
+            raise self.group.failure(
+                f"rank 0 and rank {rank} have different {what} in step {self.group.step}: with a process_group all "
+                "ranks set, clear and schedule them alike"
+            )
+
+    def _digest_of_gradients(self) -> bytes:
+        """Of which parameters have a gradient: a step on other ones would send other slices."""
+        return _digest(bytes(param.grad is not None for param in self._registry.params))
+
+    def _digest_of_groups(self) -> bytes:
+        """Of learning rates and the like; those in tensors are left out, since reading them may wait for the device."""
+        values = [
+            value
+            for group in self._registry.groups
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        ]
+        return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
 
     def end_step(self, updated: Sequence[OffloadedParam]) -> None:
         """Bring what this step has changed to all ranks.
