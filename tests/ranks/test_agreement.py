@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, batch, uneven
+from tests.ranks.models import ADAM, ALL_POLICIES, OFFLOAD, batch, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 
@@ -167,4 +168,100 @@ def grown(rank: int, moved: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("moved", [False, True])
 def test_groups_and_models_may_change(two_ranks: RankProcesses, moved: bool) -> None:
     first, second = two_ranks.call(grown, moved)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def written(rank: int, case: str) -> list[torch.Tensor]:
+    """One element of each matrix is written between two steps: its owner alone sees another weight."""
+    model = uneven()
+    options = {"topk_ratio": 0.25, "update_interval": 3 if case == "late" else 4, **OFFLOAD}
+    if case == "late":
+        options["staleness"] = 1
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options, process_group=dist.group.WORLD)
+    for step in range(7):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (2, 3):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.view(-1)[0] += 0.5
+            if case == "flush":
+                optimizer.flush()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:the gradients in the update windows")
+@pytest.mark.parametrize("case", ["step", "flush", "late"])
+def test_writes_are_followed_by_all(two_ranks: RankProcesses, case: str) -> None:
+    first, second = two_ranks.call(written, case)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(one.isfinite().all() for one in first)
+
+
+def ended_without_close(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    model = uneven()
+    options = {"topk_ratio": 0.25, "update_interval": 2, "staleness": 1, **OFFLOAD}
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options, process_group=dist.group.WORLD)
+    for step in range(5):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [param.detach().clone() for param in model.parameters()]
+    del optimizer
+    gc.collect()
+    return before, [param.detach().clone() for param in model.parameters()]
+
+
+def test_collected_optimizer_leaves_equal_weights(two_ranks: RankProcesses) -> None:
+    (before, first), (_, second) = two_ranks.call(ended_without_close)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(before, first, strict=True))
+
+
+def ends_alone(rank: int, call: str) -> None:
+    model = uneven()
+    optimizer = ZenFlowAdamW(
+        model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=dist.group.WORLD
+    )
+    for step in range(2):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x), y).backward()
+        if rank == step == 1:
+            getattr(optimizer, call)()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_flush_on_one_rank_raises_on_all(two_ranks: RankProcesses, call: str) -> None:
+    for text in messages(two_ranks.outcomes(ends_alone, call)):
+        assert f"calls {call}()" in text
+
+
+def two_heads(rank: int) -> list[torch.Tensor]:
+    """Two optimizers over a model, of which each rank sees another one's gradient first."""
+    torch.manual_seed(0)
+    body, heads = nn.Linear(16, 32), nn.ModuleList(nn.Linear(32, 8) for _ in range(2))
+    optimizers = [
+        ZenFlowAdamW(part.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=dist.group.WORLD)
+        for part in (body, heads)
+    ]
+    for step in range(4):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        outputs = [heads[rank](torch.tanh(body(x))), torch.tanh(body(x))]
+        sum(each.square().mean() for each in outputs[:: 1 if rank else -1]).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.close()
+    return [param.detach().clone() for part in (body, heads) for param in part.parameters()]
+
+
+def test_two_optimizers_end_backwards_in_one_order(two_ranks: RankProcesses) -> None:
+    first, second = two_ranks.call(two_heads)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -81,7 +81,7 @@ def test_skipped_step_raises_on_all(two_ranks: RankProcesses) -> None:
         assert "ends a backward" in text
 
 
-def failed_backward(rank: int) -> None:
+def failed_backward(rank: int, by_model: bool) -> None:
     """The backward of rank 1 fails behind the first gradients, and the loop goes on."""
     model = uneven()
     optimizer = ZenFlowAdamW(
@@ -98,14 +98,15 @@ def failed_backward(rank: int) -> None:
         except RuntimeError as error:
             if "on fire" not in str(error):
                 raise
-            optimizer.zero_grad()
+            (model if by_model else optimizer).zero_grad()
             continue
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_failed_backward_of_one_rank_stops_all(two_ranks: RankProcesses) -> None:
-    for text in messages(two_ranks.outcomes(failed_backward, timeout=60)):
+@pytest.mark.parametrize("by_model", [False, True])
+def test_failed_backward_of_one_rank_stops_all(two_ranks: RankProcesses, by_model: bool) -> None:
+    for text in messages(two_ranks.outcomes(failed_backward, by_model, timeout=60)):
         assert "backward failed" in text
 
 

@@ -110,6 +110,55 @@ def test_gradient_of_users_raises(two_ranks: RankProcesses) -> None:
         assert "up.weight" in text
 
 
+def cleared(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The first of two declared backwards is dropped, and ``step()`` comes."""
+    model, optimizer = trained(rank, gradient_accumulation_steps=2)
+    before = [param.detach().clone() for param in model.parameters()]
+    model.zero_grad()
+    optimizer.step()
+    optimizer.close()
+    return before, [param.detach().clone() for param in model.parameters()]
+
+
+def test_cleared_gradients_are_not_sent(two_ranks: RankProcesses) -> None:
+    for before, after in two_ranks.call(cleared):
+        assert difference(before, after) == 0
+
+
+def clipped_by_value(rank: int, max_grad_norm: float | None) -> list[Tensor]:
+    model, optimizer = trained(rank, max_grad_norm=max_grad_norm)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_dense_gradients_can_be_clipped(two_ranks: RankProcesses) -> None:
+    model = joint()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    first, second = two_ranks.call(clipped_by_value, 0.01)
+    assert difference(first, second) == 0
+    assert difference(first, [param.detach() for param in model.parameters()]) < 1e-6
+
+
+def large_halves(rank: int) -> float:
+    """A sum of fp16 gradients would be infinite, and their mean is not."""
+    param = torch.nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    optimizer = ZenFlowAdamW([param], **ADAM, policy="resident", process_group=dist.group.WORLD)
+    (param * 40000.0).sum().backward()
+    assert param.grad is not None
+    found = float(param.grad[0])
+    optimizer.close()
+    return found
+
+
+def test_resident_halves_do_not_overflow(two_ranks: RankProcesses) -> None:
+    assert two_ranks.call(large_halves) == [40000.0, 40000.0]
+
+
 def averaged_by_hand(rank: int) -> None:
     model, _ = trained(rank)
     for param in model.parameters():

@@ -9,6 +9,7 @@ import torch
 
 from tests.ranks.models import ALL_POLICIES, WINDOWED, as_rank, difference, in_backward_as_rank, train, uneven
 from tests.support.rank_processes import RankProcesses
+from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 
 EXACT = 1e-6
 pytestmark = pytest.mark.timeout(180)
@@ -64,6 +65,24 @@ def test_optimizer_in_backward_equals_one_rank(two_ranks: RankProcesses, options
     results = two_ranks.call(in_backward_as_rank, options, 12)
     assert_equal_ranks(results)
     assert difference(results[0], train(options, steps=12)) < EXACT
+
+
+def late_in_declared(rank: int) -> int:
+    """How many parameters are sent a second time, of two declared backwards per step."""
+    count = 0
+
+    def counted(*_: Any, **__: Any) -> None:
+        nonlocal count
+        count += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientReduction, "_send_late", counted)
+        train({**ALL_POLICIES["zenflow"], "gradient_accumulation_steps": 2}, rank, 2, backwards=2)
+    return count
+
+
+def test_declared_accumulation_sends_once(two_ranks: RankProcesses) -> None:
+    assert two_ranks.call(late_in_declared) == [0, 0]
 
 
 def bf16() -> torch.nn.Module:

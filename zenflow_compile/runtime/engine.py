@@ -66,13 +66,15 @@ class Engine(StepRunner):
             self.order.follow()
         self.registry.check_unchanged()
         backward.enter_thread()
-        if self.ranks is not None and backward.concurrent:
-            errors.refuse_concurrent_backward()  # gradients are sent in one order
+        if self.ranks is not None:
+            if backward.concurrent:
+                errors.refuse_concurrent_backward()  # gradients are sent in one order
+            self.ranks.reduction.begin_backward()
         if self.in_backward:
             self._begin_in_backward(arrived)
         # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
         backward.task = task
-        backward.contributed = False
+        backward.contributed = backward.received = False
         torch_private.queue_backward_callback(self._end_callback)
         if self.schedule.shortest_window is None:
             measured = self._min_window.begin_backward(len(self.graphs))
@@ -122,18 +124,33 @@ class Engine(StepRunner):
         """
         if nested:
             self.backward.task = None
+            if self.ranks is not None:
+                errors.refuse_nested_backward_of_ranks()
             if self.in_backward:
                 errors.refuse_nested_backward()
             return
         if self.recorder.timeline is not None:
             self.recorder.end_phase()
         if self.backward.contributed:
-            if self.ranks is not None and self._split_now:
-                self.ranks.end_backward()
+            if self.ranks is not None:
+                self._receive_in_order(self.backward.task)
             self.backward.count += 1
             if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
                 self._on_backward_end(optimizer)
         self.backward.task = None  # last: until here an interrupt leaves the same state as a backward that raised
+
+    def _receive_in_order(self, task: int | None) -> None:
+        """Receive the gradients of a backward that is over, those of all engines in an order that all ranks have.
+
+        Ranks may call the engines in other orders: each engine learns of the end by its first gradient.
+        """
+        engines = [each for each in ops.live_engines() if isinstance(each, Engine) and each.ranks is not None]
+        same = [each for each in engines if each.backward.task == task and each.backward.contributed]
+        for engine in sorted(same, key=lambda each: each.ranks.group.number if each.ranks is not None else 0):
+            if engine._split_now and not engine.backward.received:
+                engine.backward.received = True
+                assert engine.ranks is not None
+                engine.ranks.end_backward()
 
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Take gradients of a graph and start their copies.

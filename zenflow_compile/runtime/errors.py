@@ -126,6 +126,14 @@ def refuse_nested_backward() -> NoReturn:
     )
 
 
+def refuse_nested_backward_of_ranks() -> NoReturn:
+    """Raise RuntimeError: the backward runs inside another one, and ranks would not know where it ends."""
+    raise RuntimeError(
+        "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) is not supported with a "
+        "process_group: ranks send gradients until the whole backward is over; use use_reentrant=False"
+    )
+
+
 def refuse_concurrent_backward() -> NoReturn:
     """Raise RuntimeError: another thread runs a backward, or one of its backwards has failed."""
     raise RuntimeError(

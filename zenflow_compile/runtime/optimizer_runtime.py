@@ -22,7 +22,7 @@ from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.rank_group import RankGroup
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step.min_window import ShortestWindow
@@ -302,9 +302,11 @@ class OptimizerRuntime:
             self.registry.eps(index)
         try:
             self.schedule.restart_windows()
-            self.uploads.finish(self.step, flush=True)
-            if self.ranks is not None:
-                self.ranks.gather_merged()
+            if self.ranks is None:
+                self.uploads.finish(self.step, flush=True)
+            else:
+                with self.ranks.ending(Call.FLUSH, self.step) as written:
+                    self.uploads.finish(self.step, flush=True, written=written)
             self.streamed.wait()
         except errors.LostUpdateError:
             raise
@@ -408,15 +410,29 @@ class OptimizerRuntime:
             if self.order is not None:
                 self.order.follow()
             try:
-                self.uploads.finish(self.step, flush=flush and self.failure is None)
-                if self.ranks is not None and flush and self.failure is None:
-                    self.ranks.gather_merged()
+                flush = flush and self.failure is None
+                if self.ranks is not None and self.ranks.group.failed:
+                    flush = False
+                if self.ranks is None:
+                    self.uploads.finish(self.step, flush=flush)
+                elif flush:
+                    with self.ranks.ending(Call.CLOSE, self.step) as written:
+                        self.uploads.finish(self.step, flush=True, written=written)
+                else:
+                    self._drop_windows()
                 self.streamed.wait()
             # Not on an interrupt: the next ``close`` has to finish the work.
             except Exception:
                 self._finished = True
                 raise
             self._finished = True
+
+    def _drop_windows(self) -> None:
+        """Drop the updates in flight: the other ranks would not see them, and have other weights than this one."""
+        self.uploads.abandon()
+        for offloaded in self.offloaded.values():
+            with suppress(Exception):  # of a failed job
+                offloaded.host.wait()
 
     def _release_gradients(self) -> None:
         # Of several ranks, each closes its engine when it comes to that, and none may wait for the others' values.

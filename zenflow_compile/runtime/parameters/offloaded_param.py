@@ -130,7 +130,15 @@ class IncomingGradient(ShownGradient):
         self._receive(self._matrix(grad), split_now=split_now)
 
     def receive_share(self, share: Tensor, *, split_now: bool) -> None:
-        """Take this rank's share [slices, length] of a contribution of all ranks, as ``receive`` takes a gradient."""
+        """Take this rank's share [slices, length] of a contribution of all ranks, as ``receive`` takes a gradient.
+
+        Raises:
+            RuntimeError: ``.grad`` holds a tensor of the user's, to which autograd would have added the gradient if
+                this rank had had one.
+        """
+        grad = self.param.grad if self._gradients.visible else None
+        if grad is not None and self.look() is None and not self._zeroed(grad):
+            errors.refuse_gradient_of_user(self.plan.name)
         self._receive(share, split_now=split_now)
 
     def receive_local(self, grad: Tensor) -> Tensor:
@@ -150,9 +158,12 @@ class IncomingGradient(ShownGradient):
 
     @property
     def local_was_dropped(self) -> bool:
-        """Whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent."""
+        """Whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent.
+
+        With the optimizer in backward ``.grad`` shows none.
+        """
         record = self.record
-        return record is not None and record.state is _LOCAL and self.look() is None
+        return record is None or (record.state is _LOCAL and self.look() is None)
 
     def _receive(self, matrix: Tensor, *, split_now: bool) -> None:
         split_now = split_now and self.arrival is not Arrival.IN_PIECES
@@ -238,7 +249,11 @@ class IncomingGradient(ShownGradient):
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
             record = GradientRecord(self._like, self._me)
             matrix, share = self._matrix(values), self.plan.share
-            self._split(matrix if share is None else share.view(matrix))
+            if share is None:
+                self._split(matrix)
+            else:  # the whole gradient is here, on each rank
+                record.norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
+                self._split(share.view(matrix))
             self.record, record.state, record.contributions = record, _PARTS, 1
             if not self._gradients.visible:
                 self.param.grad = None
@@ -438,6 +453,7 @@ class OffloadedParam(IncomingGradient):
         deadline: position among the first uses of the next forward; jobs and uploads run in this order.
         upload: on its way; None without one.
         merged: an update window was applied that other ranks have not seen yet.
+        written: an external write was noticed that other ranks have not been told of.
     """
 
     def __init__(
@@ -455,6 +471,7 @@ class OffloadedParam(IncomingGradient):
         self.deadline = plan.index
         self.upload: Upload | None = None
         self.merged = False
+        self.written = False
         self._wanted: Wanted | None = None  # of the last re-selection, see ``_reselect``
         self._partially_applied: BaseException | None = None
         self.weights.reseed(device, host)
@@ -677,6 +694,17 @@ class OffloadedParam(IncomingGradient):
             self.weights.accept()
             return False
         lost = self.due(now) > 0
+        changed = self.drop_updates()
+        if lost:
+            raise errors.LostUpdateError(
+                f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
+                "optimizer.synchronize() before weights are read or written outside of the compiled model"
+            )
+        return changed
+
+    def drop_updates(self) -> bool:
+        """Drop the updates in flight, and re-seed the masters from the weights. Returns whether that had an effect."""
+        self._wait_for_state()
         dropped = bool(self.host.flushed)
         self._drop_upload()
         for window in self.host.flushed:
@@ -685,11 +713,7 @@ class OffloadedParam(IncomingGradient):
         self.host.flushed.clear()
         self._wait_for_state()  # for the exchanges that were started above
         differs = self.weights.reseed(self.device, self.host)
-        if lost:
-            raise errors.LostUpdateError(
-                f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
-                "optimizer.synchronize() before weights are read or written outside of the compiled model"
-            )
+        self.written = self.written or differs or dropped
         return differs or dropped
 
     def raise_failures(self) -> None:

@@ -30,7 +30,7 @@ _FAILED = "failed"
 _HEADER = 9  # bytes of a message in front of its content: the call, and the step
 _ROOM = 1024
 
-_counts: dict[str, Iterator[int]] = {}
+_numbers = itertools.count()
 
 
 class Call(IntEnum):
@@ -41,6 +41,8 @@ class Call(IntEnum):
     STEP = 3
     DENSE = 4
     STATE = 5
+    FLUSH = 6
+    CLOSE = 7
 
     def __str__(self) -> str:
         return {
@@ -49,6 +51,8 @@ class Call(IntEnum):
             Call.STEP: "calls step()",
             Call.DENSE: "reads the values of a gradient (its norm would be known)",
             Call.STATE: "calls state_dict()",
+            Call.FLUSH: "calls flush()",
+            Call.CLOSE: "calls close()",
         }[self]
 
 
@@ -99,11 +103,14 @@ class RankGroup:
 
     Attributes:
         rank: of this process; size: number of ranks.
+        number: of this object among those of the process; the same order on all ranks that make the same ones.
         step: for errors: the number of the optimizer step.
+        failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
         sent: called with the name of a collective and the bytes that this rank puts into it; None: not counted.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.number = next(_numbers)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.step = 0
         self.sent: Callable[[str, int], object] | None = None
@@ -118,9 +125,8 @@ class RankGroup:
             for each in (backend, "gloo")
         ]
         self._data, self._messages = self._groups
-        number = next(_counts.setdefault(group.group_name, itertools.count()))
-        self._store = torch_private.shared_store(f"zenflow/{group.group_name}/{number}")
-        self._announced = False
+        self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
+        self.failed = False
         self._room = _ROOM
 
     # Collectives of tensors on the parameters' device.
@@ -180,6 +186,9 @@ class RankGroup:
         Raises:
             RankError: ranks are in different calls or steps, or one failed or is gone.
         """
+        assert len(content) <= self._room, "the messages of ranks have one length"
+        if self.failed:
+            raise RankError("a rank of this process group has failed before; start all ranks again")
         header = bytes([call]) + self.step.to_bytes(8, "little")
         message = torch.frombuffer(bytearray((header + content).ljust(self._room + _HEADER, b"\0")), dtype=torch.uint8)
         out = torch.empty((self.size, len(message)), dtype=torch.uint8, device="cpu")
@@ -221,8 +230,8 @@ class RankGroup:
 
     def announce(self, text: str) -> None:
         """Leave the text of an error of this rank for the others, unless one was left already."""
-        if not self._announced:
-            self._announced = True
+        if not self.failed:
+            self.failed = True
             with suppress(Exception):  # the process that has the store may be gone
                 self._store.set(_FAILED, f"{self.rank}\n{text}")
 
@@ -239,9 +248,9 @@ class RankGroup:
 
     def _raise_failure_of_others(self) -> None:
         with suppress(dist.DistError):
-            if not self._announced and self._store.check([_FAILED]):
+            if not self.failed and self._store.check([_FAILED]):
                 rank, _, text = self._store.get(_FAILED).decode().partition("\n")
-                self._announced = True
+                self.failed = True
                 raise RankError(f"rank {rank} failed in or after step {self.step}: {text}")
 
     def _wait(self, work: dist.Work, what: str, *, polls: bool) -> None:

@@ -13,17 +13,19 @@ class BackwardPass:
     Attributes:
         task: number of autograd's graph task while the backward runs, and after it has failed; None between backwards.
         contributed: it brought a gradient of the engine's parameters.
+        received: its gradients were averaged over ranks.
         concurrent: it began while a backward in another thread ran, or after one had failed.
         count: backwards with gradients since the last optimizer step.
         returned: gradients that compiled backwards return to autograd, by graph task and parameter.
         lock: backwards of graphs may run in several threads; they accumulate one after the other.
     """
 
-    __slots__ = ("_thread", "concurrent", "contributed", "count", "lock", "returned", "task")
+    __slots__ = ("_thread", "concurrent", "contributed", "count", "lock", "received", "returned", "task")
 
     def __init__(self) -> None:
         self.task: int | None = None
         self.contributed = False
+        self.received = False
         self.concurrent = False
         self.count = 0
         self.returned: dict[tuple[int, int], Tensor] = {}

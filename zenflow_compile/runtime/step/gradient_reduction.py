@@ -37,12 +37,14 @@ class Bucket:
 
     Attributes:
         arrived: indices of the parameters that have a contribution of this rank.
+        of_backward: those of them that had one in the backward that runs.
         pending: the mean over ranks, once it is under way.
     """
 
     def __init__(self, members: Sequence[OffloadedParam], group: RankGroup, dtype: torch.dtype) -> None:
         self.members = tuple(members)
         self.arrived: set[int] = set()
+        self.of_backward: set[int] = set()
         self.pending: Pending | None = None
         self._group = group
         self._dtype = dtype
@@ -51,8 +53,8 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Whether every gradient has a contribution of this rank."""
-        return len(self.arrived) == len(self.members)
+        """Whether every gradient has a contribution of the backward that runs: it is presumed to get no other one."""
+        return len(self.of_backward) == len(self.members)
 
     def add(self, offloaded: OffloadedParam, matrix: Tensor) -> None:
         """Add a contribution [rows, columns] of one of the members."""
@@ -63,11 +65,13 @@ class Bucket:
             source = plan.share.view(matrix, part)
             target.copy_(source) if first else target.add_(source)
         self.arrived.add(plan.index)
+        self.of_backward.add(plan.index)
 
     def drop(self, offloaded: OffloadedParam) -> None:
         """Forget the contributions of one of the members."""
         if offloaded.plan.index in self.arrived and self._packed is not None:
             self.arrived.discard(offloaded.plan.index)
+            self.of_backward.discard(offloaded.plan.index)
             for _, target in blocks_of_ranks(self._packed, self._offset(offloaded), offloaded.plan):
                 target.zero_()
 
@@ -81,6 +85,7 @@ class Bucket:
         assert self.pending is not None
         row, self.pending = self.pending.wait(what), None
         self.arrived.clear()
+        self.of_backward.clear()
         for member, offset in zip(self.members, self._packing.offsets, strict=True):
             yield member, block(row, offset, member.plan, member.plan.slices).to(member.plan.dtype)
 
@@ -88,6 +93,7 @@ class Bucket:
         """Forget all contributions."""
         self._packed = None
         self.arrived.clear()
+        self.of_backward.clear()
 
     def _memory(self, device: torch.device) -> Tensor:
         if self._packed is None:
@@ -114,7 +120,7 @@ class GradientReduction:
         self._device = device
         self._dtype = dtype
         self._order: list[int] | None = None  # of arrival on rank 0, in the first backward
-        self._arrivals: list[int] = []
+        self._arrivals: dict[int, None] = {}  # in order, each parameter once
         self._at_end: set[int] = set()  # parameters that are sent when the backward is over
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -126,8 +132,21 @@ class GradientReduction:
 
     @property
     def unsent(self) -> bool:
-        """Whether this rank has contributions that were not sent."""
+        """Whether this rank has contributions that were not sent, and not cleared in ``.grad`` since."""
+        self._drop_cleared()
         return bool(self._on_device or self._late or any(bucket.arrived for bucket in self._buckets))
+
+    def begin_backward(self) -> None:
+        """A backward begins.
+
+        Raises:
+            RankError: the one before it has failed after some of its gradients had been sent.
+        """
+        if self._sent:
+            self.reset()
+        self._check_not_failed()
+        for bucket in self._buckets:
+            bucket.of_backward.clear()
 
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
         """Take a contribution of this rank.
@@ -138,12 +157,10 @@ class GradientReduction:
         self._begin()
         index = offloaded.plan.index
         bucket = self._bucket_of[index]
-        if offloaded.local_was_dropped:
+        if index in bucket.arrived and offloaded.local_was_dropped:
             bucket.drop(offloaded)
-            self._late.pop(index, None)
         matrix = offloaded.receive_local(grad)
-        if index not in bucket.arrived:
-            self._arrivals.append(index)
+        self._arrivals[index] = None
         if bucket.pending is not None or self._buckets.index(bucket) < self._sent:
             bucket = self._late.setdefault(index, Bucket([offloaded], self._group, self._dtype or offloaded.plan.dtype))
         bucket.add(offloaded, matrix)
@@ -164,6 +181,7 @@ class GradientReduction:
             RankError: another rank failed, is gone, or does not end a backward.
         """
         self._begin()
+        self._drop_cleared()
         flags = self._exchange_flags()
         present = {index for index, bits in enumerate(flags) if max(bits) & _PRESENT}
         for bucket in self._buckets[self._sent :]:
@@ -202,10 +220,21 @@ class GradientReduction:
     # Buckets.
 
     def _begin(self) -> None:
-        if self._failed:
-            raise RankError(_FAILED_BACKWARD)
+        self._check_not_failed()
         if not self._buckets:
             self._make_buckets()
+
+    def _check_not_failed(self) -> None:
+        if self._failed:
+            raise RankError(_FAILED_BACKWARD)
+
+    def _drop_cleared(self) -> None:
+        """Forget contributions whose gradient was cleared or replaced in ``.grad`` before they were sent."""
+        for bucket in self._buckets[self._sent :]:
+            for member in bucket.members:
+                if member.plan.index in bucket.arrived and member.local_was_dropped:
+                    bucket.drop(member)
+        self._on_device = {index for index in self._on_device if self._registry.params[index].grad is not None}
 
     def _make_buckets(self) -> None:
         offloaded = self._registry.offloaded
@@ -304,13 +333,18 @@ class GradientReduction:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [param.grad for param in params if param.grad is not None]
-        dtypes = [self._dtype or grad.dtype for grad in grads]
+        dtypes = [self._dtype_of_sum(grad) for grad in grads]
         sizes = [grad.numel() * dtype.itemsize for grad, dtype in zip(grads, dtypes, strict=True)]
         for piece in cut(grads, sizes, [grad.dtype for grad in grads], FLAT_BYTES):
-            flat = torch.cat([grad.reshape(-1) for grad in piece]).to(self._dtype or piece[0].dtype)
+            flat = torch.cat([grad.reshape(-1) for grad in piece]).to(self._dtype_of_sum(piece[0]))
             flat = self._group.all_reduce(flat, mean=True).wait("the gradients of resident parameters")
             parts = torch.split(flat.to(piece[0].dtype), [grad.numel() for grad in piece])
             torch._foreach_copy_(piece, [part.view_as(grad) for part, grad in zip(parts, piece, strict=True)])
+
+    def _dtype_of_sum(self, grad: Tensor) -> torch.dtype:
+        """gloo adds up before it divides, in the dtype that it gets: a sum in fp16 may be infinite."""
+        wide = torch.promote_types(grad.dtype, torch.float32) if grad.device.type == "cpu" else grad.dtype
+        return self._dtype or wide
 
     # Norms.
 

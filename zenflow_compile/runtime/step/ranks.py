@@ -17,7 +17,7 @@ from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 from zenflow_compile.runtime.step.weight_gather import WeightGather
 
-_OF_PARAMS = ("params", "param_names")
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -73,7 +73,9 @@ class Ranks:
         with self.group.announcing():
             content = (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups()
             unsent = bytes([self.reduction.unsent])
-            rows = self.group.exchange(Call.STEP, content + unsent + self._digest_of_gradients())
+            head = content + unsent + self._digest_of_gradients()
+            rows = self.group.exchange(Call.STEP, head + self._notice_writes(number))
+            self._follow_writes([row[len(head) :] for row in rows])
             self._check_equal(rows, slice(4, 8), "values in param_groups")
             if any(row[8] for row in rows):
                 self.reduction.finish(split_now=True)
@@ -95,13 +97,46 @@ class Ranks:
 
     def _digest_of_groups(self) -> bytes:
         """Of learning rates and the like; those in tensors are left out, since reading them may wait for the device."""
-        values = [
-            value
-            for group in self._registry.groups
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        ]
+        values = [group[name] for group in self._registry.groups for name in _NUMBERS]
         return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
+
+    @contextmanager
+    def ending(self, call: Call, number: int) -> Iterator[set[int]]:
+        """``flush`` or ``close``, which apply all update windows; what they change is gathered behind the block.
+
+        Yields:
+            Parameters whose weights were written on any rank.
+
+        Raises:
+            RankError: not all ranks call it, or one has failed.
+        """
+        with self.group.announcing():
+            yield self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
+            self._weights.gather([each for each in self._registry.offloaded.values() if each.merged])
+
+    def _notice_writes(self, now: int) -> bytes:
+        """Which parameters were written in this rank's share: a byte for each, which all ranks must know.
+
+        A rank compares its own slices with their masters. A write to another rank's slices drops updates there, and the
+        ranks would gather different slices.
+        """
+        written = bytearray(len(self._registry.params))
+        for index, offloaded in self._registry.offloaded.items():
+            if offloaded.weights.written_by_others:
+                offloaded.notice_external_write(now)
+            written[index] = offloaded.written
+            offloaded.written = False
+        return bytes(written)
+
+    def _follow_writes(self, rows: Sequence[bytes]) -> set[int]:
+        """Drop the updates in flight that another rank has dropped. Returns what any rank has written."""
+        found = set()
+        for index, offloaded in self._registry.offloaded.items():
+            if any(row[index] for row in rows):
+                found.add(index)
+                offloaded.drop_updates()
+                offloaded.written = False
+        return found
 
     def end_step(self, updated: Sequence[OffloadedParam]) -> None:
         """Bring what this step has changed to all ranks.
@@ -121,11 +156,6 @@ class Ranks:
             RankError: not all of them are.
         """
         self.group.exchange(Call.STATE)
-
-    def gather_merged(self) -> None:
-        """Bring update windows that were applied outside of a step to all ranks."""
-        with self.group.announcing():
-            self._weights.gather([each for each in self._registry.offloaded.values() if each.merged])
 
     def forget(self) -> None:
         """A state is about to be loaded."""

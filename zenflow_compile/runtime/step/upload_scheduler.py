@@ -118,11 +118,12 @@ class UploadScheduler:
                 with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
                     self.apply(offloaded, windows)
 
-    def finish(self, now: int, *, flush: bool) -> None:
+    def finish(self, now: int, *, flush: bool, written: Collection[int] = ()) -> None:
         """Apply every update, due or not.
 
         Args:
             flush: apply the gradients in open update windows, too; these windows are empty afterwards.
+            written: parameters whose weights were written on another rank, in slices that this one does not have.
 
         Raises:
             RuntimeError: work in flight failed, or a weight was written or moved to another dtype or device while an
@@ -146,11 +147,11 @@ class UploadScheduler:
                 offloaded.raise_if_partially_applied()
                 # Weights written since the last step stay: the update window's gradients belong to the old ones.
                 try:
-                    written = offloaded.notice_external_write(now)
+                    was_written = offloaded.notice_external_write(now) or offloaded.plan.index in written
                 except LostUpdateError as error:
-                    written = True
+                    was_written = True
                     lost.append(error)
-                if written and flush:
+                if was_written and flush:
                     if offloaded.drop_window():
                         dropped.append(offloaded.plan.name)
                 elif flush:

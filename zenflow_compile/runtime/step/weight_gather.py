@@ -60,7 +60,9 @@ class WeightGather:
         for offloaded, offset in zip(piece, packing.offsets, strict=True):
             plan, share, matrix = offloaded.plan, _share(offloaded), offloaded.weights.whole_matrix
             for part in range(share.parts):  # rank ``part`` has it
-                if part == share.part:
+                # Hazard: ranks that have the same part may have got sums that differ in the last bit, and so may their
+                # updates. The weights of all ranks are those of the first one.
+                if part == share.part and share.first_holder:
                     continue
                 target = share.view(matrix, part)
                 if offloaded.merged:
