@@ -110,8 +110,8 @@ def refuse_gradient_of_user(name: str) -> NoReturn:
     """Raise RuntimeError: a rank's gradient was added to a tensor that holds something else, or is held elsewhere."""
     raise RuntimeError(
         f"a backward added the gradient of one rank to .grad of {name}, which holds a tensor of yours, or one that "
-        "other code refers to; with a process_group .grad has the mean over all ranks: call optimizer.zero_grad() "
-        "before the backward, and read gradients after it"
+        "other code refers to; with a process_group .grad has the mean over all ranks: clear it "
+        "(zero_grad(set_to_none=True)) before the backward, and read gradients after it"
     )
 
 

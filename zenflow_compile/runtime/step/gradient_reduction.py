@@ -367,8 +367,9 @@ class GradientReduction:
 
 
 _FAILED_BACKWARD = (
-    "a backward failed after some of its gradients had been sent to the other ranks, which cannot go on without "
-    "the rest: start all ranks again from the last saved state"
+    "a backward failed, or another one ran inside it (torch.utils.checkpoint with use_reentrant=True), after some of "
+    "its gradients had been sent to the other ranks, which cannot go on without the rest: start all ranks again from "
+    "the last saved state"
 )
 _WITH_NORM = (GradientState.PARTS, GradientState.ON_DEVICE)
 
