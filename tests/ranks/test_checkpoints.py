@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.ranks.models import ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
 from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile.runtime.checkpoint import save_load
 
 pytestmark = pytest.mark.timeout(180)
 SETS = {**{name: WINDOWED[name] for name in ("re-selecting", "adaptive", "late", "summed", "int8")}, **ALL_POLICIES}
@@ -91,3 +92,19 @@ def save_on_one(rank: int) -> None:
 def test_state_dict_on_one_rank_raises_on_all(two_ranks: RankProcesses) -> None:
     for text in messages(two_ranks.outcomes(save_on_one)):
         assert "state_dict()" in text
+
+
+def save_and_fail(rank: int) -> None:
+    model = uneven()
+    optimizer = optimizer_over(model, SETS["zenflow"], "", process_group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(save_load, "dense_state", lambda *_: 1 / 0)
+        optimizer.state_dict()
+
+
+def test_failed_save_of_one_rank_is_raised_by_all(two_ranks: RankProcesses) -> None:
+    other, own = messages(two_ranks.outcomes(save_and_fail))
+    assert "division by zero" in own
+    assert "rank 1 failed" in other
+    assert "division by zero" in other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -246,6 +246,10 @@ class OptimizerRuntime:
         if (exchange := self.registry.transport.exchange) is not None:
             exchange.finish()
         self.streamed.wait()
+
+    def announcing(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an error inside of the block, if there are any: they would wait for this one."""
+        return nullcontext() if self.ranks is None else self.ranks.group.announcing()
 
     def check_unchanged(self) -> None:
         """
