@@ -9,10 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
@@ -27,10 +29,6 @@ from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.ranks.agreement import rank_group
 from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.torch_internals import torch_private
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_WRITABLE = (
