@@ -161,7 +161,7 @@ def quick_findings(nvme_path: str | None) -> dict[str, Any]:
     return asdict(found)
 
 
-def machine(device: torch.device, ranks: int) -> Machine:
+def machine(device: torch.device, ranks: int = 1) -> Machine:
     """The machine, as this process sees it, and as ``ranks`` processes divide it."""
     nodes: dict[int, list[int]] = {}
     cores = physical_cores()
