@@ -154,6 +154,6 @@ def test_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with ZenFlowAdamW(model.named_parameters(), min_offload_size=1, host_kernel="aten") as optimizer:
         offloaded = optimizer.engine.offloaded[0]
         with pytest.raises(RuntimeError, match=re.escape(f"gradient of weight has the shape {list(shape)}")):
-            offloaded.receive(torch.zeros(shape), split_now=True)
+            offloaded.matrix_of(torch.zeros(shape))
         assert offloaded.record is None
         assert model.weight.grad is None

@@ -144,13 +144,15 @@ class Engine(StepRunner):
 
         Ranks may call the engines in other orders: each engine learns of the end by its first gradient.
         """
-        engines = [each for each in ops.live_engines() if isinstance(each, Engine) and each.ranks is not None]
-        same = [each for each in engines if each.backward.task == task and each.backward.contributed]
-        for engine in sorted(same, key=lambda each: each.ranks.group.number if each.ranks is not None else 0):
-            if engine._split_now and not engine.backward.received:
-                engine.backward.received = True
-                assert engine.ranks is not None
-                engine.ranks.end_backward()
+        found: dict[int, Engine] = {}
+        for engine in ops.live_engines():
+            if isinstance(engine, Engine) and engine.ranks is not None and engine.backward.task == task:
+                found[engine.ranks.group.number] = engine
+        for _, engine in sorted(found.items()):
+            backward, ranks = engine.backward, engine.ranks
+            if ranks is not None and backward.contributed and not backward.received and engine._split_now:
+                backward.received = True
+                ranks.end_backward()
 
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Take gradients of a graph and start their copies.
@@ -186,7 +188,7 @@ class Engine(StepRunner):
         if self.ranks is not None:
             self.ranks.contribute(offloaded, grad, send=split_now)
         else:
-            offloaded.receive(grad, split_now=split_now)
+            offloaded.receive(offloaded.matrix_of(grad), split_now=split_now)
             offloaded.copy_to_host()
 
     def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
@@ -301,7 +303,7 @@ class Engine(StepRunner):
         if self.order is not None:
             self.order.follow()
         if self._takes(offloaded, grad):
-            offloaded.receive(grad, split_now=self._split_now)
+            offloaded.receive(offloaded.matrix_of(grad), split_now=self._split_now)
         return offloaded.device.norms.clone()  # a graph's values must not be engine memory
 
     def select_columns(self, p: int, norms: Tensor) -> Tensor:

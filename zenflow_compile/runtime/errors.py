@@ -111,7 +111,8 @@ def refuse_gradient_of_user(name: str) -> NoReturn:
     raise RuntimeError(
         f"a backward added the gradient of one rank to .grad of {name}, which holds a tensor of yours, or one that "
         "other code refers to; with a process_group .grad has the mean over all ranks: clear it "
-        "(zero_grad(set_to_none=True)) before the backward, and read gradients after it"
+        "(zero_grad(set_to_none=True)) before the backward, and read gradients after it; under "
+        "DistributedDataParallel, which puts one there, pass process_group=False"
     )
 
 

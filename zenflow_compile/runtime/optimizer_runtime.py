@@ -26,7 +26,7 @@ from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step.min_window import ShortestWindow
-from zenflow_compile.runtime.step.ranks import Ranks
+from zenflow_compile.runtime.step.rank_calls import RankCalls
 from zenflow_compile.runtime.step.run_ahead import RunAhead
 from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.stale_gradients import StaleGradients
@@ -78,7 +78,7 @@ class OptimizerRuntime:
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
         self.uploads = UploadScheduler(self.registry, self.recorder)
-        self.ranks = None if ranks is None else Ranks(ranks, self.registry, device, options, self.recorder)
+        self.ranks = None if ranks is None else RankCalls(ranks, self.registry, device, options, self.recorder)
         self.uploads.read_elsewhere = ranks is not None  # the other ranks get them at the end of the step
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)

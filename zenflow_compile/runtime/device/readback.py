@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import DeviceEvent
 
 LAG = 2
 """Values of step t are read in step t + 2. They are on the host by then: the step before last has ended on the device
 when a step begins (``step/run_ahead.py``)."""
-
-
-class Sum(Protocol):
-    """A sum over ranks under way."""
-
-    def wait(self, what: str) -> Tensor: ...
-
-
-class AddsUp(Protocol):
-    """The ranks that train one model."""
-
-    def all_reduce(self, values: Tensor) -> Sum: ...
 
 
 class Reading:
@@ -59,7 +46,7 @@ class Readback:
         ranks: whose tables are added up first; all of them fill the same cells.
     """
 
-    def __init__(self, columns: int, device: Device, recorder: Recorder, ranks: AddsUp | None = None) -> None:
+    def __init__(self, columns: int, device: Device, recorder: Recorder, ranks: RankGroup | None = None) -> None:
         self._device = device
         self._recorder = recorder
         self._ranks = ranks

@@ -118,54 +118,17 @@ class IncomingGradient(ShownGradient):
         self.accumulate_node = torch_private.accumulate_grad_node(self.param)
         return torch_private.asked_for(self.accumulate_node)
 
-    def receive(self, grad: Tensor, *, split_now: bool) -> None:
+    def receive(self, matrix: Tensor, *, split_now: bool) -> None:
         """Take one contribution: split it if ``split_now``, else add it up on the device.
 
         ``.grad`` must hold the engine's gradient, a zeroed one, or None: see ``leaves_to_autograd``.
 
+        Args:
+            matrix: see ``matrix_of``; where ranks divide the parameter, this rank's share [slices, length] of the mean.
+
         Raises:
             RuntimeError: the update of this step has already run, so this contribution would be lost.
-            TypeError: the gradient is sparse, or of another dtype than the parameter had at construction.
         """
-        self._receive(self._matrix(grad), split_now=split_now)
-
-    def receive_share(self, share: Tensor, *, split_now: bool) -> None:
-        """Take this rank's share [slices, length] of a contribution of all ranks, as ``receive`` takes a gradient.
-
-        Raises:
-            RuntimeError: ``.grad`` holds a tensor of the user's, to which autograd would have added the gradient if
-                this rank had had one.
-        """
-        grad = self.param.grad if self._gradients.visible else None
-        if grad is not None and self.look() is None and not self._zeroed(grad):
-            errors.refuse_gradient_of_user(self.plan.name)
-        self._receive(share, split_now=split_now)
-
-    def receive_local(self, grad: Tensor) -> Tensor:
-        """Show a contribution of this rank in ``.grad``, before its mean over ranks is known.
-
-        Returns:
-            It as [rows, columns].
-
-        Raises: see ``receive``.
-        """
-        matrix = self._matrix(grad)
-        if self.record is None or (record := self.look()) is None:
-            self._show(*self._new_record(), _LOCAL)
-        elif not record.state.away:
-            self._receive_more(record, matrix, split_now=False)
-        return matrix
-
-    @property
-    def local_was_dropped(self) -> bool:
-        """Whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent.
-
-        With the optimizer in backward ``.grad`` shows none.
-        """
-        record = self.record
-        return record is None or (record.state is _LOCAL and self.look() is None)
-
-    def _receive(self, matrix: Tensor, *, split_now: bool) -> None:
         split_now = split_now and self.arrival is not Arrival.IN_PIECES
         shown: OffloadedGradient | None = None
         if self.record is None or (record := self.look()) is None:
@@ -178,6 +141,41 @@ class IncomingGradient(ShownGradient):
         else:
             self._accumulator_like(matrix).copy_(matrix)
         self._show(record, shown, _PARTS if split_now else _ON_DEVICE)
+
+    def receive_share(self, share: Tensor) -> None:
+        """Take this rank's share [slices, length] of the mean of a contribution over ranks, and start its copy.
+
+        Raises:
+            RuntimeError: ``.grad`` holds a tensor of the user's, to which autograd would have added the gradient if
+                this rank had had one. Or see ``receive``.
+        """
+        grad = self.param.grad if self._gradients.visible else None
+        if grad is not None and self.look() is None and not self._zeroed(grad):
+            errors.refuse_gradient_of_user(self.plan.name)
+        self.receive(share, split_now=True)
+        self.copy_to_host()
+
+    def receive_local(self, matrix: Tensor) -> None:
+        """Show in ``.grad`` that this rank has a contribution, before its mean over ranks is known.
+
+        Args:
+            matrix: see ``matrix_of``.
+
+        Raises: see ``receive``.
+        """
+        if self.record is None or (record := self.look()) is None:
+            self._show(*self._new_record(), _LOCAL)
+        elif not record.state.away:
+            self._receive_more(record, matrix, split_now=False)
+
+    @property
+    def local_was_dropped(self) -> bool:
+        """Whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent.
+
+        With the optimizer in backward ``.grad`` shows none.
+        """
+        record = self.record
+        return record is None or (record.state is _LOCAL and self.look() is None)
 
     def _new_record(self) -> tuple[GradientRecord, OffloadedGradient | None]:
         """The record of a gradient that begins, and the tensor to put into ``.grad``; None if that one stays."""
@@ -212,8 +210,13 @@ class IncomingGradient(ShownGradient):
                 "pass an optimizer object to the loop instead of options, or declare no shared use"
             )
 
-    def _matrix(self, grad: Tensor) -> Tensor:
-        """View a contribution as [rows, columns]."""
+    def matrix_of(self, grad: Tensor) -> Tensor:
+        """View a contribution as [rows, columns].
+
+        Raises:
+            TypeError: the gradient is sparse, or of another dtype than the parameter had at construction.
+            RuntimeError: it has another shape.
+        """
         if grad.is_sparse:
             errors.refuse_sparse(self.plan.name)
         if grad.dtype != self.plan.dtype:
@@ -248,7 +251,7 @@ class IncomingGradient(ShownGradient):
             self.uses_unknown = self.uses_unknown or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
             record = GradientRecord(self._like, self._me)
-            matrix, share = self._matrix(values), self.plan.share
+            matrix, share = self.matrix_of(values), self.plan.share
             if share is None:
                 self._split(matrix)
             else:  # the whole gradient is here, on each rank
@@ -510,7 +513,7 @@ class OffloadedParam(IncomingGradient):
             if self.pending is not None:
                 self._send_pending(self.pending, self.pending.end_window())
         except BaseException as error:  # the sum may have been taken, and not all of its gradients be in the window
-            self._partially_applied, self.transport.interrupted = error, True
+            self._note_half_done(error)
             raise
         if not self.host.open:
             return None
@@ -519,7 +522,7 @@ class OffloadedParam(IncomingGradient):
         try:
             window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
         except BaseException as error:  # the gradients have left the update window, and may have no job
-            self._partially_applied, self.transport.interrupted = error, True
+            self._note_half_done(error)
             raise
         if self.transport.recorder.timeline is not None:
             window.final = self.transport.recorder.now()
@@ -605,7 +608,7 @@ class OffloadedParam(IncomingGradient):
         try:
             self._merge(upload)
         except BaseException as error:
-            self._partially_applied, self.transport.interrupted = error, True
+            self._note_half_done(error)
             raise
         return upload.window
 
@@ -644,7 +647,7 @@ class OffloadedParam(IncomingGradient):
                 exchange.start(device, self.host, change, step=window.flushed_at, deadline=self.deadline)
             device.selection = change.selection
         except BaseException as error:
-            self._partially_applied, self.transport.interrupted = error, True
+            self._note_half_done(error)
             raise
         if self.pending is not None:
             self.pending.slices_changed(before.deferred != device.selection.deferred)
@@ -729,6 +732,10 @@ class OffloadedParam(IncomingGradient):
         if self.upload is not None and self.upload.ticket.error is not None:
             self.upload.ticket.wait()
 
+    def _note_half_done(self, error: BaseException) -> None:
+        """Note that an update, or an exchange of slices, failed or was interrupted half-way."""
+        self._partially_applied, self.transport.interrupted = error, True
+
     def raise_if_partially_applied(self) -> None:
         """Raise if an update, or an exchange of slices between the sides, failed or was interrupted half-way.
 
@@ -737,7 +744,7 @@ class OffloadedParam(IncomingGradient):
         """
         if self._partially_applied is None and (error := self.host.applied_failure) is not None:
             # A failed job raises its flag, too. A stream that waited for it has gone on with what was in the buffer.
-            self._partially_applied, self.transport.interrupted = error, True
+            self._note_half_done(error)
         if self._partially_applied is not None:
             raise RuntimeError(
                 f"an update of {self.plan.name} failed or was interrupted half-way; load the last saved state"

@@ -31,7 +31,7 @@ class Weights:
         self._plan = plan
         self._param = param
         self._whole: Tensor | None = None
-        self._view: Tensor | None = None
+        self._matrix: Tensor | None = None
         self._mark: WriteMark | None = None
         self._shown: Tensor | None = None  # deferred weights that an update in flight leaves behind their masters
 
@@ -41,23 +41,21 @@ class Weights:
 
         A write to it does not move the parameter's version.
         """
-        whole, share = self.whole_matrix, self._plan.share
-        if share is None:
-            return whole
-        if self._view is None:
-            self._view = share.view(whole)
-        return self._view
-
-    @property
-    def whole_matrix(self) -> Tensor:
-        """View all of the parameter's memory as [rows, columns]."""
         whole = self._whole
         if whole is None or whole.data_ptr() != self._param.data_ptr():  # its storage was replaced
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
                 errors.refuse_changed(self._param, self._plan, whole.device)
-            whole = self._whole = self._param.data.view(self._param.shape[0], -1)
-            self._view = None
-        return whole
+            share, whole = self._plan.share, self._param.data.view(self._param.shape[0], -1)
+            self._whole, self._matrix = whole, whole if share is None else share.view(whole)
+        assert self._matrix is not None
+        return self._matrix
+
+    def of_part(self, part: int) -> Tensor:
+        """View the slices that a rank of part ``part`` updates: [slices, length]."""
+        assert self.matrix is not None  # follows a replaced storage
+        assert self._whole is not None
+        assert self._plan.share is not None
+        return self._plan.share.view(self._whole, part)
 
     def of(self, slices: Tensor) -> Tensor:
         """Copy the weights of ``slices``: [n, length]."""

@@ -11,7 +11,7 @@ backward. From then on all ranks send this parameter there, and likewise one tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -38,17 +38,21 @@ class Bucket:
     Attributes:
         arrived: indices of the parameters that have a contribution of this rank.
         of_backward: those of them that had one in the backward that runs.
-        pending: the mean over ranks, once it is under way.
+        sent: in this round of sums.
+        pending: the mean over ranks, while it is under way.
     """
 
     def __init__(self, members: Sequence[OffloadedParam], group: RankGroup, dtype: torch.dtype) -> None:
         self.members = tuple(members)
         self.arrived: set[int] = set()
         self.of_backward: set[int] = set()
+        self.sent = False
         self.pending: Pending | None = None
         self._group = group
         self._dtype = dtype
-        self._packing = Packing.of([_most_elements(member) for member in members])
+        packing = Packing.of([_most_elements(member) for member in members])
+        self._elements = packing.elements
+        self._offset = dict(zip([member.plan.index for member in members], packing.offsets, strict=True))
         self._packed: Tensor | None = None
 
     @property
@@ -61,7 +65,7 @@ class Bucket:
         packed, plan = self._memory(matrix.device), offloaded.plan
         assert plan.share is not None
         first = plan.index not in self.arrived
-        for part, target in blocks_of_ranks(packed, self._offset(offloaded), plan):
+        for part, target in blocks_of_ranks(packed, self._offset[plan.index], plan):
             source = plan.share.view(matrix, part)
             target.copy_(source) if first else target.add_(source)
         self.arrived.add(plan.index)
@@ -72,37 +76,41 @@ class Bucket:
         if offloaded.plan.index in self.arrived and self._packed is not None:
             self.arrived.discard(offloaded.plan.index)
             self.of_backward.discard(offloaded.plan.index)
-            for _, target in blocks_of_ranks(self._packed, self._offset(offloaded), offloaded.plan):
+            for _, target in blocks_of_ranks(self._packed, self._offset[offloaded.plan.index], offloaded.plan):
                 target.zero_()
 
     def start(self, device: torch.device) -> None:
         """Send it. The contributions that are missing are zeros."""
         self.pending = self._group.reduce_scatter(self._memory(device))
-        self._packed = None
+        self._packed, self.sent = None, True
 
-    def shares(self, what: str) -> Iterable[tuple[OffloadedParam, Tensor]]:
-        """Receive it: the share [slices, length] of each member, in the member's dtype. The bucket is empty then."""
-        assert self.pending is not None
-        row, self.pending = self.pending.wait(what), None
-        self.arrived.clear()
-        self.of_backward.clear()
-        for member, offset in zip(self.members, self._packing.offsets, strict=True):
-            yield member, block(row, offset, member.plan, member.plan.slices).to(member.plan.dtype)
+    def receive(self, present: Container[int] | None = None) -> None:
+        """Receive it, if it was sent: each member takes its share.
+
+        Args:
+            present: parameters that any rank has a gradient of; None: all members.
+        """
+        if self.pending is None:
+            return
+        row, self.pending = self.pending.wait(f"the gradients of {self.members[0].plan.name}, ..."), None
+        for member in self.members:
+            plan = member.plan
+            if present is None or plan.index in present:
+                share = block(row, self._offset[plan.index], plan, plan.slices)
+                member.receive_share(share.to(plan.dtype))
 
     def reset(self) -> None:
-        """Forget all contributions."""
-        self._packed = None
+        """Begin a round of sums: forget all contributions."""
+        self._packed = self.pending = None
+        self.sent = False
         self.arrived.clear()
         self.of_backward.clear()
 
     def _memory(self, device: torch.device) -> Tensor:
         if self._packed is None:
-            shape = (self._group.size, self._packing.elements)
+            shape = (self._group.size, self._elements)
             self._packed = torch.zeros(shape, dtype=self._dtype, device=device)
         return self._packed
-
-    def _offset(self, offloaded: OffloadedParam) -> int:
-        return self._packing.offsets[self.members.index(offloaded)]
 
 
 class GradientReduction:
@@ -124,17 +132,18 @@ class GradientReduction:
         self._at_end: set[int] = set()  # parameters that are sent when the backward is over
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._sent = 0  # buckets of this round, those that were skipped included
+        self._early = 0  # buckets that may be sent before the backward is over
+        self._sent = 0  # buckets of this round
         self._received = 0
         self._late: dict[int, Bucket] = {}
         self._on_device: set[int] = set()  # parameters without a share, whose gradient is in ``.grad``
         self._failed = False
 
-    @property
-    def unsent(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether this rank has contributions that were not sent, and not cleared in ``.grad`` since."""
         self._drop_cleared()
-        return bool(self._on_device or self._late or any(bucket.arrived for bucket in self._buckets))
+        waiting = any(bucket.arrived and not bucket.sent for bucket in self._buckets)
+        return bool(self._on_device or self._late or waiting)
 
     def begin_backward(self) -> None:
         """A backward begins.
@@ -142,7 +151,7 @@ class GradientReduction:
         Raises:
             RankError: the one before it has failed after some of its gradients had been sent.
         """
-        if self._sent:
+        if self._in_round():
             self.reset()
         self._check_not_failed()
         for bucket in self._buckets:
@@ -159,10 +168,11 @@ class GradientReduction:
         bucket = self._bucket_of[index]
         if index in bucket.arrived and offloaded.local_was_dropped:
             bucket.drop(offloaded)
-        matrix = offloaded.receive_local(grad)
+        matrix = offloaded.matrix_of(grad)
+        offloaded.receive_local(matrix)
         self._arrivals[index] = None
-        if bucket.pending is not None or self._buckets.index(bucket) < self._sent:
-            bucket = self._late.setdefault(index, Bucket([offloaded], self._group, self._dtype or offloaded.plan.dtype))
+        if bucket.sent:
+            bucket = self._late.setdefault(index, self._bucket([offloaded]))
         bucket.add(offloaded, matrix)
         if send:
             self._send_complete()
@@ -171,39 +181,42 @@ class GradientReduction:
         """Note that the gradient of a parameter without a share has reached ``.grad``."""
         self._on_device.add(index)
 
-    def finish(self, *, split_now: bool) -> None:
+    def finish(self) -> None:
         """Send what is left, and receive everything: a backward is over, and no further one comes before the step.
-
-        Args:
-            split_now: see ``OffloadedParam.receive_share``.
 
         Raises:
             RankError: another rank failed, is gone, or does not end a backward.
         """
         self._begin()
         self._drop_cleared()
+        order_was_known = self._order is not None
         flags = self._exchange_flags()
         present = {index for index, bits in enumerate(flags) if max(bits) & _PRESENT}
+        lacking = {index for index in present if not min(flags[index]) & _PRESENT}
+        late = [index for index, bits in enumerate(flags) if max(bits) & _LATE]
         for bucket in self._buckets[self._sent :]:
             if any(member.plan.index in present for member in bucket.members):
                 bucket.start(self._device)
-        self._sent = len(self._buckets)
-        self._receive(self._sent, present, split_now=split_now)
-        late = [index for index, bits in enumerate(flags) if max(bits) & _LATE]
+        for bucket in self._buckets[self._received :]:
+            bucket.receive(present)
         for index in late:
-            self._send_late(self._registry.offloaded[index], split_now=split_now)
+            self._send_late(self._registry.offloaded[index])
         self._reduce_on_device(present)
         self._measure()
-        lacking = {index for index, bits in enumerate(flags) if max(bits) & _PRESENT and not min(bits) & _PRESENT}
-        self._learn({*late, *lacking} & self._registry.offloaded.keys())
+        for bucket in self._buckets:
+            bucket.reset()
         self._sent = self._received = 0
+        at_end = self._at_end | ({*late, *lacking} & self._registry.offloaded.keys())
+        if at_end != self._at_end or not order_was_known:
+            self._at_end = at_end
+            self._make_buckets()
 
     def reset(self) -> None:
         """Forget contributions: they were discarded.
 
         If some were sent, the backward has failed in between, and the other ranks wait for its end.
         """
-        if self._sent:
+        if self._in_round():
             self._failed = True
             self._group.announce(_FAILED_BACKWARD)
         for bucket in self._buckets:
@@ -224,15 +237,19 @@ class GradientReduction:
         if not self._buckets:
             self._make_buckets()
 
+    def _in_round(self) -> bool:
+        """Whether a round of sums has begun and not ended."""
+        return any(bucket.sent for bucket in self._buckets)
+
     def _check_not_failed(self) -> None:
         if self._failed:
             raise RankError(_FAILED_BACKWARD)
 
     def _drop_cleared(self) -> None:
         """Forget contributions whose gradient was cleared or replaced in ``.grad`` before they were sent."""
-        for bucket in self._buckets[self._sent :]:
+        for bucket in self._buckets:
             for member in bucket.members:
-                if member.plan.index in bucket.arrived and member.local_was_dropped:
+                if not bucket.sent and member.plan.index in bucket.arrived and member.local_was_dropped:
                     bucket.drop(member)
         self._on_device = {index for index in self._on_device if self._registry.params[index].grad is not None}
 
@@ -252,17 +269,8 @@ class GradientReduction:
             for piece in cut(members[part], sizes[part], dtypes[part], BUCKET_BYTES)
         ]
         self._early = sum(piece[0].plan.index not in self._at_end for piece in pieces)
-        self._buckets = [Bucket(piece, self._group, self._dtype or piece[0].plan.dtype) for piece in pieces]
+        self._buckets = [self._bucket(piece) for piece in pieces]
         self._bucket_of = {member.plan.index: bucket for bucket in self._buckets for member in bucket.members}
-
-    def _learn(self, at_end: set[int]) -> None:
-        """Send these parameters at the end of a backward from now on."""
-        changed = not at_end <= self._at_end or self._order is None
-        self._at_end |= at_end
-        if self._order is None:
-            self._order = self._order_of_first
-        if changed:
-            self._make_buckets()
 
     def _send_complete(self) -> None:
         while self._sent < self._early and (bucket := self._buckets[self._sent]).complete:
@@ -270,32 +278,20 @@ class GradientReduction:
             self._sent += 1
         # Hazard: a rank that is in another call sends nothing, and notices at the message of this backward. So the host
         # does not wait before that one, and the device is one bucket behind.
-        while self._received < self._sent - 1 and self._is_ready(self._buckets[self._received]):
-            self._receive(self._received + 1, None, split_now=True)
-
-    def _is_ready(self, bucket: Bucket) -> bool:
-        return bucket.pending is None or bucket.pending.ready
-
-    def _receive(self, stop: int, present: set[int] | None, *, split_now: bool) -> None:
-        """Receive the buckets up to number ``stop``. None: every member has a contribution of this rank."""
-        while self._received < stop:
+        while self._received < self._sent - 1:
             bucket = self._buckets[self._received]
-            if bucket.pending is not None:
-                self._hand_over(bucket, present, split_now=split_now)
-            bucket.reset()
+            if bucket.pending is not None and not bucket.pending.ready:
+                break
+            bucket.receive()
             self._received += 1
 
-    def _hand_over(self, bucket: Bucket, present: set[int] | None, *, split_now: bool) -> None:
-        for member, share in bucket.shares(f"the gradients of {bucket.members[0].plan.name}, ..."):
-            if present is None or member.plan.index in present:
-                member.receive_share(share, split_now=split_now)
-                member.copy_to_host()
-
-    def _send_late(self, offloaded: OffloadedParam, *, split_now: bool) -> None:
-        index = offloaded.plan.index
-        bucket = self._late.pop(index, None) or Bucket([offloaded], self._group, self._dtype or offloaded.plan.dtype)
+    def _send_late(self, offloaded: OffloadedParam) -> None:
+        bucket = self._late.pop(offloaded.plan.index, None) or self._bucket([offloaded])
         bucket.start(self._device)
-        self._hand_over(bucket, None, split_now=split_now)
+        bucket.receive()
+
+    def _bucket(self, members: Sequence[OffloadedParam]) -> Bucket:
+        return Bucket(members, self._group, self._dtype or members[0].plan.dtype)
 
     # What all ranks must know.
 
@@ -308,9 +304,6 @@ class GradientReduction:
         for bucket in self._buckets:
             for index in bucket.arrived:
                 flags[index] |= _PRESENT
-        for bucket in self._buckets[: self._received]:
-            for member in bucket.members:
-                flags[member.plan.index] |= _PRESENT
         for index in self._late:
             flags[index] |= _LATE | _PRESENT
         order = b""
@@ -319,8 +312,8 @@ class GradientReduction:
         self._arrivals.clear()
         rows = self._group.exchange(Call.BACKWARD, bytes(flags) + order)
         if order:
-            firsts = (int.from_bytes(rows[0][at : at + 4], "little") for at in range(count, 5 * count, 4))
-            self._order_of_first = [index for index in firsts if index < count]
+            numbers = (int.from_bytes(rows[0][at : at + 4], "little") for at in range(count, 5 * count, 4))
+            self._order = [number for number in numbers if number < count]
         return list(zip(*(row[:count] for row in rows), strict=True))
 
     # Parameters without a share.

@@ -58,13 +58,13 @@ class WeightGather:
     def _write(self, piece: Sequence[OffloadedParam], packing: Packing, pending: Pending) -> None:
         rows = pending.wait(f"the weights of {piece[0].plan.name}, ...")
         for offloaded, offset in zip(piece, packing.offsets, strict=True):
-            plan, share, matrix = offloaded.plan, _share(offloaded), offloaded.weights.whole_matrix
+            plan, share = offloaded.plan, _share(offloaded)
             for part in range(share.parts):  # rank ``part`` has it
                 # Hazard: ranks that have the same part may have got sums that differ in the last bit, and so may their
                 # updates. The weights of all ranks are those of the first one.
                 if part == share.part and share.first_holder:
                     continue
-                target = share.view(matrix, part)
+                target = offloaded.weights.of_part(part)
                 if offloaded.merged:
                     target.copy_(block(rows[part], offset, plan, share.count(share.whole.slices, part)))
                 else:

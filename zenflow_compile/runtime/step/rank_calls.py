@@ -25,7 +25,7 @@ def _digest(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
 
-class Ranks:
+class RankCalls:
     """The calls of one engine that all ranks make, in the same order.
 
     Attributes:
@@ -55,13 +55,13 @@ class Ranks:
             self.reduction.contribute(offloaded, grad, send=send)
 
     def end_backward(self) -> None:
-        """The last backward before an optimizer step is over."""
+        """Receive the gradients of the last backward before an optimizer step, which is over."""
         with self.group.announcing(), self._recorder.stall(True, param="", on_host=True):
-            self.reduction.finish(split_now=True)
+            self.reduction.finish()
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """An optimizer step. Gradients that wait for further backwards, as they were declared, are sent first.
+        """Run an optimizer step inside of the block. Gradients that wait for declared backwards are sent first.
 
         Yields:
             What rank 0 has measured: the shortest update window that its host keeps up with.
@@ -72,13 +72,13 @@ class Ranks:
         self.group.step = number
         with self.group.announcing():
             content = (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups()
-            unsent = bytes([self.reduction.unsent])
+            unsent = bytes([self.reduction.has_unsent()])
             head = content + unsent + self._digest_of_gradients()
             rows = self.group.exchange(Call.STEP, head + self._notice_writes(number))
             self._follow_writes([row[len(head) :] for row in rows])
             self._check_equal(rows, slice(4, 8), "values in param_groups")
             if any(row[8] for row in rows):
-                self.reduction.finish(split_now=True)
+                self.reduction.finish()
             else:
                 self._check_equal(rows, slice(9, 13), "gradients in .grad")
             yield int.from_bytes(rows[0][:4], "little") or None
@@ -92,17 +92,17 @@ class Ranks:
             )
 
     def _digest_of_gradients(self) -> bytes:
-        """Of which parameters have a gradient: a step on other ones would send other slices."""
+        """Return a checksum of which parameters have a gradient: a step on other ones would send other slices."""
         return _digest(bytes(param.grad is not None for param in self._registry.params))
 
     def _digest_of_groups(self) -> bytes:
-        """Of learning rates and the like; those in tensors are left out, since reading them may wait for the device."""
+        """Return a checksum of learning rates and the like, without tensors: a read of them may wait for the device."""
         values = [group[name] for group in self._registry.groups for name in _NUMBERS]
         return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
 
     @contextmanager
     def ending(self, call: Call, number: int) -> Iterator[set[int]]:
-        """``flush`` or ``close``, which apply all update windows; what they change is gathered behind the block.
+        """Apply all update windows inside of the block, in ``flush`` or ``close``; ranks exchange the slices behind it.
 
         Yields:
             Parameters whose weights were written on any rank.
@@ -115,7 +115,7 @@ class Ranks:
             self._weights.gather([each for each in self._registry.offloaded.values() if each.merged])
 
     def _notice_writes(self, now: int) -> bytes:
-        """Which parameters were written in this rank's share: a byte for each, which all ranks must know.
+        """Look which parameters were written in this rank's share. Returns a byte for each, for all ranks.
 
         A rank compares its own slices with their masters. A write to another rank's slices drops updates there, and the
         ranks would gather different slices.
@@ -150,7 +150,7 @@ class Ranks:
             self._weights.gather([each for each in offloaded if each.merged or each.plan.index in have_slices])
 
     def begin_state_dict(self) -> None:
-        """All ranks are about to gather their state.
+        """Check that all ranks are about to gather their state.
 
         Raises:
             RankError: not all of them are.
@@ -158,6 +158,6 @@ class Ranks:
         self.group.exchange(Call.STATE)
 
     def forget(self) -> None:
-        """A state is about to be loaded."""
+        """Forget gradients and selections that were sent: a state is about to be loaded."""
         self.reduction.reset()
         self._weights.forget()
