@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,3 +109,13 @@ def reference_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Eager's gradients; leaves no gradients behind."""
     grads = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
     return {name: grad for (name, _), grad in zip(model.named_parameters(), grads, strict=True)}
+
+
+def assert_taken(engine: RecordingEngine, model: nn.Module, expected: Mapping[str, Tensor]) -> None:
+    """The engine has the gradients of the offloaded parameters of ``Small``, and ``.grad`` those of the others."""
+    for p, (name, param) in enumerate(model.named_parameters()):
+        if p in OFFLOADED:
+            assert param.grad is None
+            torch.testing.assert_close(engine.received[p], expected[name])
+        else:
+            torch.testing.assert_close(param.grad, expected[name])

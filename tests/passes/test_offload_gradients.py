@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
+from tests.passes.capture import OFFLOADED, Capture, Small, assert_taken, inputs, reference_gradients
 from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.offload_gradients import offload_gradients
@@ -29,12 +29,7 @@ def test_gradients_go_to_the_engine(recording: Callable[..., RecordingEngine]) -
         assert split.prev.target is ops.SELECT_COLUMNS
         assert split.next.target is ops.COPY_TO_HOST
     assert engine.runs("copy_to_host") == dict.fromkeys(OFFLOADED, 1)
-    for p, (name, param) in enumerate(model.named_parameters()):
-        if p in OFFLOADED:
-            assert param.grad is None
-            torch.testing.assert_close(engine.received[p], expected[name])
-        else:
-            torch.testing.assert_close(param.grad, expected[name])
+    assert_taken(engine, model, expected)
 
 
 def test_is_idempotent(recording: Callable[..., RecordingEngine]) -> None:

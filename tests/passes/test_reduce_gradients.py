@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from tests.passes.capture import OFFLOADED, Capture, Small, inputs, reference_gradients
+from tests.passes.capture import OFFLOADED, Capture, Small, assert_taken, inputs, reference_gradients
 from tests.support.recording import RecordingEngine
 from zenflow_compile.passes import group_nodes
 from zenflow_compile.passes.base import Phase
@@ -29,12 +28,7 @@ def test_gradients_go_to_the_ranks(recording: Callable[..., RecordingEngine]) ->
     for node in nodes:
         assert node.prev is node.args[0], "a gradient is sent later than it could be"
     assert engine.runs("reduce_gradients") == dict.fromkeys(OFFLOADED, 1)
-    for p, (name, param) in enumerate(model.named_parameters()):
-        if p in OFFLOADED:
-            assert param.grad is None
-            torch.testing.assert_close(engine.received[p], expected[name])
-        else:
-            torch.testing.assert_close(param.grad, expected[name])
+    assert_taken(engine, model, expected)
 
 
 def test_is_idempotent(recording: Callable[..., RecordingEngine]) -> None:

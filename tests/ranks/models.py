@@ -127,14 +127,25 @@ def train(
     return weights
 
 
+def on_ranks(model: nn.Module, *, group: Any = None, **options: Any) -> ZenFlowAdamW:
+    """An optimizer that divides ``model`` among the ranks of ``group``, or all; without options an exact one."""
+    keywords = options or ALL_POLICIES["zenflow"]
+    return ZenFlowAdamW(model.named_parameters(), **ADAM, **keywords, process_group=group or dist.group.WORLD)
+
+
+def backward(model: Callable[[Tensor], Tensor], step: int, rank: int) -> None:
+    """The backward of one of two ranks."""
+    x, y = batch(step, rank, 2)
+    F.cross_entropy(model(x).float(), y).backward()
+
+
 def train_in_backward(options: dict[str, Any], rank: int, steps: int) -> list[Tensor]:
     """As ``train``, with an optimizer that the backend makes and that steps in the backward."""
     model = uneven()
     settings = {**EAGER_BACKEND["options"], **ADAM, **options, "process_group": dist.group.WORLD}
     call = torch.compile(model, backend="zenflow", options=settings)
     for step in range(steps):
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(call(x), y).backward()
+        backward(call, step, rank)
     optimizer = zenflow_compile.optimizer_of(call)
     optimizer.flush()
     weights = [param.detach().clone() for param in model.parameters()]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, OFFLOAD, batch, uneven
+from tests.ranks.models import ADAM, ALL_POLICIES, OFFLOAD, backward, batch, on_ranks, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 
@@ -118,12 +118,9 @@ def test_ranks_may_train_alone(two_ranks: RankProcesses) -> None:
 
 def changed_on_one(rank: int, what: str) -> None:
     model = uneven()
-    optimizer = ZenFlowAdamW(
-        model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=dist.group.WORLD
-    )
+    optimizer = on_ranks(model)
     for step in range(2):
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(model(x), y).backward()
+        backward(model, step, rank)
         if rank == step == 1:
             if what == "gradients":
                 model.up.weight.grad = None  # type: ignore[union-attr,assignment]
@@ -154,8 +151,7 @@ def grown(rank: int, moved: bool) -> list[torch.Tensor]:
     for step in range(4):
         if step == 2:
             optimizer.add_param_group({"params": later})
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(model(x).float(), y).backward()
+        backward(model, step, rank)
         optimizer.step()
         optimizer.zero_grad()
         if step < 2:
@@ -177,10 +173,9 @@ def written(rank: int, case: str) -> list[torch.Tensor]:
     options = {"topk_ratio": 0.25, "update_interval": 3 if case == "late" else 4, **OFFLOAD}
     if case == "late":
         options["staleness"] = 1
-    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options, process_group=dist.group.WORLD)
+    optimizer = on_ranks(model, **options)
     for step in range(7):
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(model(x), y).backward()
+        backward(model, step, rank)
         optimizer.step()
         optimizer.zero_grad()
         if step in (2, 3):
@@ -204,10 +199,9 @@ def test_writes_are_followed_by_all(two_ranks: RankProcesses, case: str) -> None
 def ended_without_close(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     model = uneven()
     options = {"topk_ratio": 0.25, "update_interval": 2, "staleness": 1, **OFFLOAD}
-    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options, process_group=dist.group.WORLD)
+    optimizer = on_ranks(model, **options)
     for step in range(5):
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(model(x), y).backward()
+        backward(model, step, rank)
         optimizer.step()
         optimizer.zero_grad()
     before = [param.detach().clone() for param in model.parameters()]
@@ -224,12 +218,9 @@ def test_collected_optimizer_leaves_equal_weights(two_ranks: RankProcesses) -> N
 
 def ends_alone(rank: int, call: str) -> None:
     model = uneven()
-    optimizer = ZenFlowAdamW(
-        model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=dist.group.WORLD
-    )
+    optimizer = on_ranks(model)
     for step in range(2):
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(model(x), y).backward()
+        backward(model, step, rank)
         if rank == step == 1:
             getattr(optimizer, call)()
         optimizer.step()
@@ -246,10 +237,7 @@ def two_heads(rank: int) -> list[torch.Tensor]:
     """Two optimizers over a model, of which each rank sees another one's gradient first."""
     torch.manual_seed(0)
     body, heads = nn.Linear(16, 32), nn.ModuleList(nn.Linear(32, 8) for _ in range(2))
-    optimizers = [
-        ZenFlowAdamW(part.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=dist.group.WORLD)
-        for part in (body, heads)
-    ]
+    optimizers = [on_ranks(part) for part in (body, heads)]
     for step in range(4):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
         outputs = [heads[rank](torch.tanh(body(x))), torch.tanh(body(x))]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.ranks.models import ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
+from tests.ranks.models import ALL_POLICIES, WINDOWED, backward, batch, difference, on_ranks, optimizer_over, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile.runtime.checkpoint import save_load
 
@@ -79,10 +84,9 @@ def test_state_has_no_trace_of_ranks(two_ranks: RankProcesses) -> None:
 
 def save_on_one(rank: int) -> None:
     model = uneven()
-    optimizer = optimizer_over(model, SETS["zenflow"], "", process_group=dist.group.WORLD)
+    optimizer = on_ranks(model)
     for step in range(2):
-        x, y = batch(step, rank, 2)
-        F.cross_entropy(model(x), y).backward()
+        backward(model, step, rank)
         if step and rank == 0:
             optimizer.state_dict()
         optimizer.step()
@@ -96,7 +100,7 @@ def test_state_dict_on_one_rank_raises_on_all(two_ranks: RankProcesses) -> None:
 
 def save_and_fail(rank: int) -> None:
     model = uneven()
-    optimizer = optimizer_over(model, SETS["zenflow"], "", process_group=dist.group.WORLD)
+    optimizer = on_ranks(model)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(save_load, "dense_state", lambda *_: 1 / 0)
@@ -108,3 +112,48 @@ def test_failed_save_of_one_rank_is_raised_by_all(two_ranks: RankProcesses) -> N
     assert "division by zero" in own
     assert "rank 1 failed" in other
     assert "division by zero" in other
+
+
+def through_files(rank: int, folder: str) -> float:
+    """Save in the middle of a window with torch.distributed.checkpoint, beside an EMA and a scheduler, and continue."""
+    averaging = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+
+    def new() -> tuple[Any, Any, Any, Any]:
+        model = uneven()
+        optimizer = on_ranks(model, **SETS["re-selecting"])
+        return model, optimizer, CosineAnnealingWarmRestarts(optimizer, 3), AveragedModel(model, multi_avg_fn=averaging)
+
+    def run(parts: tuple[Any, Any, Any, Any], begin: int, end: int) -> list[Tensor]:
+        model, optimizer, scheduler, average = parts
+        for step in range(begin, end):
+            backward(model, step, rank)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        return [param.detach().clone() for param in average.parameters()]
+
+    first = new()
+    run(first, 0, MIDDLE)
+    model_state, optimizer_state = get_state_dict(first[0], first[1])
+    saved = {"model": model_state, "optimizer": optimizer_state, "average": first[3].state_dict()}
+    dcp.save(saved, checkpoint_id=folder)
+    rates = first[2].state_dict()
+    expected = run(first, MIDDLE, END)
+    first[1].close()
+
+    second = new()
+    model_state, optimizer_state = get_state_dict(second[0], second[1])
+    saved = {"model": model_state, "optimizer": optimizer_state, "average": second[3].state_dict()}
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(second[0], second[1], model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    second[2].load_state_dict(rates)
+    second[3].load_state_dict(saved["average"])
+    found = run(second, MIDDLE, END)
+    second[1].close()
+    return difference(expected, found)
+
+
+def test_distributed_checkpoints_continue_bitwise(two_ranks: RankProcesses, tmp_path: Path) -> None:
+    assert two_ranks.call(through_files, str(tmp_path)) == [0.0, 0.0]

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, batch, uneven
+from tests.ranks.models import ALL_POLICIES, backward, batch, on_ranks, uneven
 from tests.support.rank_processes import RankProcesses, messages
-from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 
@@ -25,7 +24,7 @@ def train_and(rank: int, failure: str) -> float:
     """Train; rank 1 fails in the second step. Returns how long rank 0 waited before it raised."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     model = uneven()
-    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **ALL_POLICIES["zenflow"], process_group=group)
+    optimizer = on_ranks(model, group=group)
     with pytest.MonkeyPatch.context() as patch:
         for step in range(3):
             if step == 1 and rank == 1:
@@ -38,8 +37,7 @@ def train_and(rank: int, failure: str) -> float:
                 elif failure == "hang":
                     time.sleep(3 * SECONDS)
                     raise RuntimeError("this rank was late")
-            x, y = batch(step, rank, 2)
-            F.cross_entropy(model(x), y).backward()
+            backward(model, step, rank)
             if failure == "skip the step" and step == rank == 1:
                 optimizer.zero_grad()
                 continue
@@ -84,9 +82,7 @@ def test_skipped_step_raises_on_all(two_ranks: RankProcesses) -> None:
 def failed_backward(rank: int, by_model: bool) -> None:
     """The backward of rank 1 fails behind the first gradients, and the loop goes on."""
     model = uneven()
-    optimizer = ZenFlowAdamW(
-        model.named_parameters(), **ADAM, **ALL_POLICIES["zero_offload"], process_group=dist.group.WORLD
-    )
+    optimizer = on_ranks(model, **ALL_POLICIES["zero_offload"])
     for step in range(3):
         x, y = batch(step, rank, 2)
         hidden = model.embedding(x)  # type: ignore[operator]

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks.models import ADAM, ALL_POLICIES, batch, difference, uneven
+from tests.ranks.models import ADAM, ALL_POLICIES, backward, batch, difference, on_ranks, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 
@@ -20,11 +21,8 @@ pytestmark = pytest.mark.timeout(120)
 def trained(rank: int, **options: Any) -> tuple[torch.nn.Module, ZenFlowAdamW]:
     """A model behind its first backward."""
     model = uneven()
-    optimizer = ZenFlowAdamW(
-        model.named_parameters(), **ADAM, **{**ALL_POLICIES["zenflow"], **options}, process_group=dist.group.WORLD
-    )
-    x, y = batch(0, rank, 2)
-    F.cross_entropy(model(x), y).backward()
+    optimizer = on_ranks(model, **{**ALL_POLICIES["zenflow"], **options})
+    backward(model, 0, rank)
     return model, optimizer
 
 
@@ -100,8 +98,7 @@ def held(rank: int) -> None:
     param = dict(model.named_parameters())["up.weight"]
     kept = torch.zeros_like(param)
     param.grad = kept
-    x, y = batch(1, rank, 2)
-    F.cross_entropy(model(x), y).backward()
+    backward(model, 1, rank)
     del kept
 
 
@@ -157,6 +154,19 @@ def large_halves(rank: int) -> float:
 
 def test_resident_halves_do_not_overflow(two_ranks: RankProcesses) -> None:
     assert two_ranks.call(large_halves) == [40000.0, 40000.0]
+
+
+def wrapped(rank: int) -> None:
+    model = uneven()
+    optimizer = on_ranks(model)
+    backward(DistributedDataParallel(model), 0, rank)
+    optimizer.step()
+
+
+def test_reducer_beside_a_group_is_refused(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(wrapped)):
+        assert "under DistributedDataParallel" in text
+        assert "process_group=False" in text
 
 
 def averaged_by_hand(rank: int) -> None:
