@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,12 @@ def optimizer_over(model: nn.Module, options: dict[str, Any] | None, folder: str
     return ZenFlowAdamW(model.named_parameters(), **ADAM, workers=1, **options, **keywords)
 
 
+@cache
+def group_for(device: str) -> Any:
+    """All ranks, with collectives for tensors of a device."""
+    return dist.group.WORLD if device == "cpu" else dist.new_group(backend="nccl")
+
+
 def train(
     options: dict[str, Any] | None,
     rank: int = 0,
@@ -94,6 +101,7 @@ def train(
     clip: float | None = None,
     backwards: int = 1,
     build: Callable[[], nn.Module] = uneven,
+    device: str = "cpu",
     folder: str | None = None,
 ) -> list[Tensor]:
     """The weights after training as one of ``ranks``; of one process over the joint batch if there is one."""
@@ -101,10 +109,10 @@ def train(
         with tempfile.TemporaryDirectory() as folder:
             return train(
                 options, rank, ranks, steps=steps, compiled=compiled, clip=clip, backwards=backwards, build=build,
-                folder=folder,
+                device=device, folder=folder,
             )  # fmt: skip
-    model = build()
-    group = dist.group.WORLD if ranks > 1 else None
+    model = build().to(device)
+    group = group_for(device) if ranks > 1 else None
     optimizer = optimizer_over(model, options, folder, **({} if options is None else {"process_group": group}))
     call = model
     if compiled:
@@ -113,7 +121,7 @@ def train(
         )
     for step in range(steps):
         for part in range(backwards):
-            x, y = batch(step * backwards + part, rank, ranks)
+            x, y = (each.to(device) for each in batch(step * backwards + part, rank, ranks))
             (F.cross_entropy(call(x), y) / backwards).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -121,7 +129,7 @@ def train(
         optimizer.zero_grad()
     if options is not None:
         optimizer.flush()
-    weights = [param.detach().clone() for param in model.parameters()]
+    weights = [param.detach().to("cpu", copy=True) for param in model.parameters()]
     if options is not None:
         optimizer.close()
     return weights

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.ranks.models import OFFLOAD, as_rank
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.host.cores import Core
 from zenflow_compile.runtime.host.local_ranks import LocalRanks, local_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -96,6 +97,13 @@ def test_local_ranks_divide_what_a_machine_has(cores: int, size: int) -> None:
     assert all(parts)
     if cores >= size:
         assert [each for part in parts for each in part] == list(range(cores))
+
+
+def test_ranks_next_to_each_other_share_a_numa_node() -> None:
+    cores = [Core(logical, node=logical % 2) for logical in range(8)]  # as some machines number them
+    parts = [LocalRanks(rank, 4).cores(cores) for rank in range(4)]
+    assert [{core.node for core in part} for part in parts] == [{0}, {0}, {1}, {1}]
+    assert sorted(core.logical for part in parts for core in part) == list(range(8))
 
 
 @pytest.mark.parametrize(("rank", "size"), [("0", "0"), ("2", "2"), ("-1", "2"), ("x", "2"), ("0", None)])

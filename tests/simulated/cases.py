@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from examples.gpt import GPT, GPTConfig
 from tests.simulated import inductor
 from tests.simulated.accelerator import serve
+from tests.simulated.collectives import group_of_all, streams_of_groups
 from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
 from tests.simulated.streams import Stream
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
@@ -70,6 +72,9 @@ HABITS = ("plain", "clip", "accumulate", "side stream", "optimizer in backward",
 LATE = ("D2H late", "H2D late", "jobs late")
 """Delay patterns in addition to those of the simulator: one lane, or the workers."""
 
+LATE_COLLECTIVES = "collectives late"
+"""A further one of several ranks."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,6 +89,7 @@ class Case:
         values: whether the device has stream values.
         limit: of the launch queue; 0: any length.
         in_order: the device runs everything at once, in the order of the launches.
+        ranks: that train together, each in a process that runs the case.
     """
 
     options: str = "windows"
@@ -96,6 +102,7 @@ class Case:
     limit: int = 0
     in_order: bool = False
     steps: int = 9
+    ranks: int = 1
 
 
 @dataclass
@@ -144,7 +151,33 @@ def matrices() -> nn.Module:
     return nn.Sequential(*linears, nn.Linear(32, 10, bias=False))
 
 
+class Experts(nn.Module):
+    """Two layers of which each forward uses one.
+
+    Attributes:
+        second: which one the next forward uses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(32, 10, bias=False) for _ in range(2))
+        self.second = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = self.experts[1 if self.second else 0](torch.tanh(self.up(x)))
+        return chosen
+
+
+def experts() -> nn.Module:
+    """The same weights at every call."""
+    torch.manual_seed(1)
+    return Experts()
+
+
 MODELS = {"mlp": mlp, "gpt": gpt, "matrices": matrices}
+OF_RANKS = {**MODELS, "experts": experts}
+"""Each of several ranks may use other experts."""
 
 
 class Loop:
@@ -154,7 +187,8 @@ class Loop:
         torch._dynamo.reset()
         self.case = case
         self.device = device
-        self.model = MODELS[case.model]().to(device)
+        self.model = OF_RANKS[case.model]().to(device)
+        self.rank = dist.get_rank() if case.ranks > 1 else 0
         options = {"host_kernel": "native", "min_offload_size": 100, **OPTION_SETS[case.options]}
         if case.model == "gpt" and "staging_bytes" in options:
             options["staging_bytes"] = 12288  # its largest upload
@@ -164,6 +198,9 @@ class Loop:
         if options.get("policy") == "zero_infinity" or "offload_device" in options:
             options["nvme_path"] = self._folder.name
             options["host_window_bytes"] = 12 * max(each.numel() for each in self.model.parameters())  # of the largest
+        if case.ranks > 1:
+            options["process_group"] = dist.group.WORLD if device.type == "cpu" else group_of_all()
+            options["workers"] = 1  # they divide the machine
         compiled = torch.compile(self.model, **EAGER_BACKEND)
         self.in_backward = case.habit == "optimizer in backward"
         if self.in_backward:
@@ -178,13 +215,18 @@ class Loop:
         self.saved: dict[str, Any] = {}
         self.reads: list[Tensor] = []
         # Made before training, as real loops load data: a copy of pageable memory would count as a wait of the step.
-        self.batches = [tuple(each.to(device) for each in data(case.model, step)) for step in range(case.steps)]
+        self.batches = [
+            tuple(each.to(device) for each in data(case.model, case.ranks * step + self.rank))
+            for step in range(case.steps)
+        ]
 
     def loss(self, step: int) -> Tensor:
         inputs, targets = self.batches[step]
         if self.case.model == "gpt":
             loss: Tensor = self.call(inputs, targets)
             return loss
+        if isinstance(self.model, Experts):
+            self.model.second = bool((step // 2 + self.rank) % 2)
         return F.cross_entropy(self.call(inputs), targets)
 
     def step(self, step: int) -> Tensor:
@@ -354,6 +396,9 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
                 lanes = {"D2H late": transport.to_host, "H2D late": transport.to_device}
                 if (lane := lanes.get(case.delays)) is not None:
                     simulator.delay(lane._stream, 0.997)
+            if step == 1 and case.delays == LATE_COLLECTIVES:
+                for stream in streams_of_groups():
+                    simulator.delay(stream, 0.997)
             simulator.reset_counts()
             blocking = device_of(device).blocking
             blocking.clear()

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulated.cases import Case
+from tests.simulated.cases import LATE_COLLECTIVES, Case
 
 SEEDS = range(8)
 """Every hazard shows under one of these."""
@@ -195,3 +195,23 @@ MUTANTS = {
         Case("exact", model="matrices", habit="side stream", delays="others late"),
     ),
 }  # fmt: skip
+
+GATHER = "step.weight_gather:WeightGather."
+RANK_MUTANTS = {
+    "weights before the other ranks' slices": without(
+        PARAM + "OffloadedParam.receive_weights", "streams.current().wait_event(event)",
+        Case("exact", delays=LATE_COLLECTIVES, ranks=2),
+    ),
+    "slices sent before the step": without(
+        GATHER + "_on_stream", "self._stream.wait_stream(self._streams.current())",
+        Case("exact", "matrices", delays="compute late", ranks=2),
+    ),
+    "collective read before it is done": without(
+        "ranks.rank_group:RankGroup._wait", "work.wait()", Case("exact", "matrices", delays=LATE_COLLECTIVES, ranks=2)
+    ),
+    "selection reused while it is read": without(
+        PARAM + "OffloadedParam._reselect", "self._kept = wanted, before",
+        Case("reselect often", "gpt", delays="H2D late", ranks=2), "self._kept = None",
+    ),
+}  # fmt: skip
+"""Those of several ranks."""

@@ -150,21 +150,27 @@ class Simulator:
         """Bytes of all registered ranges."""
         return int(library().ask("registered_bytes"))
 
-    def write_value(self, stream: torch.Stream, address: int, value: int) -> None:
+    def write_value(self, stream: torch.Stream, address: int, value: int, *, inside: bool = False) -> None:
         """Make ``stream`` write the 32-bit ``value`` to pinned or registered memory after all earlier work in it.
+
+        Args:
+            inside: by software of the device, which has the operation also where programs do not.
 
         Raises:
             RuntimeError: not supported, or not an address of such memory.
         """
-        library().call("write_value", stream.stream_id, address, value & 0xFFFFFFFF)
+        library().call("write_value", stream.stream_id, address, value & 0xFFFFFFFF, inside)
 
-    def wait_value(self, stream: torch.Stream, address: int, value: int) -> None:
+    def wait_value(self, stream: torch.Stream, address: int, value: int, *, inside: bool = False) -> None:
         """Make ``stream`` wait until the 32-bit number at ``address`` reaches ``value``, modulo 2**32.
+
+        Args:
+            inside: see ``write_value``.
 
         Raises:
             RuntimeError: not supported, or not an address of pinned or registered memory.
         """
-        library().call("wait_value", stream.stream_id, address, value & 0xFFFFFFFF)
+        library().call("wait_value", stream.stream_id, address, value & 0xFFFFFFFF, inside)
 
     def launch_noop(self, stream: torch.Stream, *, hold_gil: bool = False) -> None:
         """Queue an item that does nothing.

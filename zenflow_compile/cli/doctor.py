@@ -190,7 +190,7 @@ def machine(device: torch.device, ranks: int = 1) -> Machine:
 
 
 def _rank_share(rank: LocalRanks, cores: Sequence[Core], memory_bytes: int) -> RankShare:
-    part = rank.part(cores)
+    part = rank.cores(cores)
     workers = worker_count(len(part), workers=None, reserved_share=None)
     return RankShare([core.logical for core in part], workers, memory_bytes // rank.size)
 

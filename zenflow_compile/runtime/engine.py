@@ -69,7 +69,7 @@ class Engine(StepRunner):
         if self.ranks is not None:
             if backward.concurrent:
                 errors.refuse_concurrent_backward()  # gradients are sent in one order
-            self.ranks.reduction.begin_backward()
+            self.ranks.begin_backward()
         if self.in_backward:
             self._begin_in_backward(arrived)
         # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
@@ -292,7 +292,8 @@ class Engine(StepRunner):
             RuntimeError: an update of the weight was in flight, so that the gradient belongs to old weights.
         """
         offloaded.uses_unknown = True
-        if offloaded.returned != self.backward.task and offloaded.due(self.step):
+        in_flight = offloaded.due(self.step) or offloaded.arriving is not None
+        if offloaded.returned != self.backward.task and in_flight:
             errors.refuse_stale_grad(offloaded.plan.name)
 
     # The unfused ops: see [Note: two forms] in ``runtime.ops``.
@@ -353,7 +354,8 @@ class Engine(StepRunner):
             offloaded.uses += 1
             weights = offloaded.weights
             # Without an update in flight the step notices writes in time, unless updates run in the backward.
-            if offloaded.host.flushed or weights.counter.shared or (self.in_backward and weights.written_by_others):
+            in_flight = offloaded.host.flushed or offloaded.arriving is not None
+            if in_flight or weights.counter.shared or (self.in_backward and weights.written_by_others):
                 if self.order is not None:
                     self.order.follow()
                 uploads.before_use(offloaded, step)

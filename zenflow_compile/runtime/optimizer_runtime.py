@@ -79,7 +79,6 @@ class OptimizerRuntime:
         self.streamed = self.registry.streamed
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.ranks = None if ranks is None else RankCalls(ranks, self.registry, device, options, self.recorder)
-        self.uploads.read_elsewhere = ranks is not None  # the other ranks get them at the end of the step
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.params)
         self.schedule = Schedule(options, device, self.recorder, ranks)
@@ -366,7 +365,7 @@ class OptimizerRuntime:
         self.registry.enter_child()
 
     def _check_weights_in_child(self) -> None:
-        if any(offloaded.due(self.step) for offloaded in self.offloaded.values()):
+        if any(each.due(self.step) or each.arriving is not None for each in self.offloaded.values()):
             errors.refuse_in_child("an update of the weights was on its way when the process was forked")
 
     def close(self, *, flush: bool) -> None:
@@ -401,7 +400,7 @@ class OptimizerRuntime:
         ops.unregister_engine(self.id)
         if self._claim is not None:
             if self.ranks is not None:
-                self.ranks.group.close()
+                self.ranks.close()
             self._claim.release()
         self.closed = True  # last: an interrupt above leaves the rest to the next call
         if error is not None:

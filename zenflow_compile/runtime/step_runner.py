@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -194,13 +195,13 @@ class StepRunner(OptimizerRuntime):
         self.step += 1
         self._updating = False
         self.backward.reset()
+        if self.in_backward:
+            for offloaded in self.offloaded.values():
+                offloaded.record = None
+        among_ranks = None if self.ranks is None else partial(self.ranks.gather_weights, self.step, updated)
+        self.uploads.end_step(self.step, among_ranks)
         for offloaded in self.offloaded.values():
             offloaded.uses = 0
-            if self.in_backward:
-                offloaded.record = None
-        self.uploads.end_step(self.step)
-        if self.ranks is not None:
-            self.ranks.end_step(updated)
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
         self.schedule.end_step()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from zenflow_compile.runtime.host.cores import Core
+
 _T = TypeVar("_T")
 
 
@@ -21,6 +23,13 @@ class LocalRanks(NamedTuple):
         first = len(items) * self.rank // self.size
         stop = len(items) * (self.rank + 1) // self.size
         return items[first : max(stop, first + 1)]
+
+    def cores(self, cores: Sequence[Core]) -> Sequence[Core]:
+        """This process's part of the physical cores of a machine, of as few NUMA nodes as possible.
+
+        Consecutive ranks share a node: launchers give them consecutive devices, which mostly share one, too.
+        """
+        return self.part(sorted(cores, key=lambda core: (core.node, core.logical)))
 
     def directory(self, path: str | os.PathLike[str]) -> Path:
         """The directory of this process below ``path``, which all of them were given."""

@@ -120,7 +120,7 @@ def worker_cores(options: Options) -> tuple[int, ...]:
     """
     if options.worker_cores is not None:
         return options.worker_cores
-    cores = local_ranks().part(physical_cores())
+    cores = local_ranks().cores(physical_cores())
     count = worker_count(len(cores), workers=options.workers, reserved_share=options.pt_reserved_cores_perc)
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
     return choose_cores(cores, count, in_use)

@@ -31,7 +31,7 @@ from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.selection import Reselection, Wanted, reselect
+from zenflow_compile.runtime.device_updates.selection import Reselection, Selection, Wanted, reselect
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.factors import multiply_
@@ -44,6 +44,7 @@ from zenflow_compile.runtime.parameters.host_state import FlushedWindow, Gradien
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.trace_annotations import annotated
+from zenflow_compile.timeline.events import DeviceEvent
 from zenflow_compile.torch_internals import torch_private
 
 _PARTS, _ON_DEVICE, _LOCAL = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.LOCAL
@@ -456,6 +457,8 @@ class OffloadedParam(IncomingGradient):
         deadline: position among the first uses of the next forward; jobs and uploads run in this order.
         upload: on its way; None without one.
         merged: an update window was applied that other ranks have not seen yet.
+        arriving: when the device has the slices of this parameter that other ranks have updated; None: it has them, or
+            the stream that asked last waits for them.
         written: an external write was noticed that other ranks have not been told of.
     """
 
@@ -474,8 +477,9 @@ class OffloadedParam(IncomingGradient):
         self.deadline = plan.index
         self.upload: Upload | None = None
         self.merged = False
+        self.arriving: DeviceEvent | None = None
         self.written = False
-        self._wanted: Wanted | None = None  # of the last re-selection, see ``_reselect``
+        self._kept: tuple[Wanted, Selection] | None = None  # of the last re-selection, see ``_reselect``
         self._partially_applied: BaseException | None = None
         self.weights.reseed(device, host)
 
@@ -586,6 +590,14 @@ class OffloadedParam(IncomingGradient):
 
     # 7. Apply.
 
+    def receive_weights(self) -> None:
+        """Make the device's current stream wait for the slices that other ranks have updated."""
+        if (event := self.arriving) is not None:
+            streams = device_of(self.param.device).streams
+            assert streams is not None
+            streams.current().wait_event(event)
+            self.arriving = None
+
     def apply_next(self) -> FlushedWindow:
         """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""
         recorder = self.transport.recorder
@@ -636,10 +648,10 @@ class OffloadedParam(IncomingGradient):
             self._rebuild(record)  # a forward that ran ahead of the step: its gradient is in parts of the old selection
         device, before, exchange = self.device, self.device.selection, self.transport.exchange
         try:
-            # Hazard: the forward may run in another stream than the optimizer step, whose stream owns the memory of
-            # ``wanted`` and would reuse it before this stream has read it. The next re-selection drops it: until then
-            # the stream of a step has waited for this one.
-            self._wanted = wanted
+            # Hazard: this may run in another stream than the optimizer step, whose stream owns the memory of both and
+            # would reuse it before this stream has read it. The next re-selection drops them: until then the stream of
+            # a step has waited for this one.
+            self._kept = wanted, before
             change = reselect(before, wanted)
             if exchange is None:
                 self._exchange_now(change)
@@ -691,6 +703,8 @@ class OffloadedParam(IncomingGradient):
         """
         if not self.weights.written_by_others:
             return False
+        arriving = self.arriving is not None
+        self.receive_weights()
         # Jobs, and exchanges of slices, write the masters that are compared and re-seeded below.
         self._wait_for_state()
         if self.weights.are_as_expected(self.device):
@@ -698,7 +712,8 @@ class OffloadedParam(IncomingGradient):
             return False
         lost = self.due(now) > 0
         changed = self.drop_updates()
-        if lost:
+        counter = self.weights.counter
+        if lost or (arriving and (changed or not (counter.shared or counter.exposed))):
             raise errors.LostUpdateError(
                 f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
                 "optimizer.synchronize() before weights are read or written outside of the compiled model"
@@ -760,6 +775,7 @@ class OffloadedParam(IncomingGradient):
             self.give_up(record)
         self._release_parts()
         self._partially_applied = None
+        self.receive_weights()
         self._drop_upload()
         if self.pending is not None:
             self.pending.abandon()

@@ -127,7 +127,7 @@ class GradientReduction:
         self._registry = registry
         self._device = device
         self._dtype = dtype
-        self._order: list[int] | None = None  # of arrival on rank 0, in the first backward
+        self._order: dict[int, int] | None = None  # by parameter: place of its arrival on rank 0, in the first backward
         self._arrivals: dict[int, None] = {}  # in order, each parameter once
         self._at_end: set[int] = set()  # parameters that are sent when the backward is over
         self._buckets: list[Bucket] = []
@@ -138,6 +138,11 @@ class GradientReduction:
         self._late: dict[int, Bucket] = {}
         self._on_device: set[int] = set()  # parameters without a share, whose gradient is in ``.grad``
         self._failed = False
+
+    def first_use(self, index: int) -> int:
+        """Where a parameter comes in an order of first uses that all ranks have: gradients come in the reverse one."""
+        order = self._order or {}
+        return -order.get(index, len(order))
 
     def has_unsent(self) -> bool:
         """Whether this rank has contributions that were not sent, and not cleared in ``.grad`` since."""
@@ -255,7 +260,7 @@ class GradientReduction:
 
     def _make_buckets(self) -> None:
         offloaded = self._registry.offloaded
-        known = {index: place for place, index in enumerate(self._order or ())}
+        known = self._order or {}
         # Gradients come in the reverse order of parameters, until it is known better.
         order = sorted(offloaded, key=lambda index: (index in self._at_end, known.get(index, len(known)), -index))
         members = [offloaded[index] for index in order]
@@ -313,7 +318,7 @@ class GradientReduction:
         rows = self._group.exchange(Call.BACKWARD, bytes(flags) + order)
         if order:
             numbers = (int.from_bytes(rows[0][at : at + 4], "little") for at in range(count, 5 * count, 4))
-            self._order = [number for number in numbers if number < count]
+            self._order = {number: place for place, number in enumerate(numbers) if number < count}
         return list(zip(*(row[:count] for row in rows), strict=True))
 
     # Parameters without a share.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
-from zenflow_compile.runtime.step.weight_gather import WeightGather
+from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,7 +46,8 @@ class RankCalls:
         self.group = group
         self._recorder = recorder
         self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
-        self._weights = WeightGather(group, device)
+        self._device = device_of(device)
+        self._weights = WeightGather(group, self._device)
         self._registry = registry
         self.measured_window: int | None = None
 
@@ -53,6 +55,13 @@ class RankCalls:
         """See :meth:`GradientReduction.contribute`."""
         with self.group.announcing():
             self.reduction.contribute(offloaded, grad, send=send)
+
+    def begin_backward(self) -> None:
+        """See :meth:`GradientReduction.begin_backward`."""
+        # A gradient is split by the selection that an update may have brought, also of a parameter that this rank has
+        # not used, and so not fetched.
+        self._weights.wait()
+        self.reduction.begin_backward()
 
     def end_backward(self) -> None:
         """Receive the gradients of the last backward before an optimizer step, which is over."""
@@ -74,7 +83,10 @@ class RankCalls:
             content = (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups()
             unsent = bytes([self.reduction.has_unsent()])
             head = content + unsent + self._digest_of_gradients()
-            rows = self.group.exchange(Call.STEP, head + self._notice_writes(number))
+            writes = self._notice_writes(number)
+            for offloaded in self._registry.offloaded.values():
+                offloaded.receive_weights()
+            rows = self.group.exchange(Call.STEP, head + writes)
             self._follow_writes([row[len(head) :] for row in rows])
             self._check_equal(rows, slice(4, 8), "values in param_groups")
             if any(row[8] for row in rows):
@@ -112,7 +124,10 @@ class RankCalls:
         """
         with self.group.announcing():
             yield self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
-            self._weights.gather([each for each in self._registry.offloaded.values() if each.merged])
+            merged = [each for each in self._registry.offloaded.values() if each.merged]
+            self._weights.gather([Changed(each, whole=True) for each in merged])
+            for offloaded in merged:
+                offloaded.receive_weights()
 
     def _notice_writes(self, now: int) -> bytes:
         """Look which parameters were written in this rank's share. Returns a byte for each, for all ranks.
@@ -138,16 +153,30 @@ class RankCalls:
                 offloaded.written = False
         return found
 
-    def end_step(self, updated: Sequence[OffloadedParam]) -> None:
-        """Bring what this step has changed to all ranks.
+    def gather_weights(
+        self, now: int, updated: Sequence[OffloadedParam], apply: Callable[[OffloadedParam], None]
+    ) -> None:
+        """Bring what a step has changed to all ranks. Where the device has streams, it goes on behind the step.
 
         Args:
+            now: number of steps so far.
             updated: parameters that had a gradient.
+            apply: applies the due updates of a parameter.
         """
         have_slices = {each.plan.index for each in updated if each.plan.whole.k}
-        offloaded = self._registry.offloaded.values()
-        with self._recorder.stall(True, param="", on_host=True):
-            self._weights.gather([each for each in offloaded if each.merged or each.plan.index in have_slices])
+        changed = []
+        for index, offloaded in self._registry.offloaded.items():
+            whole = offloaded.merged or bool(offloaded.due(now))
+            if whole or index in have_slices:
+                changed.append(Changed(offloaded, whole=whole))
+        changed.sort(key=lambda each: self.reduction.first_use(each.offloaded.plan.index))
+        with self._recorder.stall(self._device.streams is None, param="", on_host=True):
+            self._weights.gather(changed, apply)
+
+    def close(self) -> None:
+        """Give streams and process groups back. Idempotent."""
+        self._weights.close()
+        self.group.close()
 
     def begin_state_dict(self) -> None:
         """Check that all ranks are about to gather their state.

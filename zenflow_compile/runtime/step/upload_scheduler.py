@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
+from typing import TypeAlias
 
 from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
+
+GatherWeights: TypeAlias = Callable[[Callable[[OffloadedParam], None]], None]
 
 _DEADLINE = attrgetter("deadline")
 
@@ -48,15 +52,34 @@ class UploadScheduler:
         """All offloaded parameters by first use."""
         return sorted(self._registry.offloaded.values(), key=_DEADLINE)
 
-    def end_step(self, now: int) -> None:
-        """``now`` steps are over: apply updates that cannot wait for a first use, and start the first uploads."""
+    def end_step(self, now: int, among_ranks: GatherWeights | None = None) -> None:
+        """``now`` steps are over: apply updates that cannot wait for a first use, and start the first uploads.
+
+        Args:
+            among_ranks: brings the weights of all ranks up to date, and calls its argument for each parameter whose
+                due updates it needs: all ranks send their slices in one order, and cannot wait for a first use.
+        """
         flushed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.flushed]
         flushed.sort(key=_DEADLINE)
         self._in_flight = flushed[::-1]
-        for offloaded in flushed:
-            if self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking:
-                self.apply(offloaded, offloaded.due(now))
+        if among_ranks is None:
+            for offloaded in flushed:
+                if self._is_read_without_fetch(offloaded):
+                    self.apply(offloaded, offloaded.due(now))
+        else:
+            among_ranks(partial(self._apply_next_of_ranks, now))
+            for offloaded in self._registry.offloaded.values():
+                # Also what this rank has not used in this step, while others have: its first use may be in any code.
+                if self._is_read_without_fetch(offloaded) or offloaded.uses == 0:
+                    offloaded.receive_weights()
         self._prefetch(now)
+
+    def _is_read_without_fetch(self, offloaded: OffloadedParam) -> bool:
+        return self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking
+
+    def _apply_next_of_ranks(self, now: int, offloaded: OffloadedParam) -> None:
+        self._prefetch(now)
+        self.apply(offloaded, offloaded.due(now))
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
@@ -66,6 +89,7 @@ class UploadScheduler:
         if windows := offloaded.due(now):
             self._prefetch(now)
             self.apply(offloaded, windows)
+        offloaded.receive_weights()
         if offloaded.weights.counter.shared:
             # A later update of a sharer would move the version of these weights after a graph has saved them, and the
             # backward of that graph would raise.
@@ -96,6 +120,7 @@ class UploadScheduler:
             if not offloaded.weights.unverified:  # the weights of a loaded state may come after it
                 offloaded.notice_external_write(now)
             self.apply(offloaded, offloaded.due(now))
+            offloaded.receive_weights()
         if only is None:
             self._current_at = now  # an update becomes due only when a step ends
 
@@ -113,6 +138,7 @@ class UploadScheduler:
     def before_load(self, now: int) -> None:
         """Apply due updates before weights are loaded, except over weights that were written elsewhere already."""
         for offloaded in self.by_deadline():
+            offloaded.receive_weights()
             windows = offloaded.due(now)
             if windows and not offloaded.weights.written_by_others:
                 with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
@@ -159,6 +185,7 @@ class UploadScheduler:
                     window = offloaded.flush(at=now, eps=eps, selection=None, promptly=True)
                     if window is not None:
                         self._registry.transport.workers.submit(window.job)
+                offloaded.receive_weights()
                 self.apply(offloaded, offloaded.due(now + 1 + offloaded.plan.staleness))
             except Exception as error:
                 errors.append(error)

@@ -1,17 +1,25 @@
-"""Brings the slices that other ranks have updated into the weights of this one, at the end of an optimizer step.
+"""Brings the slices that other ranks have updated into the weights of this one, behind an optimizer step.
 
 Only what has changed is sent: the selected slices of each rank, and all slices of its share if an update window was
 applied. Every rank knows which slices the others have selected, since a new selection is sent once.
+
+[Note: gather stream] Where the device has streams, all of it runs on one of its own, in one order on all ranks: it
+waits for the uploads of this rank's updates, applies and sends them, and writes what comes. The next forward waits for
+each parameter at its first use, as it does for uploads on one device. Nothing else uses the weights, the selections and
+the upload buffers meanwhile: backwards and steps begin behind this stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan, Share
+from zenflow_compile.planning.plan import Share
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
@@ -22,42 +30,107 @@ GATHER_BYTES = 16 << 20
 """Most bytes of a rank's slices that are sent together, unless one parameter has more."""
 
 
+class Changed(NamedTuple):
+    """A parameter of which all ranks have updated slices.
+
+    Attributes:
+        whole: the whole share of each rank, and not the selected slices alone.
+    """
+
+    offloaded: OffloadedParam
+    whole: bool
+
+    @property
+    def most_slices(self) -> int:
+        """Slices that a rank sends at most."""
+        share = _share(self.offloaded)
+        return share.most_slices if self.whole else share.most_selected
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that each rank sends."""
+        plan = self.offloaded.plan
+        return self.most_slices * plan.length * plan.dtype.itemsize
+
+    def fill(self, row: Tensor, offset: int) -> None:
+        """Copy this rank's slices into what it sends."""
+        plan, weights = self.offloaded.plan, self.offloaded.weights
+        if self.whole:
+            block(row, offset, plan, plan.slices).copy_(weights.matrix)
+        else:
+            block(row, offset, plan, plan.k).copy_(weights.of(self.offloaded.device.selection.selected))
+
+
 class WeightGather:
     """Sends this rank's slices of all parameters of an engine, and receives the others'."""
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: Device) -> None:
         self._group = group
         self._device = device
+        self._streams = device.streams
+        # Urgent, as the lane whose uploads it waits for: see [Note: progress] in stream_flags.
+        self._stream = None if self._streams is None else self._streams.acquire(urgent=True)
         self._known: dict[int, Selection] = {}  # this rank's selection, as the others know it
         self._selected: dict[int, list[Tensor]] = {}  # by parameter and part: i64[selected slices of the part]
 
-    def gather(self, params: Sequence[OffloadedParam]) -> None:
-        """Bring the weights of ``params``, of which all ranks have updated slices, up to date on all ranks.
+    def gather(
+        self, changed: Sequence[Changed], apply: Callable[[OffloadedParam], object] = lambda offloaded: None
+    ) -> None:
+        """Bring the weights of ``changed`` up to date on all ranks; ``OffloadedParam.arriving`` says when they are.
+
+        Args:
+            changed: the same ones on all ranks, in the same order.
+            apply: applies this rank's updates of a parameter that is ``whole``, before it is sent.
 
         Raises:
             RankError: another rank failed or is gone.
         """
-        self._send_selections(params)
-        pieces = cut(params, [_row_bytes(each) for each in params], [each.plan.dtype for each in params], GATHER_BYTES)
-        under_way: list[tuple[list[OffloadedParam], Packing, Pending]] = []
-        for piece in pieces:
-            packing = Packing.of([_most_slices(each) * each.plan.length for each in piece])
-            row = torch.zeros(packing.elements, dtype=piece[0].plan.dtype, device=self._device)
-            for offloaded, offset in zip(piece, packing.offsets, strict=True):
-                _fill(row, offset, offloaded)
-            under_way.append((piece, packing, self._group.all_gather(row)))
-            if len(under_way) > 1:
-                self._write(*under_way.pop(0))
-        for each in under_way:
-            self._write(*each)
+        with self._on_stream():
+            self._send_selections([each.offloaded for each in changed if not each.whole])
+            dtypes = [each.offloaded.plan.dtype for each in changed]
+            pieces = cut(changed, [each.row_bytes for each in changed], dtypes, GATHER_BYTES)
+            under_way: list[tuple[list[Changed], Packing, Pending]] = []
+            for piece in pieces:
+                plans = [each.offloaded.plan for each in piece]
+                packing = Packing.of([each.most_slices * each.offloaded.plan.length for each in piece])
+                row = torch.zeros(packing.elements, dtype=plans[0].dtype, device=self._device.torch_device)
+                for each, offset in zip(piece, packing.offsets, strict=True):
+                    if each.whole:
+                        apply(each.offloaded)
+                    each.fill(row, offset)
+                under_way.append((piece, packing, self._group.all_gather(row)))
+                if len(under_way) > 1:
+                    self._write(*under_way.pop(0))
+            for each_under_way in under_way:
+                self._write(*each_under_way)
+
+    def wait(self) -> None:
+        """Make the device's current stream wait for all that was gathered."""
+        if self._streams is not None:
+            self._streams.current().wait_stream(self._stream)
 
     def forget(self) -> None:
         """Send all selections again: a state was loaded."""
         self._known.clear()
 
-    def _write(self, piece: Sequence[OffloadedParam], packing: Packing, pending: Pending) -> None:
-        rows = pending.wait(f"the weights of {piece[0].plan.name}, ...")
-        for offloaded, offset in zip(piece, packing.offsets, strict=True):
+    def close(self) -> None:
+        """Give the stream back. Idempotent."""
+        if self._streams is not None and self._stream is not None:
+            self.wait()  # before the next owner of the stream frees memory that is used on this one
+            self._streams.release(self._stream, urgent=True)
+            self._stream = None
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """Run a block behind all work that is queued now, and beside what follows: see [Note: gather stream]."""
+        if self._streams is None or self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(self._streams.current())
+        return self._streams.use(self._stream)
+
+    def _write(self, piece: Sequence[Changed], packing: Packing, pending: Pending) -> None:
+        """Write the slices of the other ranks into the weights."""
+        rows = pending.wait(f"the weights of {piece[0].offloaded.plan.name}, ...")
+        for (offloaded, whole), offset in zip(piece, packing.offsets, strict=True):
             plan, share = offloaded.plan, _share(offloaded)
             for part in range(share.parts):  # rank ``part`` has it
                 # Hazard: ranks that have the same part may have got sums that differ in the last bit, and so may their
@@ -65,13 +138,18 @@ class WeightGather:
                 if part == share.part and share.first_holder:
                     continue
                 target = offloaded.weights.of_part(part)
-                if offloaded.merged:
+                if whole:
                     target.copy_(block(rows[part], offset, plan, share.count(share.whole.slices, part)))
                 else:
                     slices = self._selected[plan.index][part]
                     target.index_copy_(0, slices, block(rows[part], offset, plan, len(slices)))
             offloaded.merged = False
-        bump_versions([each.param for each in piece], [each.weights.counter for each in piece])
+        bump_versions([each.offloaded.param for each in piece], [each.offloaded.weights.counter for each in piece])
+        if self._streams is not None:
+            event = self._streams.event()
+            event.record(self._stream)
+            for each in piece:
+                each.offloaded.arriving = event
 
     def _send_selections(self, params: Sequence[OffloadedParam]) -> None:
         """Tell all ranks which slices this one has selected, where that has changed."""
@@ -79,7 +157,7 @@ class WeightGather:
         if not new:
             return
         packing = Packing.of([_share(each).most_selected for each in new])
-        row = torch.zeros(packing.elements, dtype=torch.int32, device=self._device)
+        row = torch.zeros(packing.elements, dtype=torch.int32, device=self._device.torch_device)
         for offloaded, offset in zip(new, packing.offsets, strict=True):
             row[offset : offset + offloaded.plan.k] = offloaded.device.selection.selected
         rows = self._group.all_gather(row).wait("the selections of the other ranks").long()
@@ -97,21 +175,3 @@ class WeightGather:
 def _share(offloaded: OffloadedParam) -> Share:
     assert offloaded.plan.share is not None
     return offloaded.plan.share
-
-
-def _most_slices(offloaded: OffloadedParam) -> int:
-    """Slices that a rank sends at most."""
-    share = _share(offloaded)
-    return share.most_slices if offloaded.merged else share.most_selected
-
-
-def _row_bytes(offloaded: OffloadedParam) -> int:
-    return _most_slices(offloaded) * offloaded.plan.length * offloaded.plan.dtype.itemsize
-
-
-def _fill(row: Tensor, offset: int, offloaded: OffloadedParam) -> None:
-    plan: ParamPlan = offloaded.plan
-    if offloaded.merged:
-        block(row, offset, plan, plan.slices).copy_(offloaded.weights.matrix)
-    else:
-        block(row, offset, plan, plan.k).copy_(offloaded.weights.of(offloaded.device.selection.selected))

@@ -1,0 +1,175 @@
+"""Two ranks train on simulated devices as on the CPU, bit for bit, in whatever order the devices run."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from tests.simulated.accelerator import serve
+from tests.simulated.cases import HABITS, LATE, LATE_COLLECTIVES, OF_RANKS, OPTION_SETS, Case, Loop, Outcome, train
+from tests.simulated.mutants import RANK_MUTANTS, SEEDS
+from tests.simulated.simulator import PATTERNS, load_simulator
+from tests.simulated.streams import Stream, default_stream
+from tests.support.rank_processes import RankProcesses
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
+
+pytestmark = pytest.mark.timeout(300)
+DELAYS = (*PATTERNS, *LATE, LATE_COLLECTIVES)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    """Two processes that have a simulated device each."""
+    processes = RankProcesses(2)
+    yield processes
+    processes.close()
+
+
+@cache
+def on_cpu(case: Case) -> Outcome:
+    return train(case, "cpu")
+
+
+def differing(rank: int, cases: list[Case]) -> list[Case]:
+    """Those of ``cases`` whose outcome is not that of the CPU."""
+    found = []
+    for case in cases:
+        expected = on_cpu(replace(case, delays="none", seed=0, values=True))
+        if not train(case).equals(expected):
+            found.append(case)
+    return found
+
+
+def every_case(options: str, model: str, habit: str) -> list[Case]:
+    entries = ["graph"] if habit == "optimizer in backward" else ["graph", "hooks"]
+    return [
+        Case(options, model, entry, habit, delays, seed=7 * number, values=values, ranks=2)
+        for number, (entry, delays, values) in enumerate(
+            (entry, delays, values) for entry in entries for delays in DELAYS for values in (True, False)
+        )
+    ]
+
+
+@pytest.mark.parametrize("options", OPTION_SETS)
+def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
+    draw = random.Random(options)
+    drawn = [draw.choice(every_case(options, draw.choice(list(OF_RANKS)), habit)) for habit in draw.sample(HABITS, 2)]
+    assert ranks.call(differing, drawn, timeout=200) == [[], []]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("model", OF_RANKS)
+@pytest.mark.parametrize("options", OPTION_SETS)
+def test_every_case_equals_the_cpu(ranks: RankProcesses, options: str, model: str, habit: str) -> None:
+    assert ranks.call(differing, every_case(options, model, habit), timeout=1200) == [[], []]
+
+
+def with_hazard(rank: int, name: str, seed: int) -> bool:
+    """Whether the run with the hazard, and the run without it, differ from the CPU's."""
+    mutant = RANK_MUTANTS[name]
+    case = replace(mutant.shown_by, seed=seed)
+    expected = on_cpu(replace(case, delays="none", seed=0))
+    assert train(case).equals(expected), "it differs without the hazard, too"
+    return not train(case, hazard=mutant.active).equals(expected)
+
+
+@pytest.mark.parametrize("name", RANK_MUTANTS)
+def test_hazard_is_found(ranks: RankProcesses, name: str) -> None:
+    for seed in SEEDS:
+        found = ranks.outcomes(with_hazard, name, seed, timeout=30)
+        assert not any(isinstance(each, AssertionError) for each in found)
+        if any(each is True or isinstance(each, RuntimeError) for each in found):  # an index that was read too early
+            return
+    pytest.fail("not found")
+
+
+# Waits that no run needs as long as the others hold, and the order of events behind a step.
+
+LATE_SECONDS = 0.1
+"""What is not held ends in less than a millisecond."""
+
+
+@contextmanager
+def held(stream: Stream) -> Iterator[None]:
+    """Make ``stream`` stop at this place until the block ends."""
+    device = device_of(load_simulator().device)
+    assert device.streams is not None
+    flags = HostFlags(1, device)
+    Flag(flags, 0, 1).wait_on(device.streams, stream)
+    try:
+        yield
+    finally:
+        Flag(flags, 0, 1).raise_it()
+
+
+@contextmanager
+def trained(case: Case, steps: int) -> Iterator[Loop]:
+    """A loop that has done some steps."""
+    serve()
+    load_simulator().configure()
+    loop = Loop(case, load_simulator().device)
+    for step in range(steps):
+        loop.step(step)
+    yield loop
+    loop.close()
+
+
+EXACT = Case("exact", "matrices", steps=5, ranks=2)
+
+
+def step_with_held_uploads(rank: int) -> bool:
+    with trained(EXACT, 3) as loop:
+        engine = loop.optimizer.engine
+        with held(engine.registry.transport.to_device._stream):
+            loop.step(3)
+            time.sleep(LATE_SECONDS)
+            arrivals = [each.arriving for each in engine.offloaded.values()]
+            assert all(event is not None and not event.query() for event in arrivals)
+        loop.step(4)
+        weights = loop.weights()
+    return all(map(torch.equal, weights, on_cpu(EXACT).weights))
+
+
+def test_step_does_not_wait_for_weights(ranks: RankProcesses) -> None:
+    """They come behind it: the host goes on while uploads, and so the slices of both ranks, are late."""
+    assert ranks.call(step_with_held_uploads) == [True, True]
+
+
+def backward_behind_weights(rank: int) -> tuple[bool, bool]:
+    with trained(EXACT, 3) as loop:
+        loss = loop.loss(3)
+        with held(loop.optimizer.engine.ranks._weights._stream):
+            loss.backward()
+            time.sleep(LATE_SECONDS)
+            early = default_stream().query()
+        default_stream().synchronize()
+        return early, default_stream().query()
+
+
+def test_backward_comes_behind_the_weights(ranks: RankProcesses) -> None:
+    """An applied update may bring the selection by which it splits gradients."""
+    assert ranks.call(backward_behind_weights) == [(False, True)] * 2
+
+
+def write_before_weights_come(rank: int) -> str:
+    with trained(EXACT, 3) as loop:
+        with torch.no_grad():
+            next(iter(loop.model.parameters())).mul_(1.01)
+        with pytest.raises(RuntimeError) as raised:
+            loop.step(3)
+        return str(raised.value)
+
+
+def test_write_while_weights_come_is_refused(ranks: RankProcesses) -> None:
+    for text in ranks.call(write_before_weights_come):
+        assert "was written while an update of it was on its way" in text
