@@ -7,6 +7,9 @@ per round and is frozen in between. Only ratios within a round are compared.
 whichever is faster when tried alone; threads and processes in addition to them (our workers, ZenFlow's optimizer
 process) keep their defaults. All thread counts that were tried are in the results.
 
+*Ranks*: with ``--ranks 2`` two processes train each system together, on the same cores: AdamW under
+DistributedDataParallel, ours with a ``process_group``. Bytes are those that a rank sends through the network interface.
+
 *Step time* is the mean over a turn, so that one long step per update window counts, and the median of that over
 rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
 """
@@ -87,7 +90,8 @@ def rows(outcomes: Sequence[Outcome], memory: str) -> list[dict[str, Any]]:
                 "single_step_ms": Spread.of(list(itertools.chain(*outcome.steps_ms))).row(),
                 "step_over_adamw": Spread.of(over).row() if over else None,
                 "loss": {"first": outcome.losses[0], "last": outcome.losses[-1], "steps": len(outcome.losses)},
-                "host_memory_mib": round(outcome.memory_mib),
+                "host_memory_mib_per_rank": round(outcome.memory_mib / case.ranks),
+                "network_bytes_per_step": Spread.of(outcome.network_bytes).row() if case.ranks > 1 else None,
                 "idle_cpu_share": outcome.idle_cpu_share,
                 **outcome.facts,
                 "breakdown": outcome.breakdown,
@@ -130,7 +134,8 @@ def table(title: str, outcomes: Sequence[Outcome], free_reference_ms: float | No
     """Step times, quotients and sanity checks of one workload."""
     made = Table(title=title, caption="median (5th to 95th percentile) over rounds; x AdamW: quotient within a round")
     made.add_column("system")
-    for column in ("threads", "step ms", "x AdamW", "p95 / median step", "loss", "state on device", "peak MB"):
+    columns = ["threads", "step ms", "x AdamW", "p95 / median step", "loss", "state on device", "peak MB per rank"]
+    for column in [*columns, *(["sent MB per rank"] if outcomes[0].case.ranks > 1 else [])]:
         made.add_column(column, justify="right")
     for outcome in outcomes:
         if outcome.skipped is not None:
@@ -152,7 +157,8 @@ def table(title: str, outcomes: Sequence[Outcome], free_reference_ms: float | No
             f"{each.p95 / each.median:.2f}",
             f"{outcome.losses[-1]:.4f}",
             "" if share is None else f"{share:.0%}",
-            f"{peak or outcome.memory_mib:,.0f}",
+            f"{peak or outcome.memory_mib / outcome.case.ranks:,.0f}",
+            *([f"{statistics.median(outcome.network_bytes) / 1e6:.2f}"] if outcome.case.ranks > 1 else []),
         )
     return made
 
@@ -208,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 memory_bytes=_capped_bytes(model) if memory == "capped" else None,
                 inner=given.inner,
                 options=dict(given.option) if system in OURS else {},
+                ranks=given.ranks,
             )
             for system in given.system
         ]
@@ -262,6 +269,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="bounds on the gradient norm, or off (off)")  # fmt: skip
     add("--memory", nargs="+", choices=("free", "capped"), default=["free"],
         help="capped: below what resident AdamW needs; CUDA only (free)")  # fmt: skip
+    add("--ranks", type=int, default=1, help="processes that train the model together (1)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     add("--dtype", choices=DTYPES, help="of weights and gradients (fp32 on the CPU, bf16 on CUDA)")
     add("--cores", type=int, help="cores of every process (all physical ones)")
@@ -293,7 +301,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.device == "cpu" and (left_out := [name for name in CUDA_ONLY if name in given.system]):
         print(f"not run without a CUDA device: {', '.join(left_out)}", file=sys.stderr)
         given.system = [name for name in given.system if name not in left_out]
-    if given.device == "cuda" and given.out is None:
+    if given.ranks > 1 and given.out is None:
+        given.out = common.RESULTS / f"peers_{given.ranks}_ranks.json"
+    elif given.device == "cuda" and given.out is None:
         given.out = common.RESULTS / "peers_cuda.json"  # does not replace the results of the CPU
     return given
 

@@ -10,7 +10,7 @@ from benchmarks.systems.workloads import DTYPES, WORKLOADS, Workload
 
 SYSTEMS = {
     "forward_backward": "forward and backward alone (torch.compile), nothing is updated",
-    "adamw": "torch.compile and torch.optim.AdamW(fused=True), everything on the device",
+    "adamw": "torch.compile and torch.optim.AdamW(fused=True), everything on the device; several ranks: under DDP",
     "resident": 'ZenFlowAdamW, policy="resident"',
     "zero_offload": 'ZenFlowAdamW, policy="zero_offload"',
     "twinflow": 'ZenFlowAdamW, policy="twinflow"',
@@ -51,6 +51,7 @@ class Case:
         memory_bytes: CUDA memory that the process may allocate, or None.
         inner: what compiles the graphs: ``"inductor"``, or ``"eager"`` in quick tests.
         options: further keywords of ``ZenFlowAdamW``.
+        ranks: processes that train the model together, each with batches of its own.
     """
 
     system: str
@@ -67,6 +68,7 @@ class Case:
     memory_bytes: int | None = None
     inner: str = "inductor"
     options: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name, known in (("system", SYSTEMS), ("model", WORKLOADS), ("dtype", DTYPES)):
@@ -83,6 +85,7 @@ class Case:
             "tokens": workload.rows * workload.context or None,
             "dtype": self.dtype,
             "device": self.device,
+            "ranks": self.ranks,
         }
 
     def workload(self) -> Workload:

@@ -49,7 +49,8 @@ class Outcome:
     Attributes:
         case: with the thread count that was chosen.
         tried_ms: mean step per thread count, tried alone. The mean, because a window's long step must count.
-        memory_mib: host memory after the pilot, children included.
+        memory_mib: host memory after the pilot, of all ranks, children included.
+        network_bytes: that each rank has sent through the network per step, by round.
         rounds_ms: mean step of each round.
         steps_ms: every timed step, by round.
         rounds_over_reference: ratios of ``rounds_ms`` to the reference's rounds.
@@ -64,6 +65,7 @@ class Outcome:
     case: Case
     tried_ms: dict[int, float] = field(default_factory=dict)
     memory_mib: float = 0.0
+    network_bytes: list[float] = field(default_factory=list)
     rounds_ms: list[float] = field(default_factory=list)
     steps_ms: list[list[float]] = field(default_factory=list)
     rounds_over_reference: list[float] = field(default_factory=list)
@@ -179,6 +181,7 @@ def _take_turns(present: Sequence[tuple[Outcome, TrainingWorker]], schedule: Sch
         system = outcome.case.system
         outcome.rounds_ms += means[system]
         outcome.losses = list(worker.losses)
+        outcome.network_bytes = list(worker.network_bytes)
         outcome.turns_with += tuple(other for other in systems if other != system and other not in outcome.turns_with)
         if system != REFERENCE and REFERENCE in systems:
             outcome.rounds_over_reference = ratios(means[system], means[REFERENCE])

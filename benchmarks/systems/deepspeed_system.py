@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-Offload and ZenFlow, world size 1; runs in DeepSpeed's virtual environment.
+"""DeepSpeed's ZeRO-Offload and ZenFlow; runs in DeepSpeed's virtual environment.
 
 Nothing of DeepSpeed is changed. What its version 0.19.8 needs to run alone, on the CPU too:
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.systems.case import BETAS, EPS, LR, WEIGHT_DECAY, Case
-from benchmarks.systems.local import alone_environment
+from benchmarks.systems.local import rank_environment
 from benchmarks.systems.workloads import Batch
 
 SELECT_INTERVAL = 16
@@ -64,7 +64,8 @@ class DeepSpeed:
     def __init__(self, case: Case, model: nn.Module) -> None:
         beside_python = str(Path(sys.executable).parent)  # where ninja is
         os.environ["PATH"] = f"{beside_python}{os.pathsep}{os.environ['PATH']}"
-        os.environ.update(alone_environment())
+        if case.ranks == 1:
+            os.environ.update(rank_environment())
         if case.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.systems.case import BETAS, EPS, LR, OURS, WEIGHT_DECAY, Case
 from benchmarks.systems.workloads import DTYPES, Batch
+
+_RANK_SECONDS = 120
+"""How long a rank waits for the others, which may compile."""
 
 ADAM: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
@@ -35,11 +41,13 @@ class System(Protocol):
 
 
 def make_local(case: Case, model: nn.Module) -> System:
-    """The system of ``case`` around ``model``.
+    """The system of ``case`` around ``model``. Several ranks join their process group first.
 
     Raises:
         ImportError: its package is not installed.
     """
+    if case.ranks > 1:
+        dist.init_process_group(timeout=timedelta(seconds=_RANK_SECONDS))
     if case.system in OURS:
         return Ours(case, model)
     if case.system == "torchao_offload":
@@ -58,7 +66,8 @@ class Plain:
 
     def __init__(self, case: Case, model: nn.Module, *, update: bool) -> None:
         self._params: list[Tensor] = list(model.parameters())
-        self._compiled = torch.compile(model, backend=case.inner, dynamic=False)
+        wrapped = DistributedDataParallel(model) if case.ranks > 1 and update else model
+        self._compiled = torch.compile(wrapped, backend=case.inner, dynamic=False)
         self._clip = case.clip
         self._masters: list[Tensor] = []
         self._optimizer: torch.optim.AdamW | None = None
@@ -102,6 +111,8 @@ class Ours:
         options: dict[str, Any] = {"policy": case.system, "max_grad_norm": case.clip}
         if case.system == "zenflow":
             options |= {"update_interval": case.update_interval, "topk_ratio": case.topk_ratio}
+        if case.ranks > 1:
+            options["process_group"] = dist.group.WORLD
         self.optimizer = zf.ZenFlowAdamW(model.named_parameters(), **ADAM, **(options | case.options))
         backend: dict[str, Any] = {"backend": "zenflow", "options": {"inner": case.inner}}
         self._compiled = torch.compile(model, dynamic=False, **backend)
@@ -173,7 +184,7 @@ class FSDP2:
         import torch.distributed as dist
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        os.environ.update(alone_environment())
+        os.environ.update(rank_environment())
         dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
         model.float()
         policies: dict[str, Any] = {
@@ -209,14 +220,21 @@ class FSDP2:
         dist.destroy_process_group()
 
 
-def alone_environment() -> dict[str, str]:
-    """What PyTorch's and DeepSpeed's process groups read, for one rank; a port that is free now."""
+def rank_environment(rank: int = 0, ranks: int = 1) -> dict[str, str]:
+    """What PyTorch's and DeepSpeed's process groups read, for one of this machine's ``ranks``; a port that is free."""
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
 
 
 def _blocks(model: nn.Module) -> Sequence[nn.Module]:

@@ -20,6 +20,7 @@ import psutil
 
 from benchmarks.common import ROOT
 from benchmarks.systems.case import DEEPSPEED, Case
+from benchmarks.systems.local import rank_environment
 
 DEEPSPEED_PYTHON = ROOT / ".venv-deepspeed" / "bin" / "python"
 _CLOSE_SECONDS = 30.0
@@ -76,7 +77,9 @@ class Worker:
         Raises:
             WorkerError: it failed before.
         """
-        return self._receive()
+        answer = self.hear()
+        self.stop()
+        return answer
 
     def ask(self, command: str, **values: Any) -> dict[str, Any]:
         """Wake the process, have it do ``command``, stop it again.
@@ -84,12 +87,18 @@ class Worker:
         Raises:
             WorkerError: it failed; it cannot be asked again.
         """
+        self.tell(command, **values)
+        answer = self.hear()
+        self.stop()
+        return answer
+
+    def tell(self, command: str, **values: Any) -> None:
+        """Wake the process, and have it begin ``command``; ``hear`` and ``stop`` follow."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died: ``_receive`` says why
             self._process.stdin.write(json.dumps({"command": command, **values}) + "\n")
             self._process.stdin.flush()
-        return self._receive()
 
     def idle_cpu_share(self, seconds: float) -> float:
         """Cores that the process and its children keep busy while they are awake without a request."""
@@ -111,6 +120,11 @@ class Worker:
                 total += process.memory_full_info().pss
         return total / 2**20
 
+    def kill(self) -> None:
+        """End the process and its group without asking."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
     def close(self) -> None:
         """Ask the process to end, then kill what remains of its group."""
         if self._process.poll() is None:
@@ -128,7 +142,16 @@ class Worker:
                 if pipe is not None:
                     pipe.close()
 
-    def _receive(self) -> dict[str, Any]:
+    def stop(self) -> None:
+        """Stop the process until the next request."""
+        self._signal(signal.SIGSTOP)
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for the answer to what it was told; it stays awake.
+
+        Raises:
+            WorkerError: it failed; it cannot be asked again.
+        """
         assert self._process.stdout is not None
         # Asked again and again, because a child that outlives its parent may hold the pipe open.
         while not select.select([self._process.stdout], [], [], 1.0)[0] and self._process.poll() is None:
@@ -142,7 +165,6 @@ class Worker:
                 self._process.wait(_CLOSE_SECONDS)
             details = "\n" + self._log_end() if answer["kind"] == "failure" else ""
             raise WorkerError(answer["error"] + details, answer["kind"])
-        self._signal(signal.SIGSTOP)
         return answer
 
     def _log_end(self) -> str:
@@ -154,11 +176,11 @@ class Worker:
             os.killpg(self._process.pid, number)
 
 
-class TrainingWorker(Worker):
-    """A process that trains one case."""
+class TrainingWorker:
+    """The processes that train one case, one of each rank; a context manager as ``Worker``."""
 
     def __init__(self, case: Case, *, warm_up: int, deepspeed_python: Path = DEEPSPEED_PYTHON) -> None:
-        """Start it; ``start()`` waits until it has made ``warm_up`` steps.
+        """Start them; ``start()`` waits until they have made ``warm_up`` steps.
 
         Raises:
             WorkerError: DeepSpeed's environment is missing.
@@ -167,16 +189,32 @@ class TrainingWorker(Worker):
         if case.system in DEEPSPEED:
             python = must_exist(deepspeed_python)
         self.case = case
-        super().__init__(
-            [python, "-m", "benchmarks.systems.worker", case.to_json(), str(warm_up)],
-            {
-                "OMP_NUM_THREADS": str(case.threads),
-                "MKL_NUM_THREADS": str(case.threads),
-                # Inductor's pool of compiler processes would go on during the training.
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            },
-        )
         self.losses: list[float] = []
+        self.network_bytes: list[float] = []
+        command: list[str | Path] = [python, "-m", "benchmarks.systems.worker", case.to_json(), str(warm_up)]
+        environment = {
+            "OMP_NUM_THREADS": str(case.threads),
+            "MKL_NUM_THREADS": str(case.threads),
+            # Inductor's pool of compiler processes would go on during the training.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        rendezvous = rank_environment(0, case.ranks) if case.ranks > 1 else {}
+        self._ranks: list[Worker] = []
+        try:
+            for rank in range(case.ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
+                self._ranks.append(Worker(command, {**environment, **rendezvous, **own}))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def start(self) -> dict[str, Any]:
         """Wait for the warm-up's end.
@@ -184,19 +222,57 @@ class TrainingWorker(Worker):
         Raises:
             WorkerError: the system cannot run here, or failed.
         """
-        ready = self.first_answer()
+        ready = self._hear()
         self.losses += ready["loss"]
         return ready
 
     def run(self, *, settle: int, steps: int) -> tuple[float, list[float]]:
-        """Train one turn; milliseconds per step over all timed steps, and of each of them.
+        """Train one turn; milliseconds per step over all timed steps, and of each of them, on the first rank.
 
         Raises:
             WorkerError: it failed.
         """
+        before = _network_bytes()
         answer = self.ask("run", settle=settle, steps=steps)
+        self.network_bytes.append((_network_bytes() - before) / (settle + steps) / self.case.ranks)
         self.losses += answer["loss"]
         return answer["seconds"] * 1e3 / steps, answer["ms"]
+
+    def ask(self, command: str, **values: Any) -> dict[str, Any]:
+        """Wake all ranks, have them do ``command``, stop them again. Returns the first rank's answer.
+
+        Raises:
+            WorkerError: one failed; they cannot be asked again.
+        """
+        for each in self._ranks:
+            each.tell(command, **values)
+        return self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        answers = [each.hear() for each in self._ranks]
+        for each in self._ranks:  # only now: a rank that is stopped sends nothing to the others
+            each.stop()
+        return answers[0]
+
+    def idle_cpu_share(self, seconds: float) -> float:
+        """Cores that the first rank keeps busy while it is awake without a request."""
+        return self._ranks[0].idle_cpu_share(seconds)
+
+    def memory_mib(self) -> float:
+        """Host memory of all ranks and their children."""
+        return sum(each.memory_mib() for each in self._ranks)
+
+    def close(self) -> None:
+        """End all ranks; with several, at once: those that are left would wait for each other."""
+        for each in self._ranks:
+            if self.case.ranks > 1:
+                each.kill()
+            each.close()
+
+
+def _network_bytes() -> int:
+    """Bytes that this machine's processes have sent to each other through the network so far."""
+    return sum(counters.bytes_sent for counters in psutil.net_io_counters(pernic=True).values())
 
 
 def must_exist(python: Path) -> Path:

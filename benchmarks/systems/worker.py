@@ -40,6 +40,7 @@ class Trainer:
         torch.manual_seed(case.seed)
         torch.set_num_threads(case.threads)
         self.case = case
+        rank = int(os.environ.get("RANK", 0))
         self.device = torch.device(case.device)
         if case.memory_bytes is not None:
             total = torch.cuda.get_device_properties(self.device).total_memory
@@ -49,7 +50,7 @@ class Trainer:
             model = workload.build()
         model.to(DTYPES[case.dtype])
         self.parameters = sum(param.numel() for param in model.parameters())
-        self._batches = workload.batches(case.seed, DTYPES[case.dtype], self.device)
+        self._batches = workload.batches(case.seed + 1000 * rank, DTYPES[case.dtype], self.device)
         self._numbers = count()
         self.system: System
         if case.system in DEEPSPEED:

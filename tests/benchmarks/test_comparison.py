@@ -26,6 +26,7 @@ class FakeWorker:
         self.case = case
         self.losses = [1.0] * warm_up
         self.runs = 0
+        self.network_bytes: list[float] = []
 
     def __enter__(self) -> FakeWorker:
         return self

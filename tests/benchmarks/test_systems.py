@@ -75,6 +75,20 @@ def test_deepspeed_configs_differ_in_one_section() -> None:
     assert offload["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
+@pytest.mark.slow
+def test_two_ranks_train_comparably() -> None:
+    """Under DDP, and with a process group: the same losses of the first rank, and bytes that are counted."""
+    found = []
+    for system in ("adamw", "zero_offload"):
+        case = Case(system=system, model="tiny", inner="eager", cores=(0,), ranks=2)
+        with TrainingWorker(case, warm_up=STEPS) as worker:
+            worker.start()
+            assert worker.run(settle=1, steps=4)[0] > 0
+            found.append(worker.losses)
+            assert worker.network_bytes[0] > worker.ask("facts")["parameters"]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("system", DEEPSPEED)
