@@ -146,7 +146,11 @@ class RankGroup:
         assert work is not None
 
         def finish() -> None:
-            out.copy_(rows.mean(0, dtype=torch.promote_types(rows.dtype, torch.float32)))
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            if wide == rows.dtype:
+                torch.mean(rows, 0, out=out)
+            else:
+                out.copy_(rows.mean(0, dtype=wide))
 
         return Pending(work, out, self, (packed, rows), finish)
 
@@ -154,6 +158,12 @@ class RankGroup:
         """Start to gather ``block`` [n] of each rank: [ranks, n]."""
         self._count("all_gather", block)
         out = torch.empty((self.size, *block.shape), dtype=block.dtype, device=block.device)
+        if block.device.type == "cpu":
+            # gloo's own takes more than twice the time of the same bytes sent directly.
+            copies = block.expand(self.size, *block.shape).contiguous()
+            direct = dist.all_to_all_single(out, copies, group=self._data, async_op=True)
+            assert direct is not None
+            return Pending(direct, out, self, (copies,))
         work = torch_private.start_all_gather(out.view(-1), block.view(-1), self._data)
         return Pending(work, out, self, (block,))
 

@@ -28,6 +28,8 @@ from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
 
 GATHER_BYTES = 16 << 20
 """Most bytes of a rank's slices that are sent together, unless one parameter has more."""
+HOST_GATHER_BYTES = 1 << 20
+"""The same where tensors are in host memory: new pages of larger ones would cost more than the further calls."""
 
 
 class Changed(NamedTuple):
@@ -88,7 +90,8 @@ class WeightGather:
         with self._on_stream():
             self._send_selections([each.offloaded for each in changed if not each.whole])
             dtypes = [each.offloaded.plan.dtype for each in changed]
-            pieces = cut(changed, [each.row_bytes for each in changed], dtypes, GATHER_BYTES)
+            most = GATHER_BYTES if self._streams is not None else min(GATHER_BYTES, HOST_GATHER_BYTES)
+            pieces = cut(changed, [each.row_bytes for each in changed], dtypes, most)
             under_way: list[tuple[list[Changed], Packing, Pending]] = []
             for piece in pieces:
                 plans = [each.offloaded.plan for each in piece]
