@@ -59,6 +59,8 @@ def test_known_run():
         "windows_flushed": 4,
         "selections": 1,
         "state_moves": 1,
+        "rank_wait_ms_per_step": None,
+        "sent_bytes_per_step": None,
         "dense_gradients": {},
     }
     assert summary.keys() == expected.keys() == Summary.__annotations__.keys()

@@ -35,7 +35,7 @@ def counted(rank: int, options: dict[str, Any], steps: int) -> tuple[list[dict[s
     net = model()
     optimizer = ZenFlowAdamW(net.named_parameters(), **OFFLOAD, **options, process_group=dist.group.WORLD)
     sent: Counter[str] = Counter()
-    optimizer.engine.ranks.group.sent = lambda name, count: sent.update({name: count})
+    optimizer.engine.recorder.sent = lambda name, count: sent.update({name: count})
     found = []
     for step in range(steps):
         sent.clear()

@@ -149,7 +149,7 @@ def with_shapes(rank: int) -> tuple[list[Tensor], list[str]]:
     call, sent = torch.compile(model, **EAGER_BACKEND), []
     for step, size in enumerate((4, 6, 5, 7)):
         loss_of(call, step, rank, (0, 1), size if rank else 4).backward()
-        optimizer.engine.ranks.group.sent = lambda name, count: sent.append(f"{name} {count}")
+        optimizer.engine.recorder.sent = lambda name, count: sent.append(f"{name} {count}")
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, STEP, WINDOWS, Event
+from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, RANKS, STEP, WINDOWS, Event
 
-_LANE_ORDER = (STEP, COMPUTE, GRADIENTS, WINDOWS, D2H, H2D)
+_LANE_ORDER = (STEP, COMPUTE, GRADIENTS, WINDOWS, RANKS, D2H, H2D)
 _NS_PER_US = 1e3
 
 TraceEvent = dict[str, Any]
@@ -61,7 +61,7 @@ def _process(recording: Recording, pid: int, origin: int) -> Iterator[TraceEvent
                 "args": {"sort_index": tid},
             }
             yield from (_span(event, pid, tid, origin) for event in events)
-        if any(event.bytes for event in lanes[lane]):
+        if any(event.bytes and event.duration_ns for event in lanes[lane]):
             yield from _bytes_in_flight(lane, lanes[lane], pid, origin)
 
 
@@ -101,7 +101,7 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
         "tid": tid,
         "ts": (event.start_ns - origin) / _NS_PER_US,
     }
-    if event.lane in (WINDOWS, GRADIENTS):
+    if event.lane in (WINDOWS, GRADIENTS, RANKS):
         return common | {"ph": "i", "s": "t", "args": args}
     return common | {"ph": "X", "dur": event.duration_ns / _NS_PER_US, "args": args}
 

@@ -34,6 +34,11 @@ def diagnose(summary: Summary) -> str:
             f"The step waits for its host update by design (policy {summary['policy']}), {waits}; "
             f"{remedy} would let it run during the next forward."
         )
+    if (of_ranks := summary["rank_wait_ms_per_step"] or 0.0) > _MOSTLY * stall_ms:
+        return (
+            f"The ranks wait for each other and for what they send ({milliseconds(of_ranks)} per step), {waits}; "
+            "larger batches, or gradient_accumulation_steps, make that rarer; report_ranks() shows which rank is late."
+        )
     sentence, ratio = max(_demands(summary), key=lambda demand: demand[1])
     early = (summary["stall_early_share"] or 0.0) >= _MOSTLY
     # The earliest use is served first. So an overloaded lane makes the whole forward wait; waits only in the first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,11 +17,13 @@ from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+from zenflow_compile.profiling.rank_report import print_ranks
 from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.ranks.rank_group import Call
 from zenflow_compile.timeline.events import STEP, Timeline, attaching_new_engines
 
 
@@ -147,6 +150,29 @@ class Profile:
         seen = console is None or not console.quiet
         print_report(self._recordings(measure=seen), console, steps=steps)
 
+    def report_ranks(self, console: Console | None = None, *, steps: int = 4) -> None:
+        """Print the first rank's report there, and a table of all ranks. All ranks call it, before ``close()``.
+
+        Args: see ``report``.
+
+        Raises:
+            RuntimeError: not exactly one recorded optimizer is open and has a ``process_group``.
+            RankError: not all ranks call it, or one has failed.
+        """
+        found = [(each, engine.ranks) for each, engine in self._attached() if engine.ranks is not None]
+        if len(found) != 1:
+            raise RuntimeError(
+                f"report_ranks() is for one open optimizer with a process_group, and this profile has {len(found)}; "
+                "profile(optimizer) records one, and report() prints this rank alone"
+            )
+        ((attachment, ranks),) = found
+        attachment.refresh()
+        with ranks.group.announcing():
+            texts = ranks.group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
+        if ranks.group.rank == 0:
+            self.report(console, steps=steps)
+            print_ranks([json.loads(text) for text in texts], console)
+
     def export_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         write_chrome_trace(self.recordings(), path)
@@ -171,7 +197,8 @@ def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
         max_events: how many events to keep per optimizer, about 200 bytes each; older ones are dropped.
 
     Returns:
-        A context manager with ``report()``, ``summary()``, ``summaries()`` and ``export_chrome_trace()``.
+        A context manager with ``report()``, ``report_ranks()``, ``summary()``, ``summaries()`` and
+        ``export_chrome_trace()``.
 
     Raises:
         TypeError: an optimizer is not a ``ZenFlowAdamW``, or ``max_events`` is not an integer.

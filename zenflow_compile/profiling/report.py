@@ -147,6 +147,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     if s["state_moves"]:
         rows.append(("of it state", _size(s["state_bytes_per_step"], " per step")))
     rows += [
+        *_rank_rows(s),
         (
             "traffic",
             _join(
@@ -168,6 +169,14 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         *_dense_rows(s),
     ]
     return rows
+
+
+def _rank_rows(s: Summary) -> list[tuple[str, str]]:
+    """What other ranks cost; no row without any."""
+    if s["sent_bytes_per_step"] is None:
+        return []
+    sent, waits = _size(s["sent_bytes_per_step"], " sent per step"), _ms(s["rank_wait_ms_per_step"], " of waiting")
+    return [("other ranks", _join(sent, waits))]
 
 
 def _evaluation_rows(s: Summary) -> list[tuple[str, str]]:

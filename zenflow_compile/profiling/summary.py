@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.slack import BlockSlack, slack_by_block
-from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, STEP, WINDOWS, Event
+from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, OTHER_RANKS, RANKS, STEP, WINDOWS, Event
 from zenflow_compile.timeline.intervals import Intervals, exclusive, intersect, length_ns, subtract, union
 
 _NS_PER_MS = 1e6
@@ -81,6 +81,9 @@ class Summary(TypedDict):
         selected_norm_share: share of the squared gradient norm in the selected slices, summed over steps.
         windows_flushed, selections: flushed update windows and re-selections, over all recorded steps.
         state_moves: how many copies carried state.
+        rank_wait_ms_per_step: time in which the training thread waited for other ranks, and for what they sent; it is
+            part of the stall. None without other ranks.
+        sent_bytes_per_step: bytes that this rank put into collectives; None without other ranks.
         dense_gradients: gradients of offloaded parameters that took memory of their own, counted by the user's line
             ("file:line") that caused it, most frequent first, over all recorded steps.
     """
@@ -129,6 +132,8 @@ class Summary(TypedDict):
     windows_flushed: int
     selections: int
     state_moves: int
+    rank_wait_ms_per_step: float | None
+    sent_bytes_per_step: float | None
     dense_gradients: dict[str, int]
 
 
@@ -174,6 +179,8 @@ def summarize(recording: Recording) -> Summary:
     state_bytes = sum(event.bytes for event in state)
     windows = Counter(event.kind for event in events if event.lane == WINDOWS)
     norms = recording.norms
+    collectives = [event for event in events if event.lane == RANKS]
+    for_ranks = [event for event in wait_events if event.param == OTHER_RANKS]
     bounds = recording.adaptive_windows
 
     return Summary(
@@ -221,6 +228,10 @@ def summarize(recording: Recording) -> Summary:
         windows_flushed=windows["flush"],
         selections=windows["select"],
         state_moves=len(state),
+        rank_wait_ms_per_step=ms_per_step(length_ns(intersect(_spans(for_ranks), time))) if collectives else None,
+        sent_bytes_per_step=per_step(sum(event.bytes for event in collectives if event.step in numbers))
+        if collectives
+        else None,
         dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),
     )
 

@@ -11,6 +11,7 @@ from zenflow_compile.timeline.events import (
     D2H,
     GRADIENTS,
     H2D,
+    RANKS,
     SLACK,
     STEP,
     WINDOWS,
@@ -126,6 +127,12 @@ class Recorder:
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.add(GRADIENTS, "dense", now, now, step=self.step, param=line)
+
+    def sent(self, kind: str, size: int) -> None:
+        """Record that this rank has put ``size`` bytes into a collective of this kind."""
+        if self.timeline is not None:
+            now = time.perf_counter_ns()
+            self.timeline.add(RANKS, kind, now, now, step=self.step, bytes=size)
 
     def slack(self, final: Moment | None, *, step: int, param: str) -> None:
         """Record the time from the final gradient of ``step`` (``final``) to the read of the weight, which is now."""

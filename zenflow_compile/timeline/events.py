@@ -41,7 +41,9 @@ STEP = "step"
 WINDOWS = "windows"
 SLACK = "slack"
 GRADIENTS = "gradients"
+RANKS = "ranks"
 WORKER_PREFIX = "worker"
+OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
 
 # Called with each new engine. A context variable, so that a profile ends with its `with` block and does not record
 # engines that other threads create.

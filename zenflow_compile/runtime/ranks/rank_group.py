@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline.events import OTHER_RANKS
 from zenflow_compile.torch_internals import torch_private
 
 _SPIN_SECONDS = 1e-3  # a message of a machine's own ranks comes in less
@@ -43,6 +45,7 @@ class Call(IntEnum):
     STATE = 5
     FLUSH = 6
     CLOSE = 7
+    REPORT = 8
 
     def __str__(self) -> str:
         return {
@@ -53,6 +56,7 @@ class Call(IntEnum):
             Call.STATE: "calls state_dict()",
             Call.FLUSH: "calls flush()",
             Call.CLOSE: "calls close()",
+            Call.REPORT: "reports on all ranks",
         }[self]
 
 
@@ -106,14 +110,14 @@ class RankGroup:
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         step: for errors: the number of the optimizer step.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
-        sent: called with the name of a collective and the bytes that this rank puts into it; None: not counted.
+        recorder: notes what is sent, and waits of the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.number = next(_numbers)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.step = 0
-        self.sent: Callable[[str, int], object] | None = None
+        self.recorder = Recorder()
         members = dist.get_process_group_ranks(group)
         self._timeout = torch_private.group_timeout(group, device)
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
@@ -264,14 +268,9 @@ class RankGroup:
                 raise RankError(f"rank {rank} failed in or after step {self.step}: {text}")
 
     def _wait(self, work: dist.Work, what: str, *, polls: bool) -> None:
-        begin = looked = time.monotonic()
-        while polls and not work.is_completed():
-            now = time.monotonic()
-            if now - looked > _LOOK_SECONDS:
-                looked = now
-                self._raise_failure_of_others()
-            if now - begin > _SPIN_SECONDS:
-                time.sleep(_SLEEP_SECONDS)
+        if polls:
+            with self.recorder.stall(True, param=OTHER_RANKS, on_host=True):
+                self._poll(work)
         try:
             work.wait()
         except RuntimeError as error:
@@ -281,9 +280,18 @@ class RankGroup:
                 f"{self.rank} waited for {what}: {error}"
             ) from error
 
+    def _poll(self, work: dist.Work) -> None:
+        begin = looked = time.monotonic()
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                self._raise_failure_of_others()
+            if now - begin > _SPIN_SECONDS:
+                time.sleep(_SLEEP_SECONDS)
+
     def _count(self, name: str, values: Tensor) -> None:
-        if self.sent is not None:
-            self.sent(name, values.nbytes)
+        self.recorder.sent(name, values.nbytes)
 
     def close(self) -> None:
         """Give the process groups back. Idempotent."""

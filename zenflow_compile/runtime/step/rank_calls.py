@@ -44,10 +44,9 @@ class RankCalls:
         recorder: Recorder,
     ) -> None:
         self.group = group
-        self._recorder = recorder
+        group.recorder = recorder
         self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
-        self._device = device_of(device)
-        self._weights = WeightGather(group, self._device)
+        self._weights = WeightGather(group, device_of(device))
         self._registry = registry
         self.measured_window: int | None = None
 
@@ -65,7 +64,7 @@ class RankCalls:
 
     def end_backward(self) -> None:
         """Receive the gradients of the last backward before an optimizer step, which is over."""
-        with self.group.announcing(), self._recorder.stall(True, param="", on_host=True):
+        with self.group.announcing():
             self.reduction.finish()
 
     @contextmanager
@@ -170,8 +169,7 @@ class RankCalls:
             if whole or index in have_slices:
                 changed.append(Changed(offloaded, whole=whole))
         changed.sort(key=lambda each: self.reduction.first_use(each.offloaded.plan.index))
-        with self._recorder.stall(self._device.streams is None, param="", on_host=True):
-            self._weights.gather(changed, apply)
+        self._weights.gather(changed, apply)
 
     def close(self) -> None:
         """Give streams and process groups back. Idempotent."""
