@@ -81,34 +81,37 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     validation_loss = float("nan")
     # Profiling starts after compilation and the synchronous warm-up.
     measured_from = min(max(first_step + 2, config.warm_up), config.steps - 1)
-    with optimizer, ExitStack() as measured, RunDisplay(console, config, first_step) as display:
-        for step in range(first_step, config.steps):
-            if step == measured_from:
-                profile = measured.enter_context(zf.profile(optimizer))
-            tokens, targets = training_batch(
-                text, seed=config.seed, step=step, batch=config.batch, context=config.context
-            )
-            tokens, targets = own_part(tokens).to(device), own_part(targets).to(device)
-            clock.start()
-            loss = compiled(tokens, targets)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            clock.stop(keep=step >= measured_from)
+    with optimizer:
+        with ExitStack() as measured, RunDisplay(console, config, first_step) as display:
+            for step in range(first_step, config.steps):
+                if step == measured_from:
+                    profile = measured.enter_context(zf.profile(optimizer))
+                tokens, targets = training_batch(
+                    text, seed=config.seed, step=step, batch=config.batch, context=config.context
+                )
+                tokens, targets = own_part(tokens).to(device), own_part(targets).to(device)
+                clock.start()
+                loss = compiled(tokens, targets)
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                clock.stop(keep=step >= measured_from)
 
-            done = step + 1
-            display.step(done, loss.detach(), clock)
-            if done == config.steps:
-                measured.close()
-            if done % config.evaluate_every == 0 or done == config.steps:
-                validation_loss = evaluate(compiled, held_out, device)
-                display.validated(done, validation_loss)
-            if checkpoints and (done % config.save_every == 0 or done == config.steps):
-                checkpoint = checkpoints.save(config, done, model, optimizer, scheduler)
+                done = step + 1
+                display.step(done, loss.detach(), clock)
+                if done == config.steps:
+                    measured.close()
+                if done % config.evaluate_every == 0 or done == config.steps:
+                    validation_loss = evaluate(compiled, held_out, device)
+                    display.validated(done, validation_loss)
+                if checkpoints and (done % config.save_every == 0 or done == config.steps):
+                    checkpoint = checkpoints.save(config, done, model, optimizer, scheduler)
         device_bytes, host_bytes = optimizer.device_bytes, optimizer.host_bytes
-    if not console.quiet:
-        profile.report(console)
+        if ranks()[1] > 1:
+            profile.report_ranks(console)  # all ranks call it, and the first one prints
+        elif not console.quiet:
+            profile.report(console)
     if checkpoint:
         console.print(f"checkpoint: {checkpoint}", highlight=False)
     summary = profile.summary()
