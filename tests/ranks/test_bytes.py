@@ -84,6 +84,17 @@ def test_ranks_divide_state_and_cores(two_ranks: RankProcesses) -> None:
         assert set(cores).isdisjoint(other_cores)
 
 
+def test_ranks_divide_streamed_state(two_ranks: RankProcesses) -> None:
+    options = {"policy": "deep_optimizer_states", "update_stride": 1}
+    (steps, host, device, _), (_, other_host, other_device, _) = two_ranks.call(counted, options, 2)
+    alone = ZenFlowAdamW(model().named_parameters(), **OFFLOAD, **options)
+    assert [param.streamed for param in alone.engine.plan.params] == [True, False, True, False]
+    assert host == other_host == pytest.approx(alone.host_bytes / 2, rel=0.02)
+    assert device == other_device < 0.6 * alone.device_bytes
+    alone.close()
+    assert [sent["all_gather"] for sent in steps] == [ROWS * COLUMNS * FP32] * 2, "half of both matrices"
+
+
 def test_files_of_ranks_have_their_own_directory(two_ranks: RankProcesses, tmp_path: Path) -> None:
     options = {"policy": "zero_infinity", "nvme_path": "", **OFFLOAD}
     two_ranks.call(as_rank, 2, options, steps=2, folder=str(tmp_path))

@@ -71,6 +71,9 @@ MUTANTS = {
     "selections are not sent again": Mutant(WeightGather, "_is_new", _first_selection, RESELECTING, {}),
     "deferred slices are not gathered": Mutant(WeightGather, "gather", _selected_only, ZENFLOW, {}),
     "weights are not gathered": Mutant(WeightGather, "gather", lambda *_: None, ZENFLOW, {}),
+    "streamed weights are not gathered": Mutant(
+        WeightGather, "gather_flat", lambda *_: None, ALL_POLICIES["deep_optimizer_states"], {}
+    ),
     "swaps are divided over a share": Mutant(
         DeviceState, "better_slices", _swaps_of_a_share, WINDOWED["drifting"], {"steps": 60}
     ),

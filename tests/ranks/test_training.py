@@ -43,12 +43,29 @@ def test_two_ranks_equal_one(two_ranks: RankProcesses, name: str, compiled: bool
     assert difference(one, train(None, steps=24, clip=clip)) > 1e-3, "the windows change nothing"
 
 
-@pytest.mark.parametrize("options", [ALL_POLICIES["zenflow"], WINDOWED["re-selecting"]], ids=["exact", "windowed"])
+@pytest.mark.parametrize(
+    "options",
+    [ALL_POLICIES["zenflow"], WINDOWED["re-selecting"], ALL_POLICIES["deep_optimizer_states"]],
+    ids=["exact", "windowed", "streamed"],
+)
 def test_three_ranks_equal_one(three_ranks: RankProcesses, options: dict[str, Any]) -> None:
     """Three does not divide the groups of slices, so that several ranks have the same ones."""
     results = three_ranks.call(as_rank, 3, options, steps=12, clip=0.1)
     assert_equal_ranks(results)
     assert difference(results[0], train(options, steps=12, clip=0.1)) < EXACT
+
+
+def in_bf16() -> torch.nn.Module:
+    return uneven().bfloat16()
+
+
+@pytest.mark.parametrize("policy", ["deep_optimizer_states", "zenflow"])
+def test_ranks_divide_masters(two_ranks: RankProcesses, policy: str) -> None:
+    """bf16 weights have fp32 masters, of which each rank has a part. The mean gradient is rounded once more."""
+    results = two_ranks.call(as_rank, 2, ALL_POLICIES[policy], build=in_bf16)
+    assert_equal_ranks(results)
+    alone = train(ALL_POLICIES[policy], build=in_bf16)
+    assert difference([each.float() for each in results[0]], [each.float() for each in alone]) < 2e-2
 
 
 @pytest.mark.parametrize("declared", [False, True], ids=["not declared", "declared"])

@@ -164,6 +164,32 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlatShare:
+    """The part of a streamed parameter whose state one rank of several has: consecutive elements of its memory.
+
+    It is planned like a parameter ``[elements of the part]``. Its gradient and its weight are whole on each rank.
+
+    Attributes:
+        whole: the plan of the whole parameter, as one device would have it.
+        rank: of this process among ``ranks``.
+    """
+
+    whole: ParamPlan
+    rank: int
+    ranks: int
+
+    @property
+    def most_elements(self) -> int:
+        """Elements of the largest part."""
+        return -(-self.whole.numel // self.ranks)
+
+    def view(self, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """The part of a rank, by default this one, of a contiguous tensor of the parameter's shape: [elements]."""
+        first = self.most_elements * (self.rank if rank is None else rank)
+        return tensor.reshape(-1)[first : first + self.most_elements]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlan:
     """The plan of one parameter.
 
@@ -184,7 +210,8 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
-        share: set where several ranks divide the parameter, and the other attributes are those of this rank's part.
+        share: set where several ranks divide an offloaded parameter, and the other attributes are those of this rank's
+            part; flat: the same of a streamed one.
     """
 
     index: int
@@ -206,11 +233,13 @@ class ParamPlan:
     summed: bool = False
     compressed: bool = False
     share: Share | None = None
+    flat: FlatShare | None = None
 
     @property
     def whole(self) -> ParamPlan:
         """The plan of the whole parameter, of which this may be a rank's share."""
-        return self if self.share is None else self.share.whole
+        divided = self.share or self.flat
+        return self if divided is None else divided.whole
 
     @property
     def deferred(self) -> int:

@@ -156,8 +156,8 @@ class Profile:
         Args: see ``report``.
 
         Raises:
-            RuntimeError: not exactly one recorded optimizer is open and has a ``process_group``, not all ranks call it, or
-                one has failed.
+            RuntimeError: not exactly one recorded optimizer is open and has a ``process_group``, or not all ranks
+                call it, or one has failed.
         """
         found = [(each, engine.ranks) for each, engine in self._attached() if engine.ranks is not None]
         if len(found) != 1:

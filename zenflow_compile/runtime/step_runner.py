@@ -191,6 +191,8 @@ class StepRunner(OptimizerRuntime):
     def end_update(self) -> None:
         """Update resident parameters, apply updates that must not wait, and advance to the next step."""
         self.registry.device_updated.update()
+        if self.ranks is not None:
+            self.ranks.gather_streamed([index for index, each in self.streamed.params.items() if each.has_gradient])
         updated = [each for each in self.offloaded.values() if each.record is not None] if self.ranks else []
         self.step += 1
         self._updating = False

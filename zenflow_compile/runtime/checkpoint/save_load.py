@@ -130,7 +130,7 @@ def _entries(engine: Engine, index: int) -> dict[str, Tensor]:
     if adaptive:
         found["shortest_window"] = torch.tensor(_or_none(engine.schedule.shortest_window))
     entry = {name: found[name] for name in layout(plan, adaptive=adaptive)}
-    return entry if plan.share is None or engine.ranks is None else whole_entry(plan, entry, engine.ranks.group)
+    return entry if plan is plan.whole or engine.ranks is None else whole_entry(plan, entry, engine.ranks.group)
 
 
 def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) -> None:
@@ -141,14 +141,14 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     engine.recorder.step = engine.step
     engine.schedule.continue_with(checked.shortest_window)
     for index, param in enumerate(engine.params):
-        entry = checked.entries.get(index)
+        entry, plan = checked.entries.get(index), engine.plan.params[index]
+        if entry is not None and plan is not plan.whole:
+            entry = own_entry(plan, entry)
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
-            if entry is not None and offloaded.plan.share is not None:
-                entry = own_entry(offloaded.plan, entry)
             _load_offloaded(engine, offloaded, {**_untrained(offloaded), **(entry or {})})
         else:
-            engine.registry.device_updated.load(index, _whole_state(engine.plan.params[index], param, entry))
+            engine.registry.device_updated.load(index, _whole_state(plan, param, entry))
 
 
 def _own(value: Any) -> Any:
@@ -166,6 +166,8 @@ def _or_none(value: float | None) -> float:
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     """The entries of a parameter that is updated on the device; without a gradient yet, zeros and its weight."""
     plan, param = engine.plan.params[index], engine.params[index].detach()
+    if plan.flat is not None:
+        param = plan.flat.view(param)
     state = engine.registry.device_updated.state(index)
     if state is None:
         dtype = state_dtype(plan)
@@ -184,7 +186,8 @@ def _whole_state(plan: ParamPlan, param: Tensor, entry: Mapping[str, Any] | None
         return None
     master = None
     if plan.dtype != state_dtype(plan):
-        master = entry["master"] if "master" in entry else param.detach().to(state_dtype(plan))
+        weight = param.detach() if plan.flat is None else plan.flat.view(param.detach())
+        master = entry["master"] if "master" in entry else weight.to(state_dtype(plan))
     step = torch.tensor(float(entry["step"]), dtype=torch.float32)
     return ResidentState(entry["exp_avg"], entry["exp_avg_sq"], step, master)
 

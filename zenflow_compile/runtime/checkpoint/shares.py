@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.planning.plan import FlatShare, ParamPlan
 from zenflow_compile.runtime.checkpoint.format import in_slices
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 
@@ -30,7 +30,10 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
     whole = plan.whole
     found = dict(entry)
     for name, own in entry.items():
-        if _DENSE.fullmatch(name):
+        if plan.flat is not None:
+            if _DENSE.fullmatch(name):
+                found[name] = _gather_flat(plan.flat, own, ranks)
+        elif _DENSE.fullmatch(name):
             slices = _gather(plan, own, ranks)
             found[name] = (slices if whole.dim == 0 else slices.t()).reshape(whole.shape).contiguous()
         elif _PER_SLICE.fullmatch(name):
@@ -40,9 +43,11 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
 
 def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's share out of the entries of a whole parameter."""
+    found = dict(entry)
+    if (flat := plan.flat) is not None:
+        return found | {name: flat.view(value) for name, value in entry.items() if _DENSE.fullmatch(name)}
     share = plan.share
     assert share is not None
-    found = dict(entry)
     for name, value in entry.items():
         if _DENSE.fullmatch(name):
             found[name] = in_slices(share.whole, value)[share.part :: share.parts]
@@ -62,3 +67,11 @@ def _gather(plan: ParamPlan, own: Tensor, ranks: RankGroup) -> Tensor:
     for part in range(share.parts):
         slices[part :: share.parts] = rows[part][: share.count(share.whole.slices, part)]
     return slices
+
+
+def _gather_flat(flat: FlatShare, own: Tensor, ranks: RankGroup) -> Tensor:
+    """A tensor of the parameter's shape from the elements of each rank."""
+    padded = torch.zeros(flat.most_elements, dtype=own.dtype)
+    padded[: own.numel()] = own
+    rows = ranks.gather_on_host(padded, f"the state of {flat.whole.name}")
+    return torch.cat(rows)[: flat.whole.numel].view(flat.whole.shape)

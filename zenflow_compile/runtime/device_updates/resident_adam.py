@@ -87,8 +87,8 @@ class ResidentState:
         self.mark = None
 
 
-Update = tuple[Parameter, Tensor, ResidentState]
-"""A parameter, its gradient, of the same shape, and its state."""
+Update = tuple[Tensor, Tensor, ResidentState]
+"""A parameter or a view of its memory, its gradient, of the same shape, and its state."""
 
 
 class ResidentAdam:

@@ -74,6 +74,20 @@ class StreamedParam:
         """Whether the parameter ever had a gradient: before that there is no state to save."""
         return bool(self.state.step > 0)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the state belongs to: the parameter, or a view of this rank's part of it."""
+        return self.param if self.plan.flat is None else self.plan.flat.view(self.param.detach())
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.param.grad is not None
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of ``weight``."""
+        grad = self.param.grad
+        return grad if grad is None or self.plan.flat is None else self.plan.flat.view(grad.detach())
+
     def state_in(self, memory: Tensor) -> ResidentState:
         """View the state in ``memory``, f32[elements of the subgroup]; ``step`` is shared with ``state``."""
         parts = [memory[first : first + self.plan.numel].view(self.plan.shape) for first in self.offsets]
@@ -104,7 +118,7 @@ class Subgroup:
     @property
     def has_gradients(self) -> bool:
         """Whether any of its parameters has one."""
-        return any(each.param.grad is not None for each in self.params)
+        return any(each.has_gradient for each in self.params)
 
     def states_in(self, buffer: StreamBuffer) -> list[ResidentState]:
         """View the states of all parameters in ``buffer``, with their write marks."""
@@ -252,8 +266,8 @@ class StreamedAdam:
         together: dict[tuple[StepCoefficients, float], list[Update]] = {}
         states = subgroup.states_in(buffer)
         for each, state in zip(subgroup.params, states, strict=True):
-            if (grad := each.param.grad) is not None:
-                together.setdefault(coefficients_of(each.plan.index), []).append((each.param, grad, state))
+            if (grad := each.gradient()) is not None:
+                together.setdefault(coefficients_of(each.plan.index), []).append((each.weight, grad, state))
         for (coefficients, eps), updates in together.items():
             update_on_device(updates, coefficients, eps=eps)
         for each, state in zip(subgroup.params, states, strict=True):
@@ -304,7 +318,7 @@ class StreamedAdam:
         """
         own = self.params[index].state
         if state is not None:
-            own.load(state, self.params[index].param)
+            own.load(state, self.params[index].weight)
             return
         for tensor in own.tensors():
             tensor.zero_()

@@ -171,6 +171,14 @@ class RankCalls:
         changed.sort(key=lambda each: self.reduction.first_use(each.offloaded.plan.index))
         self._weights.gather(changed, apply)
 
+    def gather_streamed(self, indices: Sequence[int]) -> None:
+        """Bring streamed parameters that were updated to all ranks, which have updated the same ones."""
+        streamed = self._registry.streamed.params
+        updated = [streamed[index] for index in indices]
+        self._weights.gather_flat(
+            [(each.param, each.state.counter, each.plan.flat) for each in updated if each.plan.flat is not None]
+        )
+
     def close(self) -> None:
         """Give streams and process groups back. Idempotent."""
         self._weights.close()

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from zenflow_compile.planning.plan import Share
+from zenflow_compile.planning.plan import FlatShare, Share
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.version_counter import bump_versions
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.packing import Packing, block, cut
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
@@ -107,6 +108,26 @@ class WeightGather:
             for each_under_way in under_way:
                 self._write(*each_under_way)
 
+    def gather_flat(self, params: Sequence[tuple[Parameter, VersionCounter, FlatShare]]) -> None:
+        """Bring streamed parameters up to date on all ranks, behind their update and in front of what follows.
+
+        Code without a fetch reads them.
+
+        Raises:
+            RankError: another rank failed or is gone.
+        """
+        under_way: list[tuple[Parameter, FlatShare, Pending]] = []
+        for param, _, flat in params:
+            row = torch.zeros(flat.most_elements, dtype=param.dtype, device=param.device)
+            own = flat.view(param.detach())
+            row[: own.numel()] = own
+            under_way.append((param, flat, self._group.all_gather(row)))
+            if len(under_way) > 1:
+                _write_flat(*under_way.pop(0))
+        for each in under_way:
+            _write_flat(*each)
+        bump_versions([param for param, _, _ in params], [counter for _, counter, _ in params])
+
     def wait(self) -> None:
         """Make the device's current stream wait for all that was gathered."""
         if self._streams is not None:
@@ -173,6 +194,14 @@ class WeightGather:
 
     def _is_new(self, offloaded: OffloadedParam) -> bool:
         return self._known.get(offloaded.plan.index) is not offloaded.device.selection
+
+
+def _write_flat(param: Parameter, flat: FlatShare, pending: Pending) -> None:
+    rows = pending.wait(f"the weights of {flat.whole.name}")
+    for rank, row in enumerate(rows):
+        if rank != flat.rank:
+            part = flat.view(param.detach(), rank)
+            part.data.copy_(row[: part.numel()])
 
 
 def _share(offloaded: OffloadedParam) -> Share:
