@@ -245,6 +245,8 @@ class Loop:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if habit == "flush" and step % 4 == 1:
+            self.optimizer.flush()
         if habit == "reload" and step % 4 == 1:
             self.saved = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             self.saved["model"] = {name: value.clone() for name, value in self.saved["model"].items()}

@@ -209,6 +209,10 @@ RANK_MUTANTS = {
     "collective read before it is done": without(
         "ranks.rank_group:RankGroup._wait", "work.wait()", Case("exact", "matrices", delays=LATE_COLLECTIVES, ranks=2)
     ),
+    "flush before the weights of the step": without(
+        "step.rank_calls:RankCalls.ending", "self._weights.wait()",
+        Case("windows", "gpt", habit="flush", delays=LATE_COLLECTIVES, ranks=2),
+    ),
     "selection reused while it is read": without(
         PARAM + "OffloadedParam._reselect", "self._kept = wanted, before",
         Case("reselect often", "gpt", delays="H2D late", ranks=2), "self._kept = None",

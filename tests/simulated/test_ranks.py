@@ -65,6 +65,13 @@ def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
     assert ranks.call(differing, drawn, timeout=200) == [[], []]
 
 
+@pytest.mark.parametrize("delays", ["none", "random", LATE_COLLECTIVES, "H2D late"])
+@pytest.mark.parametrize("options", ["windows", "zero_offload", "staleness"])
+def test_flush_behind_a_step_equals_the_cpu(ranks: RankProcesses, options: str, delays: str) -> None:
+    case = Case(options, "gpt", habit="flush", delays=delays, seed=5, ranks=2)
+    assert ranks.call(differing, [case], timeout=200) == [[], []]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("habit", HABITS)
@@ -75,21 +82,19 @@ def test_every_case_equals_the_cpu(ranks: RankProcesses, options: str, model: st
 
 
 def with_hazard(rank: int, name: str, seed: int) -> bool:
-    """Whether the run with the hazard, and the run without it, differ from the CPU's."""
+    """Whether the run with the hazard differs from the CPU's."""
     mutant = RANK_MUTANTS[name]
-    case = replace(mutant.shown_by, seed=seed)
-    expected = on_cpu(replace(case, delays="none", seed=0))
-    assert train(case).equals(expected), "it differs without the hazard, too"
-    return not train(case, hazard=mutant.active).equals(expected)
+    expected = on_cpu(replace(mutant.shown_by, delays="none", seed=0))
+    return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(expected)
 
 
 @pytest.mark.parametrize("name", RANK_MUTANTS)
 def test_hazard_is_found(ranks: RankProcesses, name: str) -> None:
     for seed in SEEDS:
+        assert ranks.call(differing, [replace(RANK_MUTANTS[name].shown_by, seed=seed)]) == [[], []]
         found = ranks.outcomes(with_hazard, name, seed, timeout=30)
-        assert not any(isinstance(each, AssertionError) for each in found)
-        if any(each is True or isinstance(each, RuntimeError) for each in found):  # an index that was read too early
-            return
+        if any(each is True or (isinstance(each, RuntimeError) and "index" in str(each)) for each in found):
+            return  # the second: of an index that was read too early
     pytest.fail("not found")
 
 
@@ -143,6 +148,23 @@ def step_with_held_uploads(rank: int) -> bool:
 def test_step_does_not_wait_for_weights(ranks: RankProcesses) -> None:
     """They come behind it: the host goes on while uploads, and so the slices of both ranks, are late."""
     assert ranks.call(step_with_held_uploads) == [True, True]
+
+
+def compute_behind_step(rank: int) -> bool:
+    """Whether the compute stream ends a step while the weights of that step are held."""
+    with trained(Case("auto windows", "matrices", steps=9, ranks=2), 6) as loop:
+        loop.loss(6).backward()
+        with held(loop.optimizer.engine.ranks._weights._stream):
+            loop.optimizer.step()
+            deadline = time.monotonic() + 10
+            while not (ended := default_stream().query()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return ended
+
+
+def test_compute_does_not_wait_for_weights(ranks: RankProcesses) -> None:
+    """Also where numbers are summed over ranks for the schedule."""
+    assert ranks.call(compute_behind_step) == [True, True]
 
 
 def backward_behind_weights(rank: int) -> tuple[bool, bool]:

@@ -398,9 +398,12 @@ class OptimizerRuntime:
                 with suppress(Exception):  # threads and files must not stay for an error that has passed
                     part()
         ops.unregister_engine(self.id)
+        if self.ranks is not None:
+            with suppress(Exception):  # of a device that has died: the groups are given back all the same
+                self.ranks.release_stream()
         if self._claim is not None:
             if self.ranks is not None:
-                self.ranks.close()
+                self.ranks.group.close()
             self._claim.release()
         self.closed = True  # last: an interrupt above leaves the rest to the next call
         if error is not None:

@@ -200,13 +200,14 @@ class StepRunner(OptimizerRuntime):
         if self.in_backward:
             for offloaded in self.offloaded.values():
                 offloaded.record = None
+        # First: the sums over ranks of what it reads would come behind the weights.
+        self.schedule.end_step()
         among_ranks = None if self.ranks is None else partial(self.ranks.gather_weights, self.step, updated)
         self.uploads.end_step(self.step, among_ranks)
         for offloaded in self.offloaded.values():
             offloaded.uses = 0
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
-        self.schedule.end_step()
         if self.run_ahead is not None:
             self.run_ahead.end_step()
         if self.schedule.shortest_window is None:

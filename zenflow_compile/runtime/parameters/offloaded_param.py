@@ -632,7 +632,7 @@ class OffloadedParam(IncomingGradient):
             column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, upload.buffer.tensor)
             weights.written()
         self.merged = True
-        # The device may not have merged yet: the next copy into the buffer waits for the compute stream.
+        # The device may not have merged yet: the next copy into the buffer waits for the stream that is current here.
         self.upload, upload.buffer.in_use = None, False
         host.flushed.pop(0)
         # The job is kept: if a stream has waited for it, and no thread, its error is still to be raised.

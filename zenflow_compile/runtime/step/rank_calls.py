@@ -122,7 +122,10 @@ class RankCalls:
             RankError: not all ranks call it, or one has failed.
         """
         with self.group.announcing():
-            yield self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
+            written = self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
+            # Hazard: uploads that start inside of the block take buffers that the last gather may still read.
+            self._weights.wait()
+            yield written
             merged = [each for each in self._registry.offloaded.values() if each.merged]
             self._weights.gather([Changed(each, whole=True) for each in merged])
             for offloaded in merged:
@@ -179,10 +182,10 @@ class RankCalls:
             [(each.param, each.state.counter, each.plan.flat) for each in updated if each.plan.flat is not None]
         )
 
-    def close(self) -> None:
-        """Give streams and process groups back. Idempotent."""
-        self._weights.close()
-        self.group.close()
+    def release_stream(self) -> None:
+        """Give the stream of the weights back, but for one that may wait for a rank forever. Idempotent."""
+        if not self.group.failed:
+            self._weights.close()
 
     def begin_state_dict(self) -> None:
         """Check that all ranks are about to gather their state.

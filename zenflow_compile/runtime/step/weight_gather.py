@@ -6,7 +6,7 @@ applied. Every rank knows which slices the others have selected, since a new sel
 [Note: gather stream] Where the device has streams, all of it runs on one of its own, in one order on all ranks: it
 waits for the uploads of this rank's updates, applies and sends them, and writes what comes. The next forward waits for
 each parameter at its first use, as it does for uploads on one device. Nothing else uses the weights, the selections and
-the upload buffers meanwhile: backwards and steps begin behind this stream.
+the upload buffers meanwhile: backwards, steps, ``flush`` and ``close`` begin behind this stream.
 """
 
 from __future__ import annotations
@@ -130,11 +130,12 @@ class WeightGather:
 
     def wait(self) -> None:
         """Make the device's current stream wait for all that was gathered."""
-        if self._streams is not None:
+        if self._streams is not None and self._stream is not None:
             self._streams.current().wait_stream(self._stream)
 
     def forget(self) -> None:
-        """Send all selections again: a state was loaded."""
+        """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
+        self.wait()
         self._known.clear()
 
     def close(self) -> None:
