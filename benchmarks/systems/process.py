@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,23 @@ def _hear_the_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-class Worker:
+class _Closing(ABC):
+    """A context manager that closes itself."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing running."""
+
+
+class Worker(_Closing):
     """A process in its own process group that answers JSON lines; a context manager that leaves nothing running.
 
     Between requests the whole group is stopped (SIGSTOP), so that spinning threads and unfinished host work
@@ -62,14 +79,6 @@ class Worker:
             process_group=0,
             preexec_fn=_hear_the_hangup,
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def first_answer(self) -> dict[str, Any]:
         """Wait until the process is ready, and return its message; it is stopped from then on.
@@ -176,7 +185,7 @@ class Worker:
             os.killpg(self._process.pid, number)
 
 
-class TrainingWorker:
+class TrainingWorker(_Closing):
     """The processes that train one case, one of each rank; a context manager as ``Worker``."""
 
     def __init__(self, case: Case, *, warm_up: int, deepspeed_python: Path = DEEPSPEED_PYTHON) -> None:
@@ -207,14 +216,6 @@ class TrainingWorker:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def start(self) -> dict[str, Any]:
         """Wait for the warm-up's end.

@@ -10,7 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -412,6 +413,21 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
         return Outcome([float(each) for each in losses], weights, syncs, copies)
     finally:
         loop.close()
+
+
+def on_cpu(case: Case) -> Outcome:
+    """The same training on the CPU, where nothing is late; run at the first call."""
+    return _on_cpu(replace(case, delays="none", seed=0, values=True))
+
+
+@cache
+def _on_cpu(case: Case) -> Outcome:
+    return train(case, "cpu")
+
+
+def differing(cases: list[Case]) -> list[Case]:
+    """Those of ``cases`` whose outcome is not that of the CPU."""
+    return [case for case in cases if not train(case).equals(on_cpu(case))]
 
 
 def stacks() -> str:

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import pytest
 
-from tests.simulated.cases import HABITS, LATE, MODELS, OPTION_SETS, Case, Outcome, train
+from tests.simulated.cases import HABITS, LATE, MODELS, OPTION_SETS, Case, differing
 from tests.simulated.process import SimulatedProcess
 from tests.simulated.simulator import PATTERNS
 
 DRAWN = 2
-
-
-@cache
-def on_cpu(case: Case) -> Outcome:
-    return train(case, "cpu")
-
-
-def differing(cases: list[Case]) -> list[Case]:
-    """Those of ``cases`` whose outcome is not that of the CPU; runs in the child process."""
-    found = []
-    for case in cases:
-        expected = on_cpu(replace(case, delays="none", seed=0, values=True))
-        if not train(case).equals(expected):
-            found.append(case)
-    return found
 
 
 def every_case(options: str, model: str, habit: str) -> list[Case]:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from tests.simulated.cases import Case, Outcome, train
-from tests.simulated.mutants import MUTANTS, RANK_MUTANTS, SEEDS, Mutant
+from tests.simulated.cases import differing, on_cpu, train
+from tests.simulated.mutants import MUTANTS, RANK_MUTANTS, SEEDS
 from tests.simulated.process import SimulatedCrash, SimulatedProcess
 
 IN_EVERY_RUN = 7  # of the catalog, one in so many
-
-
-@cache
-def on_cpu(case: Case) -> Outcome:
-    return train(case, "cpu")
 
 
 def shows(name: str, seed: int) -> bool:
     """Whether the run with the hazard differs from the CPU, or an index that it read too early was out of range."""
     mutant = MUTANTS[name]
     try:
-        return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(on_cpu(plain(mutant)))
+        return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(on_cpu(mutant.shown_by))
     except (RuntimeError, IndexError) as error:
         reason: BaseException | None = error
         while reason is not None and not isinstance(reason, IndexError):
@@ -31,16 +25,6 @@ def shows(name: str, seed: int) -> bool:
         if reason is None:
             raise
         return True
-
-
-def differs_without(name: str, seed: int) -> bool:
-    """Whether the same run without the hazard differs from the CPU."""
-    mutant = MUTANTS[name]
-    return not train(replace(mutant.shown_by, seed=seed)).equals(on_cpu(plain(mutant)))
-
-
-def plain(mutant: Mutant) -> Case:
-    return replace(mutant.shown_by, delays="none", seed=0)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +41,7 @@ def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
         except SimulatedCrash:  # by an index that it read too early, which not every kernel checks
             found = True
         if found:
-            assert not simulated.call(differs_without, name, seed, timeout=120)
+            assert simulated.call(differing, [replace(MUTANTS[name].shown_by, seed=seed)], timeout=120) == []
             return
     pytest.fail("not found")
 

@@ -7,13 +7,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from tests.simulated.accelerator import serve
-from tests.simulated.cases import HABITS, LATE, LATE_COLLECTIVES, OF_RANKS, OPTION_SETS, Case, Loop, Outcome, train
+from tests.simulated.cases import (
+    HABITS,
+    LATE,
+    LATE_COLLECTIVES,
+    OF_RANKS,
+    OPTION_SETS,
+    Case,
+    Loop,
+    differing,
+    on_cpu,
+    train,
+)
 from tests.simulated.mutants import RANK_MUTANTS, SEEDS
 from tests.simulated.simulator import PATTERNS, load_simulator
 from tests.simulated.streams import Stream, default_stream
@@ -33,19 +43,8 @@ def ranks() -> Iterator[RankProcesses]:
     processes.close()
 
 
-@cache
-def on_cpu(case: Case) -> Outcome:
-    return train(case, "cpu")
-
-
-def differing(rank: int, cases: list[Case]) -> list[Case]:
-    """Those of ``cases`` whose outcome is not that of the CPU."""
-    found = []
-    for case in cases:
-        expected = on_cpu(replace(case, delays="none", seed=0, values=True))
-        if not train(case).equals(expected):
-            found.append(case)
-    return found
+def differing_of_rank(rank: int, cases: list[Case]) -> list[Case]:
+    return differing(cases)
 
 
 def every_case(options: str, model: str, habit: str) -> list[Case]:
@@ -62,14 +61,14 @@ def every_case(options: str, model: str, habit: str) -> list[Case]:
 def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
     draw = random.Random(options)
     drawn = [draw.choice(every_case(options, draw.choice(list(OF_RANKS)), habit)) for habit in draw.sample(HABITS, 2)]
-    assert ranks.call(differing, drawn, timeout=200) == [[], []]
+    assert ranks.call(differing_of_rank, drawn, timeout=200) == [[], []]
 
 
 @pytest.mark.parametrize("delays", ["none", "random", LATE_COLLECTIVES, "H2D late"])
 @pytest.mark.parametrize("options", ["windows", "zero_offload", "staleness"])
 def test_flush_behind_a_step_equals_the_cpu(ranks: RankProcesses, options: str, delays: str) -> None:
     case = Case(options, "gpt", habit="flush", delays=delays, seed=5, ranks=2)
-    assert ranks.call(differing, [case], timeout=200) == [[], []]
+    assert ranks.call(differing_of_rank, [case], timeout=200) == [[], []]
 
 
 @pytest.mark.long
@@ -78,20 +77,19 @@ def test_flush_behind_a_step_equals_the_cpu(ranks: RankProcesses, options: str, 
 @pytest.mark.parametrize("model", OF_RANKS)
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_every_case_equals_the_cpu(ranks: RankProcesses, options: str, model: str, habit: str) -> None:
-    assert ranks.call(differing, every_case(options, model, habit), timeout=1200) == [[], []]
+    assert ranks.call(differing_of_rank, every_case(options, model, habit), timeout=1200) == [[], []]
 
 
 def with_hazard(rank: int, name: str, seed: int) -> bool:
     """Whether the run with the hazard differs from the CPU's."""
     mutant = RANK_MUTANTS[name]
-    expected = on_cpu(replace(mutant.shown_by, delays="none", seed=0))
-    return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(expected)
+    return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(on_cpu(mutant.shown_by))
 
 
 @pytest.mark.parametrize("name", RANK_MUTANTS)
 def test_hazard_is_found(ranks: RankProcesses, name: str) -> None:
     for seed in SEEDS:
-        assert ranks.call(differing, [replace(RANK_MUTANTS[name].shown_by, seed=seed)]) == [[], []]
+        assert ranks.call(differing_of_rank, [replace(RANK_MUTANTS[name].shown_by, seed=seed)]) == [[], []]
         found = ranks.outcomes(with_hazard, name, seed, timeout=30)
         if any(each is True or (isinstance(each, RuntimeError) and "index" in str(each)) for each in found):
             return  # the second: of an index that was read too early
