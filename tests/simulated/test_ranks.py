@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import zenflow_compile as zf
 from tests.simulated.accelerator import serve
 from tests.simulated.cases import (
     HABITS,
@@ -30,6 +31,7 @@ from tests.simulated.streams import Stream, default_stream
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
+from zenflow_compile.timeline.events import COMPUTE, RANKS
 
 pytestmark = pytest.mark.timeout(300)
 DELAYS = (*PATTERNS, *LATE, LATE_COLLECTIVES)
@@ -146,6 +148,23 @@ def step_with_held_uploads(rank: int) -> bool:
 def test_step_does_not_wait_for_weights(ranks: RankProcesses) -> None:
     """They come behind it: the host goes on while uploads, and so the slices of both ranks, are late."""
     assert ranks.call(step_with_held_uploads) == [True, True]
+
+
+def recorded_kinds(rank: int) -> tuple[set[tuple[str, str]], float]:
+    """Lane and kind of all events of a few steps, and the bytes that were sent."""
+    with trained(EXACT, 2) as loop, zf.profile(loop.optimizer) as profile:
+        for step in range(2, 5):
+            loop.step(step)
+        (recording,) = profile.recordings()
+    return {(event.lane, event.kind) for event in recording.events}, profile.summary()["sent_bytes_per_step"] or 0.0
+
+
+def test_gather_has_its_own_lane(ranks: RankProcesses) -> None:
+    """Its merges are no work of the training's stream."""
+    for kinds, sent in ranks.call(recorded_kinds):
+        assert (RANKS, "merge") in kinds
+        assert (COMPUTE, "merge") not in kinds
+        assert sent > 0
 
 
 def compute_behind_step(rank: int) -> bool:

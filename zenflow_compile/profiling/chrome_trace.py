@@ -101,7 +101,7 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
         "tid": tid,
         "ts": (event.start_ns - origin) / _NS_PER_US,
     }
-    if event.lane in (WINDOWS, GRADIENTS, RANKS):
+    if event.lane in (WINDOWS, GRADIENTS) or (event.lane == RANKS and not event.duration_ns):
         return common | {"ph": "i", "s": "t", "args": args}
     return common | {"ph": "X", "dur": event.duration_ns / _NS_PER_US, "args": args}
 

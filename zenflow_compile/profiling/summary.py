@@ -81,8 +81,8 @@ class Summary(TypedDict):
         selected_norm_share: share of the squared gradient norm in the selected slices, summed over steps.
         windows_flushed, selections: flushed update windows and re-selections, over all recorded steps.
         state_moves: how many copies carried state.
-        rank_wait_ms_per_step: time in which the training thread waited for other ranks, and for what they sent; it is
-            part of the stall. None without other ranks.
+        rank_wait_ms_per_step: time in which the training thread or the device waited for other ranks and their
+            gradients and weights; it is part of the stall. None without other ranks.
         sent_bytes_per_step: bytes that this rank put into collectives; None without other ranks.
         dense_gradients: gradients of offloaded parameters that took memory of their own, counted by the user's line
             ("file:line") that caused it, most frequent first, over all recorded steps.

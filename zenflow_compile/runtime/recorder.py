@@ -54,6 +54,7 @@ class Recorder:
         self.timeline: Timeline | None = None
         self.step = 0
         self._clock = clock
+        self._lane = COMPUTE
         self._phase: tuple[str, Moment] | None = None
         self._step_began: int | None = None
 
@@ -70,6 +71,15 @@ class Recorder:
     def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> AbstractContextManager[None]:
         """Record the block as a wait, if ``waiting``."""
         return self._recorded("wait", param, on_host) if waiting and self.timeline is not None else _NOTHING
+
+    @contextmanager
+    def behind_the_step(self) -> Iterator[None]:
+        """Record the block on the lane of the ranks: its work is queued on another stream than the training's."""
+        self._lane = RANKS
+        try:
+            yield
+        finally:
+            self._lane = COMPUTE
 
     @contextmanager
     def _recorded(self, kind: str, param: str, on_host: bool) -> Iterator[None]:
@@ -136,7 +146,7 @@ class Recorder:
 
     def slack(self, final: Moment | None, *, step: int, param: str) -> None:
         """Record the time from the final gradient of ``step`` (``final``) to the read of the weight, which is now."""
-        if self.timeline is None or final is None:
+        if self.timeline is None or final is None or self._lane != COMPUTE:  # no read of the weight
             return
         now = self.now()
         if isinstance(final, int) and isinstance(now, int):
@@ -163,6 +173,6 @@ class Recorder:
         if self.timeline is None:
             return
         if isinstance(begin, int) and isinstance(end, int):
-            self.timeline.add(COMPUTE, kind, begin, end, step=self.step, param=param)
+            self.timeline.add(self._lane, kind, begin, end, step=self.step, param=param)
         elif self._clock is not None and not isinstance(begin, int) and not isinstance(end, int):
-            self.timeline.add_device(self._clock, COMPUTE, kind, begin, end, step=self.step, param=param)
+            self.timeline.add_device(self._clock, self._lane, kind, begin, end, step=self.step, param=param)

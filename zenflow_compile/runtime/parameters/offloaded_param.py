@@ -44,7 +44,7 @@ from zenflow_compile.runtime.parameters.host_state import FlushedWindow, Gradien
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.trace_annotations import annotated
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline.events import OTHER_RANKS, DeviceEvent
 from zenflow_compile.torch_internals import torch_private
 
 _PARTS, _ON_DEVICE, _LOCAL = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.LOCAL
@@ -595,7 +595,8 @@ class OffloadedParam(IncomingGradient):
         if (event := self.arriving) is not None:
             streams = device_of(self.param.device).streams
             assert streams is not None
-            streams.current().wait_event(event)
+            with self.transport.recorder.stall(True, param=OTHER_RANKS):
+                streams.current().wait_event(event)
             self.arriving = None
 
     def apply_next(self) -> FlushedWindow:

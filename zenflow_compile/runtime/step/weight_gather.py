@@ -11,8 +11,8 @@ the upload buffers meanwhile: backwards, steps, ``flush`` and ``close`` begin be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -145,12 +145,15 @@ class WeightGather:
             self._streams.release(self._stream, urgent=True)
             self._stream = None
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        """Run a block behind all work that is queued now, and beside what follows: see [Note: gather stream]."""
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Queue the work of a block on the gather stream, behind all work of the current one."""
         if self._streams is None or self._stream is None:
-            return nullcontext()
+            yield
+            return
         self._stream.wait_stream(self._streams.current())
-        return self._streams.use(self._stream)
+        with self._streams.use(self._stream), self._group.recorder.behind_the_step():
+            yield
 
     def _write(self, piece: Sequence[Changed], packing: Packing, pending: Pending) -> None:
         """Write the slices of the other ranks into the weights."""
