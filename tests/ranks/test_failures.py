@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from tests.ranks.models import ALL_POLICIES, backward, batch, on_ranks, uneven
@@ -114,3 +116,23 @@ def closed(rank: int) -> None:
 
 def test_group_closes_twice(two_ranks: RankProcesses) -> None:
     two_ranks.call(closed)
+
+
+def reorders(rank: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    optimizer = on_ranks(model, **options)
+    for step in range(2):
+        if step == 1:
+            model.to(memory_format=torch.channels_last)
+        model(torch.randn(2, 4, 8, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+@pytest.mark.parametrize("policy", ["deep_optimizer_states", "zero_offload"])
+def test_reordered_weights_are_refused(two_ranks: RankProcesses, policy: str) -> None:
+    for text in messages(two_ranks.outcomes(reorders, ALL_POLICIES[policy])):
+        assert "was reordered after the optimizer's first use" in text
+        assert "create it anew over model.parameters()" in text

@@ -186,6 +186,7 @@ class FlatShare:
     def view(self, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The part of a rank, by default this one, of a contiguous tensor of the parameter's shape: [elements]."""
         first = self.most_elements * (self.rank if rank is None else rank)
+        # Hazard: a part of a weight must be a view. ``StreamedAdam.check_weights`` refuses those that would be copied.
         return tensor.reshape(-1)[first : first + self.most_elements]
 
 

@@ -169,6 +169,15 @@ def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoRe
     )
 
 
+def refuse_reordered(name: str) -> NoReturn:
+    """Raise RuntimeError: the parameter's memory has another order of elements than at the optimizer's first use."""
+    raise RuntimeError(
+        f"the memory of {name} was reordered after the optimizer's first use, as "
+        "model.to(memory_format=torch.channels_last) does: close() the optimizer before the change, and create it anew "
+        "over model.parameters() after it"
+    )
+
+
 def refuse_closed() -> NoReturn:
     """Raise RuntimeError: the optimizer is closed."""
     raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")

@@ -83,6 +83,7 @@ class StepRunner(OptimizerRuntime):
             self.run_ahead.begin_step()
         if self.streamed.params:
             self.streamed.raise_failures()
+            self.streamed.check_weights()
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("update")
         to_take = dict.fromkeys(untaken)

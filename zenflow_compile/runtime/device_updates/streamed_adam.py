@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import FP32_BYTES, STREAM_BUFFERS, ParamPlan
+from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, Update, update_on_device
@@ -81,10 +82,11 @@ class StreamedParam:
 
     @property
     def has_gradient(self) -> bool:
+        """Whether the parameter has one."""
         return self.param.grad is not None
 
     def gradient(self) -> Tensor | None:
-        """The gradient of ``weight``."""
+        """The gradient of ``weight``; None if the parameter has none."""
         grad = self.param.grad
         return grad if grad is None or self.plan.flat is None else self.plan.flat.view(grad.detach())
 
@@ -289,6 +291,16 @@ class StreamedAdam:
         for ticket in self._tickets():
             if ticket.error is not None:
                 ticket.wait()
+
+    def check_weights(self) -> None:
+        """Check that the parameters that ranks divide are contiguous: of others, a part would be a copy.
+
+        Raises:
+            RuntimeError: one is not any longer.
+        """
+        for each in self.params.values():
+            if each.plan.flat is not None and not each.param.is_contiguous():
+                errors.refuse_reordered(each.plan.name)
 
     def wait(self) -> None:
         """Wait until all state is in host memory.

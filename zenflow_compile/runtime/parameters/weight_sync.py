@@ -45,7 +45,11 @@ class Weights:
         if whole is None or whole.data_ptr() != self._param.data_ptr():  # its storage was replaced
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
                 errors.refuse_changed(self._param, self._plan, whole.device)
-            share, whole = self._plan.share, self._param.data.view(self._param.shape[0], -1)
+            share = self._plan.share
+            try:
+                whole = self._param.data.view(self._param.shape[0], -1)
+            except RuntimeError:
+                errors.refuse_reordered(self._plan.name)
             self._whole, self._matrix = whole, whole if share is None else share.view(whole)
         assert self._matrix is not None
         return self._matrix
