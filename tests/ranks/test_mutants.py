@@ -15,7 +15,7 @@ from zenflow_compile.runtime.device_updates import selection_groups
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
-from zenflow_compile.runtime.step.weight_gather import WeightGather
+from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,11 +32,18 @@ def _first_selection(self: WeightGather, offloaded: OffloadedParam) -> bool:
     return offloaded.plan.index not in self._known
 
 
-def _selected_only(self: WeightGather, params: list[OffloadedParam]) -> None:
+def _not_sent(self: WeightGather, changed: list[Changed], apply: Any = lambda offloaded: None) -> None:
+    """Each rank applies its own updates alone."""
+    for each in changed:
+        if each.whole:
+            apply(each.offloaded)
+            each.offloaded.merged = False
+
+
+def _selected_only(self: WeightGather, changed: list[Changed], apply: Any = lambda offloaded: None) -> None:
     """Of an applied window, only the selected slices reach the other ranks."""
-    for each in params:
-        each.merged = False
-    _GATHER(self, [each for each in params if each.plan.k])
+    _not_sent(self, changed, apply)
+    _GATHER(self, [Changed(each.offloaded, whole=False) for each in changed if each.offloaded.plan.k])
 
 
 def _swaps_of_a_share(self: DeviceState, margin: float, swaps: int, step: int) -> Tensor:
@@ -55,13 +62,18 @@ _GATHER, _READBACK = WeightGather.gather, Readback.__init__
 
 
 class Mutant(NamedTuple):
-    """A defect, and a training that notices it."""
+    """A defect, and a training that notices it.
+
+    Attributes:
+        diverges: ranks send other collectives than each other, which ends them.
+    """
 
     owner: Any
     name: str
     defect: Any
     options: dict[str, Any]
     keywords: dict[str, Any]
+    diverges: bool = False
 
 
 ZENFLOW, RESELECTING = ALL_POLICIES["zenflow"], WINDOWED["re-selecting"]
@@ -70,14 +82,16 @@ MUTANTS = {
     "resident gradients are not averaged": Mutant(GradientReduction, "_reduce_on_device", lambda *_: None, ZENFLOW, {}),
     "selections are not sent again": Mutant(WeightGather, "_is_new", _first_selection, RESELECTING, {}),
     "deferred slices are not gathered": Mutant(WeightGather, "gather", _selected_only, ZENFLOW, {}),
-    "weights are not gathered": Mutant(WeightGather, "gather", lambda *_: None, ZENFLOW, {}),
+    "weights are not gathered": Mutant(WeightGather, "gather", _not_sent, ZENFLOW, {}),
     "streamed weights are not gathered": Mutant(
         WeightGather, "gather_flat", lambda *_: None, ALL_POLICIES["deep_optimizer_states"], {}
     ),
     "swaps are divided over a share": Mutant(
         DeviceState, "better_slices", _swaps_of_a_share, WINDOWED["drifting"], {"steps": 60}
     ),
-    "scheduling inputs are not summed": Mutant(Readback, "__init__", _not_summed, WINDOWED["adaptive"], {}),
+    "scheduling inputs are not summed": Mutant(
+        Readback, "__init__", _not_summed, WINDOWED["adaptive"], {}, diverges=True
+    ),
     "further contributions are dropped": Mutant(
         OffloadedParam, "_receive_more", lambda *_, **__: None, ZENFLOW, {"backwards": 2}
     ),
@@ -97,6 +111,8 @@ def is_right(ranks: RankProcesses, name: str | None, mutant: Mutant) -> bool:
     keywords = {"steps": 24, **mutant.keywords}
     results = ranks.outcomes(with_defect, name, mutant.options, keywords, timeout=60)
     if any(isinstance(each, BaseException) for each in results):
+        assert name is not None, results
+        assert mutant.diverges, results
         return False
     first, second = results
     return difference(first, second) == 0 and difference(first, train(mutant.options, **keywords)) < 1e-6

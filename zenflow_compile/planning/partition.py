@@ -35,7 +35,7 @@ def parts_of(whole: ParamPlan, ranks: int) -> int:
 
 
 def _share_of(whole: ParamPlan, rank: int, ranks: int) -> ParamPlan:
-    if whole.share is not None or whole.flat is not None:
+    if whole is not whole.whole:  # a share already
         return whole
     if whole.streamed and whole.numel >= ranks**2:  # the last rank has some elements then
         flat = FlatShare(whole=whole, rank=rank, ranks=ranks)

@@ -161,10 +161,13 @@ class Profile:
         """
         found = [(each, engine.ranks) for each, engine in self._attached() if engine.ranks is not None]
         if len(found) != 1:
-            raise RuntimeError(
+            text = (
                 f"report_ranks() is for one open optimizer with a process_group, and this profile has {len(found)}; "
                 "profile(optimizer) records one, and report() prints this rank alone"
             )
+            for _, ranks in found:
+                ranks.group.announce(text)  # the others may wait for its message
+            raise RuntimeError(text)
         ((attachment, ranks),) = found
         attachment.refresh()
         with ranks.group.announcing():

@@ -142,7 +142,7 @@ class GradientReduction:
     def first_use(self, index: int) -> int:
         """Where a parameter comes in an order of first uses that all ranks have: gradients come in the reverse one."""
         order = self._order or {}
-        return -order.get(index, len(order))
+        return -order.get(index, -1)
 
     def has_unsent(self) -> bool:
         """Whether this rank has contributions that were not sent, and not cleared in ``.grad`` since."""

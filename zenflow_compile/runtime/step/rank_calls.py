@@ -177,10 +177,7 @@ class RankCalls:
     def gather_streamed(self, indices: Sequence[int]) -> None:
         """Bring streamed parameters that were updated to all ranks, which have updated the same ones."""
         streamed = self._registry.streamed.params
-        updated = [streamed[index] for index in indices]
-        self._weights.gather_flat(
-            [(each.param, each.state.counter, each.plan.flat) for each in updated if each.plan.flat is not None]
-        )
+        self._weights.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
 
     def release_stream(self) -> None:
         """Give the stream of the weights back, but for one that may wait for a rank forever. Idempotent."""

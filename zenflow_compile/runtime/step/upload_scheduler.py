@@ -56,8 +56,8 @@ class UploadScheduler:
         """``now`` steps are over: apply updates that cannot wait for a first use, and start the first uploads.
 
         Args:
-            among_ranks: brings the weights of all ranks up to date, and calls its argument for each parameter whose
-                due updates it needs: all ranks send their slices in one order, and cannot wait for a first use.
+            among_ranks: brings the weights of all ranks up to date; its argument applies the due updates of a
+                parameter. All ranks send their slices in one order, and so do not wait for first uses.
         """
         flushed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.flushed]
         flushed.sort(key=_DEADLINE)

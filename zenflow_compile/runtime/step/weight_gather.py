@@ -11,21 +11,24 @@ the upload buffers meanwhile: backwards, steps, ``flush`` and ``close`` begin be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import FlatShare, Share
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, bump_versions
+from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
+from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.packing import Packing, block, cut
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
+
+_Piece = TypeVar("_Piece")
 
 GATHER_BYTES = 16 << 20
 """Most bytes of a rank's slices that are sent together, unless one parameter has more."""
@@ -71,6 +74,7 @@ class WeightGather:
         self._group = group
         self._device = device
         self._streams = device.streams
+        self._most_bytes = HOST_GATHER_BYTES if self._streams is None else GATHER_BYTES
         # Urgent, as the lane whose uploads it waits for: see [Note: progress] in stream_flags.
         self._stream = None if self._streams is None else self._streams.acquire(urgent=True)
         self._known: dict[int, Selection] = {}  # this rank's selection, as the others know it
@@ -90,43 +94,51 @@ class WeightGather:
         """
         with self._on_stream():
             self._send_selections([each.offloaded for each in changed if not each.whole])
-            dtypes = [each.offloaded.plan.dtype for each in changed]
-            most = GATHER_BYTES if self._streams is not None else min(GATHER_BYTES, HOST_GATHER_BYTES)
-            pieces = cut(changed, [each.row_bytes for each in changed], dtypes, most)
-            under_way: list[tuple[list[Changed], Packing, Pending]] = []
-            for piece in pieces:
-                plans = [each.offloaded.plan for each in piece]
-                packing = Packing.of([each.most_slices * each.offloaded.plan.length for each in piece])
-                row = torch.zeros(packing.elements, dtype=plans[0].dtype, device=self._device.torch_device)
-                for each, offset in zip(piece, packing.offsets, strict=True):
-                    if each.whole:
-                        apply(each.offloaded)
-                    each.fill(row, offset)
-                under_way.append((piece, packing, self._group.all_gather(row)))
-                if len(under_way) > 1:
-                    self._write(*under_way.pop(0))
-            for each_under_way in under_way:
-                self._write(*each_under_way)
+            self._exchange(self._rows(changed, apply), self._write)
 
-    def gather_flat(self, params: Sequence[tuple[Parameter, VersionCounter, FlatShare]]) -> None:
-        """Bring streamed parameters up to date on all ranks, behind their update and in front of what follows.
-
-        Code without a fetch reads them.
+    def gather_flat(self, params: Sequence[StreamedParam]) -> None:
+        """Bring streamed parameters up to date on all ranks, in the current stream: no fetch would wait for them.
 
         Raises:
             RankError: another rank failed or is gone.
         """
-        under_way: list[tuple[Parameter, FlatShare, Pending]] = []
-        for param, _, flat in params:
-            row = torch.zeros(flat.most_elements, dtype=param.dtype, device=param.device)
-            own = flat.view(param.detach())
-            row[: own.numel()] = own
-            under_way.append((param, flat, self._group.all_gather(row)))
+        self._exchange(self._flat_rows(params), _write_flat)
+        bump_versions([each.param for each in params], [each.state.counter for each in params])
+
+    def _exchange(self, rows: Iterable[tuple[_Piece, Tensor]], write: Callable[[_Piece, Pending], None]) -> None:
+        """Send ``rows``, and ``write`` the rows of all ranks while the next ones are on their way."""
+        under_way: deque[tuple[_Piece, Pending]] = deque()
+        for piece, row in rows:
+            under_way.append((piece, self._group.all_gather(row)))
             if len(under_way) > 1:
-                _write_flat(*under_way.pop(0))
-        for each in under_way:
-            _write_flat(*each)
-        bump_versions([param for param, _, _ in params], [counter for _, counter, _ in params])
+                write(*under_way.popleft())
+        while under_way:
+            write(*under_way.popleft())
+
+    def _rows(
+        self, changed: Sequence[Changed], apply: Callable[[OffloadedParam], object]
+    ) -> Iterator[tuple[list[tuple[Changed, int]], Tensor]]:
+        """Fill the rows that this rank sends: parameters with their offsets, and the row."""
+        dtypes = [each.offloaded.plan.dtype for each in changed]
+        for piece in cut(changed, [each.row_bytes for each in changed], dtypes, self._most_bytes):
+            packing = Packing.of([each.most_slices * each.offloaded.plan.length for each in piece])
+            row = torch.zeros(packing.elements, dtype=piece[0].offloaded.plan.dtype, device=self._device.torch_device)
+            for each, offset in zip(piece, packing.offsets, strict=True):
+                if each.whole:
+                    apply(each.offloaded)
+                each.fill(row, offset)
+            yield list(zip(piece, packing.offsets, strict=True)), row
+
+    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[list[tuple[StreamedParam, int]], Tensor]]:
+        """The same of streamed parameters."""
+        elements = [_flat(each).most_elements for each in params]
+        sizes = [count * each.plan.dtype.itemsize for count, each in zip(elements, params, strict=True)]
+        for piece in cut(params, sizes, [each.plan.dtype for each in params], self._most_bytes):
+            packing = Packing.of([_flat(each).most_elements for each in piece])
+            row = torch.zeros(packing.elements, dtype=piece[0].plan.dtype, device=self._device.torch_device)
+            for each, offset in zip(piece, packing.offsets, strict=True):
+                row[offset : offset + each.plan.numel] = each.weight.detach()
+            yield list(zip(piece, packing.offsets, strict=True)), row
 
     def wait(self) -> None:
         """Make the device's current stream wait for all that was gathered."""
@@ -155,10 +167,11 @@ class WeightGather:
         with self._streams.use(self._stream), self._group.recorder.behind_the_step():
             yield
 
-    def _write(self, piece: Sequence[Changed], packing: Packing, pending: Pending) -> None:
+    def _write(self, piece: list[tuple[Changed, int]], pending: Pending) -> None:
         """Write the slices of the other ranks into the weights."""
-        rows = pending.wait(f"the weights of {piece[0].offloaded.plan.name}, ...")
-        for (offloaded, whole), offset in zip(piece, packing.offsets, strict=True):
+        members = [each.offloaded for (each, _) in piece]
+        rows = pending.wait(f"the weights of {members[0].plan.name}, ...")
+        for (offloaded, whole), offset in piece:
             plan, share = offloaded.plan, _share(offloaded)
             for part in range(share.parts):  # rank ``part`` has it
                 # Hazard: ranks that have the same part may have got sums that differ in the last bit, and so may their
@@ -172,12 +185,12 @@ class WeightGather:
                     slices = self._selected[plan.index][part]
                     target.index_copy_(0, slices, block(rows[part], offset, plan, len(slices)))
             offloaded.merged = False
-        bump_versions([each.offloaded.param for each in piece], [each.offloaded.weights.counter for each in piece])
+        bump_versions([each.param for each in members], [each.weights.counter for each in members])
         if self._streams is not None:
             event = self._streams.event()
             event.record(self._stream)
-            for each in piece:
-                each.offloaded.arriving = event
+            for each in members:
+                each.arriving = event
 
     def _send_selections(self, params: Sequence[OffloadedParam]) -> None:
         """Tell all ranks which slices this one has selected, where that has changed."""
@@ -200,12 +213,20 @@ class WeightGather:
         return self._known.get(offloaded.plan.index) is not offloaded.device.selection
 
 
-def _write_flat(param: Parameter, flat: FlatShare, pending: Pending) -> None:
-    rows = pending.wait(f"the weights of {flat.whole.name}")
-    for rank, row in enumerate(rows):
-        if rank != flat.rank:
-            part = flat.view(param.detach(), rank)
-            part.data.copy_(row[: part.numel()])
+def _write_flat(piece: list[tuple[StreamedParam, int]], pending: Pending) -> None:
+    """Write the elements of the other ranks into the weights."""
+    rows = pending.wait(f"the weights of {piece[0][0].plan.name}, ...")
+    for streamed, offset in piece:
+        flat = _flat(streamed)
+        for rank, row in enumerate(rows):
+            if rank != flat.rank:
+                part = flat.view(streamed.param.data, rank)
+                part.copy_(row[offset : offset + part.numel()])
+
+
+def _flat(streamed: StreamedParam) -> FlatShare:
+    assert streamed.plan.flat is not None
+    return streamed.plan.flat
 
 
 def _share(offloaded: OffloadedParam) -> Share:
