@@ -114,13 +114,13 @@ def test_failed_save_of_one_rank_is_raised_by_all(two_ranks: RankProcesses) -> N
     assert "division by zero" in other
 
 
-def through_files(rank: int, folder: str) -> float:
+def through_files(rank: int, options: dict[str, Any], folder: str) -> float:
     """Save in the middle of a window with torch.distributed.checkpoint, beside an EMA and a scheduler, and continue."""
     averaging = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
 
     def new() -> tuple[Any, Any, Any, Any]:
         model = uneven()
-        optimizer = on_ranks(model, **SETS["re-selecting"])
+        optimizer = on_ranks(model, **options)
         return model, optimizer, CosineAnnealingWarmRestarts(optimizer, 3), AveragedModel(model, multi_avg_fn=averaging)
 
     def run(parts: tuple[Any, Any, Any, Any], begin: int, end: int) -> list[Tensor]:
@@ -155,5 +155,6 @@ def through_files(rank: int, folder: str) -> float:
     return difference(expected, found)
 
 
-def test_distributed_checkpoints_continue_bitwise(two_ranks: RankProcesses, tmp_path: Path) -> None:
-    assert two_ranks.call(through_files, str(tmp_path)) == [0.0, 0.0]
+@pytest.mark.parametrize("name", ["re-selecting", "deep_optimizer_states"])
+def test_distributed_checkpoints_continue_bitwise(two_ranks: RankProcesses, name: str, tmp_path: Path) -> None:
+    assert two_ranks.call(through_files, SETS[name], str(tmp_path)) == [0.0, 0.0]

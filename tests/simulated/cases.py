@@ -74,7 +74,7 @@ LATE = ("D2H late", "H2D late", "jobs late")
 """Delay patterns in addition to those of the simulator: one lane, or the workers."""
 
 LATE_COLLECTIVES = "collectives late"
-"""A further one of several ranks."""
+"""A delay pattern of several ranks: of the streams of their groups."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def experts() -> nn.Module:
 
 
 MODELS = {"mlp": mlp, "gpt": gpt, "matrices": matrices}
-OF_RANKS = {**MODELS, "experts": experts}
-"""Each of several ranks may use other experts."""
+RANK_MODELS = {**MODELS, "experts": experts}
+"""Those of several ranks: each may use other experts."""
 
 
 class Loop:
@@ -188,7 +188,7 @@ class Loop:
         torch._dynamo.reset()
         self.case = case
         self.device = device
-        self.model = OF_RANKS[case.model]().to(device)
+        self.model = RANK_MODELS[case.model]().to(device)
         self.rank = dist.get_rank() if case.ranks > 1 else 0
         options = {"host_kernel": "native", "min_offload_size": 100, **OPTION_SETS[case.options]}
         if case.model == "gpt" and "staging_bytes" in options:

@@ -218,4 +218,4 @@ RANK_MUTANTS = {
         Case("reselect often", "gpt", delays="H2D late", ranks=2), "self._kept = None",
     ),
 }  # fmt: skip
-"""Those of several ranks."""
+"""Hazards that runs of two ranks show."""

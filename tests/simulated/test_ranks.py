@@ -17,8 +17,8 @@ from tests.simulated.cases import (
     HABITS,
     LATE,
     LATE_COLLECTIVES,
-    OF_RANKS,
     OPTION_SETS,
+    RANK_MODELS,
     Case,
     Loop,
     differing,
@@ -62,7 +62,9 @@ def every_case(options: str, model: str, habit: str) -> list[Case]:
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
     draw = random.Random(options)
-    drawn = [draw.choice(every_case(options, draw.choice(list(OF_RANKS)), habit)) for habit in draw.sample(HABITS, 2)]
+    drawn = [
+        draw.choice(every_case(options, draw.choice(list(RANK_MODELS)), habit)) for habit in draw.sample(HABITS, 2)
+    ]
     assert ranks.call(differing_of_rank, drawn, timeout=200) == [[], []]
 
 
@@ -76,7 +78,7 @@ def test_flush_behind_a_step_equals_the_cpu(ranks: RankProcesses, options: str, 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("habit", HABITS)
-@pytest.mark.parametrize("model", OF_RANKS)
+@pytest.mark.parametrize("model", RANK_MODELS)
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_every_case_equals_the_cpu(ranks: RankProcesses, options: str, model: str, habit: str) -> None:
     assert ranks.call(differing_of_rank, every_case(options, model, habit), timeout=1200) == [[], []]
@@ -146,7 +148,7 @@ def step_with_held_uploads(rank: int) -> bool:
 
 
 def test_step_does_not_wait_for_weights(ranks: RankProcesses) -> None:
-    """They come behind it: the host goes on while uploads, and so the slices of both ranks, are late."""
+    """The host goes on while uploads are late, and with them the slices of both ranks."""
     assert ranks.call(step_with_held_uploads) == [True, True]
 
 

@@ -184,7 +184,7 @@ class FlatShare:
         return -(-self.whole.numel // self.ranks)
 
     def view(self, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """The part of a rank, by default this one, of a contiguous tensor of the parameter's shape: [elements]."""
+        """View the part of a rank, by default this one, in a contiguous tensor of the parameter's shape: [elements]."""
         first = self.most_elements * (self.rank if rank is None else rank)
         # Hazard: a part of a weight must be a view. ``StreamedAdam.check_weights`` refuses those that would be copied.
         return tensor.reshape(-1)[first : first + self.most_elements]
@@ -211,8 +211,9 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
-        share: set where several ranks divide an offloaded parameter, and the other attributes are those of this rank's
-            part; flat: the same of a streamed one.
+        share: set where several ranks divide an offloaded parameter; the other attributes are those of this rank's
+            part.
+        flat: set where several ranks divide a streamed parameter; ``shape`` is that of this rank's part.
     """
 
     index: int

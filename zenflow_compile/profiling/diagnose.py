@@ -36,7 +36,7 @@ def diagnose(summary: Summary) -> str:
         )
     if (of_ranks := summary["rank_wait_ms_per_step"] or 0.0) > _MOSTLY * stall_ms:
         return (
-            f"The ranks wait for each other and for what they send, {milliseconds(of_ranks)} of {waits}; larger "
+            f"The ranks wait for each other and for their collectives, {milliseconds(of_ranks)} of {waits}; larger "
             "batches, or gradient_accumulation_steps, make that rarer; report_ranks() shows which rank is late."
         )
     sentence, ratio = max(_demands(summary), key=lambda demand: demand[1])

@@ -1,4 +1,4 @@
-"""Prints what each rank did, side by side, and which one the others wait for."""
+"""Prints work, waits and bytes of all ranks side by side, and names the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def print_ranks(summaries: Sequence[Summary], console: Console | None = None) ->
 
 
 def own_ms(summary: Summary) -> float | None:
-    """What a step takes a rank without its waits for others: ranks that wait for each other have equal steps."""
+    """Time of a step without waits for other ranks: steps of ranks that wait for each other take equal time."""
     step, waits = summary["step_ms"], summary["rank_wait_ms_per_step"]
     return None if step is None else step - (waits or 0.0)
 

@@ -201,7 +201,7 @@ class StepRunner(OptimizerRuntime):
         if self.in_backward:
             for offloaded in self.offloaded.values():
                 offloaded.record = None
-        # First: the sums over ranks of what it reads would come behind the weights.
+        # Before weights are gathered: its sums over ranks would wait for them.
         self.schedule.end_step()
         among_ranks = None if self.ranks is None else partial(self.ranks.gather_weights, self.step, updated)
         self.uploads.end_step(self.step, among_ranks)

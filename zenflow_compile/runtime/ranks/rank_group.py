@@ -110,7 +110,7 @@ class RankGroup:
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         step: for errors: the number of the optimizer step.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
-        recorder: notes what is sent, and waits of the host.
+        recorder: records collectives, and waits of the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

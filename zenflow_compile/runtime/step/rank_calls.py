@@ -57,8 +57,8 @@ class RankCalls:
 
     def begin_backward(self) -> None:
         """See :meth:`GradientReduction.begin_backward`."""
-        # A gradient is split by the selection that an update may have brought, also of a parameter that this rank has
-        # not used, and so not fetched.
+        # The last update may have brought the selection by which a gradient is split, and this rank may not have
+        # fetched the parameter.
         self._weights.wait()
         self.reduction.begin_backward()
 
@@ -180,7 +180,7 @@ class RankCalls:
         self._weights.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
 
     def release_stream(self) -> None:
-        """Give the stream of the weights back, but for one that may wait for a rank forever. Idempotent."""
+        """Give the gather stream back, unless a rank failed: it may wait for that rank forever. Idempotent."""
         if not self.group.failed:
             self._weights.close()
 

@@ -69,7 +69,7 @@ class UploadScheduler:
         else:
             among_ranks(partial(self._apply_next_of_ranks, now))
             for offloaded in self._registry.offloaded.values():
-                # Also what this rank has not used in this step, while others have: its first use may be in any code.
+                # Also parameters that only other ranks have used in this step: their first use here may be in any code.
                 if self._is_read_without_fetch(offloaded) or offloaded.uses == 0:
                     offloaded.receive_weights()
         self._prefetch(now)

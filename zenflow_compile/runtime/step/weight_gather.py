@@ -3,10 +3,11 @@
 Only what has changed is sent: the selected slices of each rank, and all slices of its share if an update window was
 applied. Every rank knows which slices the others have selected, since a new selection is sent once.
 
-[Note: gather stream] Where the device has streams, all of it runs on one of its own, in one order on all ranks: it
-waits for the uploads of this rank's updates, applies and sends them, and writes what comes. The next forward waits for
-each parameter at its first use, as it does for uploads on one device. Nothing else uses the weights, the selections and
-the upload buffers meanwhile: backwards, steps, ``flush`` and ``close`` begin behind this stream.
+[Note: gather stream] Where the device has streams, the gather runs on a stream of its own, in one order on all ranks.
+It waits for the uploads of this rank's updates, applies and sends them, and writes the slices of the other ranks. The
+next forward waits for each parameter at its first use, as it does for uploads on one device. Nothing else uses the
+weights, the selections and the upload buffers meanwhile: backwards, steps, ``flush`` and ``close`` begin behind this
+stream.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class WeightGather:
             yield list(zip(piece, packing.offsets, strict=True)), row
 
     def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[list[tuple[StreamedParam, int]], Tensor]]:
-        """The same of streamed parameters."""
+        """Fill the rows of streamed parameters in the same way."""
         elements = [_flat(each).most_elements for each in params]
         sizes = [count * each.plan.dtype.itemsize for count, each in zip(elements, params, strict=True)]
         for piece in cut(params, sizes, [each.plan.dtype for each in params], self._most_bytes):
@@ -141,7 +142,7 @@ class WeightGather:
             yield list(zip(piece, packing.offsets, strict=True)), row
 
     def wait(self) -> None:
-        """Make the device's current stream wait for all that was gathered."""
+        """Make the device's current stream wait for the last gather."""
         if self._streams is not None and self._stream is not None:
             self._streams.current().wait_stream(self._stream)
 
