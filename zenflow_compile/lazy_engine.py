@@ -24,7 +24,7 @@ from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, 
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
-from zenflow_compile.runtime.sharding import refuse_sharded
+from zenflow_compile.runtime.sharding import local_part, refuse_sharded, sharding_of
 from zenflow_compile.timeline.events import record_new_engine
 
 
@@ -160,7 +160,7 @@ class LazyEngine:
     def _build(self) -> Engine:
         self.check_open()
         if self._ranks is None and not self._alone:
-            rank_group(None, self.claim.params[0].device)  # there may be several ranks by now
+            rank_group(None, self.claim.params, self.claim.params[0].device)  # there may be several ranks by now
         if self.built is not None:
             if not self.built.outdated:
                 return self.built
@@ -175,7 +175,15 @@ class LazyEngine:
         options = _resolve(self._given, named, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
-        engine = Engine(self._groups, options, device, in_backward=self._updating_in_backward, ranks=self._ranks)
+        sharded = sharding_of(self.claim.params) is not None
+        engine = Engine(
+            self._groups,
+            options,
+            device,
+            in_backward=self._updating_in_backward,
+            ranks=self._ranks,
+            sharded=sharded,
+        )
         try:
             for first, stop in pairwise((0, *self._calls)):
                 engine.add_params(named[first:stop], first)
@@ -198,12 +206,12 @@ class LazyEngine:
             return
         worker_cores(self._options)
         plan = empty_plan(self._options)
-        if self._ranks is not None:
+        if self._ranks is not None and sharding_of(params) is None:
             plan = empty_plan(self._options, self._ranks.rank, self._ranks.size)
         named = _named(self._groups)
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]
-            upto = params[: len(plan.params) + len(new)]
+            upto = [local_part(param) for param in params[: len(plan.params) + len(new)]]
             plan = checked_plan(plan, upto, new, self._options, processes=local_ranks().size)
 
 
@@ -246,12 +254,15 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:
-    """Return (name, parameter) pairs by group; an unnamed parameter is called after its index in the optimizer."""
+    """Return (name, parameter) pairs by group; an unnamed parameter is called after its index in the optimizer.
+
+    Of a sharded parameter, the part that this rank has.
+    """
     named: list[list[tuple[str, Parameter]]] = []
     first = 0
     for group in groups:
         names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
-        named.append(list(zip(names, group["params"], strict=True)))
+        named.append([(name, local_part(param)) for name, param in zip(names, group["params"], strict=True)])
         first += len(names)
     return named
 

@@ -63,8 +63,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         process_group: the ranks that train this model together, as a process group or a 1-D device mesh: gradients are
             averaged over them, and each rank has its share of the state and of the updates of offloaded parameters. All
             ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
-            (DistributedDataParallel, ``all_reduce(p.grad)``). Without ``torch.distributed``, or in a run of one
-            process, it may be left out.
+            (DistributedDataParallel, ``all_reduce(p.grad)``). It may be left out without ``torch.distributed``, in a run
+            of one process, and for a model that ``fully_shard`` has sharded.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
@@ -118,7 +118,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         _check_device_and_owner(params, params[0].device)
         self._trains_alone = process_group is False
-        ranks = rank_group(process_group, params[0].device)
+        ranks = rank_group(process_group, params, params[0].device)
         self._lazy_engine = LazyEngine(self, given, _backward_ended, ranks)
         self._lazy_engine.claim.add(params)
 
@@ -241,8 +241,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: a gradient was consumed by an earlier step (call ``zero_grad()`` after each), the model was
                 changed since the first use, ``optimizer.state`` was cleared or written, a closed optimizer, or
                 asynchronous work that failed (chained to the original error).
-            ValueError, TypeError: a value in ``param_groups`` that no step can use, or parameters that FSDP or tensor
-                parallelism shards. Nothing has been changed then.
+            ValueError, TypeError: a value in ``param_groups`` that no step can use, or parameters that a strategy has
+                sharded since the optimizer was created. Nothing has been changed then.
         """
         lazy = self._lazy_engine
         lazy.check_open()

@@ -157,14 +157,26 @@ def bare_model_then_ddp(rank: int) -> None:
     train(DistributedDataParallel(model), optimizer, rank, steps=1)
 
 
-def fully_shard(rank: int, *, optimizer_first: bool, compiled: bool = False) -> None:
+def fully_shard(rank: int, options: dict[str, Any] | None, compiled: bool = False) -> Weights:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
     model = net()
-    optimizer = adamw(model, EXACT) if optimizer_first else None
     shard(model, mesh=init_device_mesh("cpu", (2,)))
-    train(torch.compile(model, **EAGER_BACKEND) if compiled else model, optimizer or adamw(model, EXACT), rank, steps=1)
+    optimizer = adamw(model, options)
+    train(torch.compile(model, **EAGER_BACKEND) if compiled else model, optimizer, rank)
+    trained(model, optimizer)
+    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def fully_shard_late(rank: int, *, compiled: bool = False) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as shard
+
+    model = net()
+    optimizer = adamw(model, EXACT)
+    shard(model, mesh=init_device_mesh("cpu", (2,)))
+    train(torch.compile(model, **EAGER_BACKEND) if compiled else model, optimizer, rank, steps=1)
 
 
 def tensor_parallel(rank: int, *, optimizer_first: bool) -> None:
@@ -218,12 +230,15 @@ DDP = (
     r"wrapped in DistributedDataParallel.*process_group=.*or train under DistributedDataParallel without torch\.compile"
 )
 ALTERNATIVE = r".*; leave the model whole on each rank and pass process_group=torch\.distributed\.group\.WORLD"
-DTENSOR = "TypeError: a parameter is a DTensor: .* as under fully_shard .* or tensor parallelism" + ALTERNATIVE
+DTENSOR = "TypeError: a parameter is a DTensor, and no module that fully_shard .* as under tensor" + ALTERNATIVE
+EXCHANGED = "TypeError: the parameters in param_groups were replaced by shards .* as Accelerate" + ALTERNATIVE
 REPLACED = r"RuntimeError: \d of the optimizer's parameters are in no module .* replaced them" + ALTERNATIVE
 FLAT = "TypeError: a parameter belongs to FullyShardedDataParallel, .* no columns" + ALTERNATIVE
 
 EXACT_RUNS: dict[str, Callable[[int, dict[str, Any] | None], Weights]] = {
     "accelerate_ddp": accelerate_ddp,
+    "fully_shard": fully_shard,
+    "fully_shard_compiled": partial(fully_shard, compiled=True),
     "hf_trainer": hf_trainer,
     "zero_redundancy": zero_redundancy,
 }
@@ -232,13 +247,12 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "accelerate_ddp_then_compiled": (partial(accelerate_ddp, options=EXACT, compiled="after"), DDP),
     "bare_model_then_ddp": (bare_model_then_ddp, DDP),
     "compiled_hf_trainer": (partial(hf_trainer, options=EXACT, compiled=True), DDP),
-    "fully_shard": (partial(fully_shard, optimizer_first=False), DTENSOR),
-    "optimizer_then_fully_shard": (partial(fully_shard, optimizer_first=True), REPLACED),
-    "optimizer_then_fully_shard_compiled": (partial(fully_shard, optimizer_first=True, compiled=True), REPLACED),
+    "optimizer_then_fully_shard": (fully_shard_late, REPLACED),
+    "optimizer_then_fully_shard_compiled": (partial(fully_shard_late, compiled=True), REPLACED),
     "tensor_parallel": (partial(tensor_parallel, optimizer_first=False), DTENSOR),
     "optimizer_then_tensor_parallel": (partial(tensor_parallel, optimizer_first=True), REPLACED),
-    "accelerate_fsdp2": (accelerate_fsdp2, DTENSOR),
-    "accelerate_fsdp2_compiled": (partial(accelerate_fsdp2, compiled=True), DTENSOR),
+    "accelerate_fsdp2": (accelerate_fsdp2, EXCHANGED),
+    "accelerate_fsdp2_compiled": (partial(accelerate_fsdp2, compiled=True), EXCHANGED),
     "fsdp1": (partial(fsdp1, use_orig_params=True, optimizer_first=False), FLAT),
     "fsdp1_flat": (partial(fsdp1, use_orig_params=False, optimizer_first=False), FLAT),
     "fsdp1_compiled": (partial(fsdp1, use_orig_params=True, optimizer_first=True, compiled=True), FLAT),

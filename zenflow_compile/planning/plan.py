@@ -191,6 +191,23 @@ class FlatShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The part of a parameter of a sharded model (FSDP2) that one rank has: consecutive rows, or columns.
+
+    Its gradient and its weight are sharded in the same way. It is planned like a parameter of the part's shape.
+
+    Attributes:
+        whole: the plan of the whole parameter, as one device would have it.
+        divides_slices: a slice belongs to one rank; otherwise each rank has a part of every slice.
+        counted: this rank counts in sums over ranks of selected slices: it selects among its own, or is the first one.
+    """
+
+    whole: ParamPlan
+    divides_slices: bool
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlan:
     """The plan of one parameter.
 
@@ -214,6 +231,7 @@ class ParamPlan:
         share: set where several ranks divide an offloaded parameter; the other attributes are those of this rank's
             part.
         flat: set where several ranks divide a streamed parameter; ``shape`` is that of this rank's part.
+        shard: set where the model is sharded; the other attributes are those of this rank's part.
     """
 
     index: int
@@ -236,12 +254,20 @@ class ParamPlan:
     compressed: bool = False
     share: Share | None = None
     flat: FlatShare | None = None
+    shard: Shard | None = None
 
     @property
     def whole(self) -> ParamPlan:
-        """The plan of the whole parameter, of which this may be a rank's share."""
-        divided = self.share or self.flat
+        """The plan of the whole parameter, of which this may be a rank's part."""
+        divided = self.share or self.flat or self.shard
         return self if divided is None else divided.whole
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank counts in sums over ranks of the parameter's selected slices."""
+        if self.share is not None:
+            return self.share.first_holder
+        return self.shard is None or self.shard.counted
 
     @property
     def deferred(self) -> int:

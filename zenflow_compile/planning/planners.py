@@ -15,7 +15,7 @@ from zenflow_compile.checks.printable import printable
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import repeated_blocks
-from zenflow_compile.planning.partition import divide
+from zenflow_compile.planning.partition import ShardedBy, divide, shard_of
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
 if TYPE_CHECKING:
@@ -37,12 +37,17 @@ class ParamSpec:
     """What planning reads of a parameter. ``splittable``: trained and contiguous, so that slices can be written.
 
     The name is for errors and reports. It is made printable: a model's names may have control characters.
+
+    Attributes:
+        shape: of the whole parameter.
+        sharded: how the model is sharded; None: this rank has the whole parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     splittable: bool = True
+    sharded: ShardedBy | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -97,7 +102,11 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
     new = _with_streaming(new, resident, subgroups, options)
     existing = [param.whole for param in plan.params]
-    return divide(replace(plan, params=(*plan.params, *_with_phases(existing, new))))
+    planned = [
+        param if spec.sharded is None else shard_of(param, spec.sharded)
+        for spec, param in zip(specs, _with_phases(existing, new), strict=True)
+    ]
+    return divide(replace(plan, params=(*plan.params, *planned)))
 
 
 # Planners take every new parameter two times: resident, and with all of its state on the host if it is offloadable.
@@ -217,6 +226,7 @@ def _offloadable(spec: ParamSpec, options: Options) -> bool:
         and spec.numel >= max(1, options.min_offload_size)
         and spec.splittable
         and spec.dtype in OFFLOADABLE_DTYPES
+        and (spec.sharded is None or spec.sharded.leaves_slices(spec.shape))
     )
 
 

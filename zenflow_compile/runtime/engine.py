@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.step_runner import StepRunner
@@ -41,8 +43,9 @@ class Engine(StepRunner):
         *,
         in_backward: bool,
         ranks: RankGroup | None = None,
+        sharded: bool = False,
     ) -> None:
-        super().__init__(groups, options, device, in_backward=in_backward, ranks=ranks)
+        super().__init__(groups, options, device, in_backward=in_backward, ranks=ranks, sharded=sharded)
         self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
         # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
@@ -78,10 +81,10 @@ class Engine(StepRunner):
         torch_private.queue_backward_callback(self._end_callback)
         if self.schedule.shortest_window is None:
             measured = self._min_window.begin_backward(len(self.graphs))
-            if self.ranks is None:
+            if (calls := self.calls) is None:
                 self.schedule.shortest_window = measured
             else:
-                self.ranks.measured_window = measured or self.ranks.measured_window
+                calls.measured_window = measured or calls.measured_window
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("backward")
         # Only now: the forward's weights come through the same lane.
@@ -258,7 +261,7 @@ class Engine(StepRunner):
                 errors.refuse_concurrent_backward()  # it may add to ``.grad`` while this thread takes the gradient out
             self._arrived_through_autograd(offloaded)
             # A tensor that users can see stays where it is, and the optimizer step takes it from there.
-            if self.in_backward or torch_private.only_parameter_holds_grad(param):
+            if self.in_backward or _is_only_in_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
                 self._receive(offloaded, grad, split_now=self._split_now)
@@ -363,6 +366,13 @@ class Engine(StepRunner):
     def inference(self) -> AbstractContextManager[None]:
         """The context in which a forward graph without gradients runs."""
         return self.recorder.inference()
+
+
+def _is_only_in_grad(param: Parameter) -> bool:
+    """Whether the gradient that has reached ``.grad`` is autograd's, and code of the user's does not refer to it."""
+    if isinstance(param, LocalShard):  # FSDP2 made the tensor, and refers to it until its hooks have run
+        return not torch_private.adds_to_sharded_grad()
+    return torch_private.only_parameter_holds_grad(param)
 
 
 def _enter_child() -> None:

@@ -29,6 +29,7 @@ from zenflow_compile.runtime.step.min_window import ShortestWindow
 from zenflow_compile.runtime.step.rank_calls import RankCalls
 from zenflow_compile.runtime.step.run_ahead import RunAhead
 from zenflow_compile.runtime.step.schedule import Schedule
+from zenflow_compile.runtime.step.shard_calls import ShardCalls
 from zenflow_compile.runtime.step.stale_gradients import StaleGradients
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.timeline.events import AdaptiveWindows, Timeline
@@ -46,6 +47,8 @@ class OptimizerRuntime:
         params: all parameters, in the plan's order.
         offloaded: runtime state of the parameters that the host updates, by index.
         streamed: runtime state of those whose state is streamed through the device.
+        ranks: the ranks that divide the parameters; None without any.
+        shards: the ranks of a sharded model; None without any.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
@@ -62,6 +65,7 @@ class OptimizerRuntime:
         *,
         in_backward: bool,
         ranks: RankGroup | None = None,
+        sharded: bool = False,
     ) -> None:
         self.id = next(_ids)
         self.groups = groups
@@ -71,16 +75,27 @@ class OptimizerRuntime:
         streams = device_of(device).streams
         self.recorder = Recorder(streams)
         self.registry = ParamRegistry(
-            groups, options, device, self.recorder, weakref.ref(self), visible_gradients=not in_backward, ranks=ranks
+            groups,
+            options,
+            device,
+            self.recorder,
+            weakref.ref(self),
+            visible_gradients=not in_backward,
+            ranks=None if sharded else ranks,
         )
         self.order = self.registry.transport.order
         self.params = self.registry.params
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
         self.uploads = UploadScheduler(self.registry, self.recorder)
-        self.ranks = None if ranks is None else RankCalls(ranks, self.registry, device, options, self.recorder)
+        self.ranks: RankCalls | None = None
+        self.shards: ShardCalls | None = None
+        if ranks is not None and sharded:
+            self.shards = ShardCalls(ranks, self.registry, self.recorder)
+        elif ranks is not None:
+            self.ranks = RankCalls(ranks, self.registry, device, options, self.recorder)
         self.stale = StaleGradients(self.registry)
-        self.holders = Holders(self.registry.params)
+        self.holders = Holders(self.registry.given)
         self.schedule = Schedule(options, device, self.recorder, ranks)
         self.run_ahead = None if streams is None else RunAhead(device_of(device), streams, self.recorder)
         self.backward = BackwardPass()
@@ -199,7 +214,7 @@ class OptimizerRuntime:
     def remember_models(self, models: Sequence[nn.Module]) -> None:
         """Note where these compiled models hold parameters."""
         self.used = True
-        self.holders.remember(models, {id(param): index for index, param in enumerate(self.params)})
+        self.holders.remember(models, {id(param): index for index, param in enumerate(self.registry.given)})
 
     def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None:
         """Remove these hooks of modules in ``close()``."""
@@ -248,7 +263,12 @@ class OptimizerRuntime:
 
     def announcing(self) -> AbstractContextManager[None]:
         """Tell the other ranks of an error inside of the block, if there are any: they would wait for this one."""
-        return nullcontext() if self.ranks is None else self.ranks.group.announcing()
+        return nullcontext() if (calls := self.calls) is None else calls.group.announcing()
+
+    @property
+    def calls(self) -> RankCalls | ShardCalls | None:
+        """What this rank does together with others; None if it trains alone."""
+        return self.ranks or self.shards
 
     def check_unchanged(self) -> None:
         """
@@ -306,7 +326,8 @@ class OptimizerRuntime:
         try:
             self.schedule.restart_windows()
             if self.ranks is None:
-                self.uploads.finish(self.step, flush=True)
+                with nullcontext() if self.shards is None else self.shards.ending(Call.FLUSH):
+                    self.uploads.finish(self.step, flush=True)
             else:
                 with self.ranks.ending(Call.FLUSH, self.step) as written:
                     self.uploads.finish(self.step, flush=True, written=written)
@@ -402,8 +423,8 @@ class OptimizerRuntime:
             with suppress(Exception):  # of a device that has died: the groups are given back all the same
                 self.ranks.release_stream()
         if self._claim is not None:
-            if self.ranks is not None:
-                self.ranks.group.close()
+            if (calls := self.calls) is not None:
+                calls.group.close()
             self._claim.release()
         self.closed = True  # last: an interrupt above leaves the rest to the next call
         if error is not None:
@@ -417,10 +438,12 @@ class OptimizerRuntime:
                 self.order.follow()
             try:
                 flush = flush and self.failure is None
-                if self.ranks is not None and self.ranks.group.failed:
+                if (calls := self.calls) is not None and calls.group.failed:
                     flush = False
                 if self.ranks is None:
-                    self.uploads.finish(self.step, flush=flush)
+                    together = self.shards is not None and flush
+                    with self.shards.ending(Call.CLOSE) if self.shards and together else nullcontext():
+                        self.uploads.finish(self.step, flush=flush)
                 elif flush:
                     with self.ranks.ending(Call.CLOSE, self.step) as written:
                         self.uploads.finish(self.step, flush=True, written=written)

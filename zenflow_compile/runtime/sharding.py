@@ -1,38 +1,125 @@
-"""Refuses parameters that a distributed strategy shards or replaces, with the reason and the alternative."""
+"""How a distributed strategy shards parameters, and what of it is refused, with the reason and the alternative."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
+from zenflow_compile.planning.partition import ShardedBy
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.torch_internals import torch_private
 
 ALTERNATIVE = (
     "leave the model whole on each rank and pass process_group=torch.distributed.group.WORLD, which divides the "
-    "optimizer's state and updates among ranks: this version does not serve sharded parameters"
+    "optimizer's state and updates among ranks, or shard it by fully_shard (FSDP2) before the optimizer is created"
 )
 
 
-def refuse_sharded(params: Iterable[Tensor]) -> None:
-    """Refuse sharded parameters.
+class Sharding(NamedTuple):
+    """The mesh of a sharded model.
+
+    Attributes:
+        mesh: of its parameters; dim: the dimension over which they are sharded, and not replicated.
+    """
+
+    mesh: DeviceMesh
+    dim: int
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup:
+        """The ranks that have different parts."""
+        return self.mesh.get_group(self.dim)
+
+
+def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
+    """The mesh over which ``params`` are sharded; None if none of them is.
 
     Raises:
-        TypeError: a parameter is a shard, or a wrapper around other tensors.
+        TypeError: they are sharded over several meshes, or see ``refuse_sharded``.
+    """
+    sharded = [param for param in params if torch_private.is_dtensor(param)]
+    found = {_sharding(param): None for param in sharded}
+    if not torch_private.sharded_by_fully_shard(sharded):
+        raise TypeError(
+            "a parameter is a DTensor, and no module that fully_shard (FSDP2) has sharded has it, as under tensor "
+            f"parallelism alone, or after the model was changed: its gradients would not be averaged; {ALTERNATIVE}"
+        )
+    if len(found) > 1:
+        raise TypeError(
+            f"parameters are sharded over {len(found)} meshes ({', '.join(str(each.mesh) for each in found)}); use one "
+            "optimizer for the parameters of each mesh"
+        )
+    return next(iter(found), None)
+
+
+def local_part(param: Parameter) -> Parameter:
+    """What this rank has of ``param``: a :class:`LocalShard`, or the parameter itself if it is not sharded."""
+    if not torch_private.is_dtensor(param):
+        return param
+    mesh, dim = _sharding(param)
+    placement: Any = param.placements[dim]  # type: ignore[attr-defined]
+    return LocalShard.of(param, ShardedBy(placement.dim % param.dim(), mesh.get_local_rank(dim), mesh.size(dim)))
+
+
+def _sharding(param: Any) -> Sharding:
+    refuse_sharded([param])
+    dim = next(dim for dim, placement in enumerate(param.placements) if placement.is_shard())
+    return Sharding(param.device_mesh, dim)
+
+
+def _is_served(param: Any) -> bool:
+    """Whether ``param`` is a DTensor in chunks over one dimension of its mesh, and replicated over the others."""
+    if not torch_private.is_dtensor(param):
+        return False
+    shards = [type(placement).__name__ for placement in param.placements if not placement.is_replicate()]
+    return shards == ["Shard"]
+
+
+def refuse_sharded(params: Iterable[Tensor]) -> None:
+    """Refuse parameters that are sharded in another way than ``fully_shard`` does.
+
+    Raises:
+        TypeError: a parameter is sharded in a way that is not served, or a wrapper around other tensors.
     """
     for param in params:
-        if torch_private.is_wrapper_subclass(param):
+        if torch_private.is_dtensor(param):
+            if not _is_served(param):
+                raise TypeError(
+                    f"a parameter is a DTensor with placements {param.placements}, as under tensor parallelism; "  # type: ignore[attr-defined]
+                    f"parameters in chunks over one dimension of their mesh are served: {ALTERNATIVE}"
+                )
+        elif torch_private.is_wrapper_subclass(param):
             raise TypeError(
-                f"a parameter is a {type(param).__name__}: other tensors hold its memory, as under fully_shard (FSDP2) "
-                f"or tensor parallelism; {ALTERNATIVE}. Leave out quantized weights and other tensor subclasses"
+                f"a parameter is a {type(param).__name__}, a wrapper around other tensors that hold its memory; "
+                f"{ALTERNATIVE}. Leave out quantized weights and other tensor subclasses"
             )
         if torch_private.is_flattened_by_fsdp(param):
             raise TypeError(
                 "a parameter belongs to FullyShardedDataParallel, whose 1-D shards have no columns to select and "
                 f"would all stay on the device; {ALTERNATIVE}"
             )
+
+
+def refuse_exchanged(params: Iterable[Tensor]) -> None:
+    """Refuse sharded parameters that a strategy has put into the groups of an optimizer, in the place of whole ones.
+
+    Args:
+        params: that the optimizer was not created over.
+
+    Raises:
+        TypeError: one of them is sharded.
+    """
+    if any(torch_private.is_wrapper_subclass(param) for param in params):
+        raise TypeError(
+            "the parameters in param_groups were replaced by shards after the optimizer was created, as Accelerate "
+            f"does for FSDP2; {ALTERNATIVE}"
+        )
 
 
 def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:

@@ -47,9 +47,9 @@ class StepRunner(OptimizerRuntime):
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
         self._check()
-        if self.ranks is None:
+        if (calls := self.calls) is None:
             return self._run_step()
-        with self.ranks.step(self.step) as shortest_window:
+        with calls.step(self.step) as shortest_window:
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = shortest_window
             return self._run_step()
@@ -103,7 +103,7 @@ class StepRunner(OptimizerRuntime):
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
         if (limit := self.options.max_grad_norm) is not None:
-            clip_gradients(self.registry, self.device, limit)
+            clip_gradients(self.registry, self.device, limit, self.shards)
         self.registry.finish_factors()
         if (timeline := self.recorder.timeline) is not None:
             record_norms(self.registry, timeline, self.step)
@@ -173,7 +173,10 @@ class StepRunner(OptimizerRuntime):
     def _update_slices(self, members: Sequence[Member]) -> None:
         if (exchange := self.registry.transport.exchange) is not None:
             exchange.finish()
-        update_slices([each for each in members if each.offloaded.record is not None and each.offloaded.plan.k])
+        chosen = [each for each in members if each.offloaded.record is not None and each.offloaded.plan.k]
+        if self.shards is not None:
+            self.shards.sum_norms([each.offloaded for each in chosen])
+        update_slices(chosen)
 
     def _update_on_host(self, members: Sequence[Member], context: StepContext) -> None:
         flushed: list[FlushedWindow] = []

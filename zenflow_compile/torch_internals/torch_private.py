@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -224,6 +225,70 @@ def is_flattened_by_fsdp(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``; imports nothing. Seen in torch 2.11 and 2.13."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(sharded: Any) -> Tensor:
+    """The part of a ``DTensor`` that this rank has, itself: ``to_local()`` makes another tensor while autograd records.
+    FSDP2 reads the same attribute. Seen in torch 2.11 and 2.13."""
+    local: Tensor = sharded._local_tensor
+    return local
+
+
+def sharded_as(like: Any, local: Tensor) -> Tensor:
+    """A ``DTensor`` with the mesh, placements and shape of ``like`` over ``local``.
+
+    FSDP2 makes gradients so; ``DTensor.from_local`` would make a view of ``local``. Seen in torch 2.11 and 2.13.
+    """
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def sharded_along(like: Any, local: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
+    """A ``DTensor`` of ``shape`` over ``local``, sharded along ``dim`` over the ranks that shard ``like``.
+
+    ``local`` may be on the host also where the mesh is of devices; ``DTensor.from_local`` would move it there, and
+    ``torch.distributed.checkpoint`` takes both. Seen in torch 2.11 and 2.13.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    placements = tuple(Shard(dim) if each.is_shard() else each for each in like.placements)
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(like.device_mesh, placements, TensorMeta(torch.Size(shape), stride, local.dtype))
+    made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def sharded_by_fully_shard(params: Sequence[Tensor]) -> bool:
+    """Whether ``fully_shard`` manages all of ``params``. Seen in torch 2.11 and 2.13."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    missing = {id(param) for param in params}
+    for reference in list(_module_state_mapping.values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            missing -= {id(each.sharded_param) for each in getattr(group, "fsdp_params", ())}
+    return not missing
+
+
+def adds_to_sharded_grad() -> bool:
+    """Whether FSDP2, which calls a hook on ``.grad``, has added the gradient to a tensor that was there.
+
+    Its function tells by a local variable. Seen in torch 2.11 and 2.13.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "foreach_reduce":
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals.get("to_accumulate_grad"))
+
+
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Make C++ code raise ``RuntimeError`` if it asks for the address of a tensor without memory. Fake tensors do the same.
 Seen in torch 2.11 and 2.13."""
@@ -343,6 +408,10 @@ storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live at the same time. Seen in torch 2.11 and 2.13."""
 
 
+_own_version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+"""A tensor's version, also of a subclass that shows another one."""
+
+
 def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
     """Return a number for each tensor, equal for two tensors if and only if they share a version counter.
 
@@ -355,7 +424,7 @@ def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(having):
         torch._C._autograd._unsafe_set_version_counter(having, tuple(counted))
         for index in counted:
-            labels[index] = tensors[index]._version
+            labels[index] = _own_version(tensors[index])
     return labels
 
 

@@ -26,6 +26,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     state_dtype,
     window_places,
 )
+from zenflow_compile.runtime.checkpoint.sharded import sharded_entry
 from zenflow_compile.runtime.checkpoint.shares import own_entry, whole_entry
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
@@ -36,6 +37,7 @@ from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.host.compressed_block import scales_and_values
 from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 
@@ -48,7 +50,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
         errors.refuse_in_child()
     if engine.ranks is not None:
         engine.ranks.begin_state_dict()
-    index_of = {id(param): index for index, param in enumerate(engine.params)}
+    index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     with torch.device("cpu"):  # whatever the default device is
         entries = {index: _entries(engine, index) for index in range(len(engine.params))}
     return {
@@ -89,7 +91,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
         Each ``step`` with its version, which changes with every write to it.
     """
     shown = []
-    for index, param in enumerate(engine.params):
+    for index, param in enumerate(engine.registry.given):
         entry = states[param]
         for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
             entry.setdefault(name, None)
@@ -130,6 +132,8 @@ def _entries(engine: Engine, index: int) -> dict[str, Tensor]:
     if adaptive:
         found["shortest_window"] = torch.tensor(_or_none(engine.schedule.shortest_window))
     entry = {name: found[name] for name in layout(plan, adaptive=adaptive)}
+    if isinstance(param := engine.params[index], LocalShard):
+        return sharded_entry(plan, param, entry)
     return entry if plan is plan.whole or engine.ranks is None else whole_entry(plan, entry, engine.ranks.group)
 
 
@@ -142,7 +146,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     engine.schedule.continue_with(checked.shortest_window)
     for index, param in enumerate(engine.params):
         entry, plan = checked.entries.get(index), engine.plan.params[index]
-        if entry is not None and plan is not plan.whole:
+        if entry is not None and plan.shard is None and plan is not plan.whole:  # of a shard, it is local already
             entry = own_entry(plan, entry)
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]

@@ -16,8 +16,12 @@ from zenflow_compile.planning.plan import FlatShare, ParamPlan
 from zenflow_compile.runtime.checkpoint.format import in_slices
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 
-_DENSE = re.compile(r"exp_avg|exp_avg_sq|master|window_sum|window\d+|residual|shown")
-_PER_SLICE = re.compile(r"score|mask|scale\d+")
+DENSE = re.compile(r"exp_avg|exp_avg_sq|master|window_sum|window\d+|residual|shown")
+"""Names of entries of the parameter's shape."""
+PER_SLICE = re.compile(r"score|mask|scale\d+")
+"""Names of entries with a value for each slice."""
+SCALE = re.compile(r"scale\d+")
+"""Of these, the ones that depend on which elements of a slice a rank has."""
 
 
 def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
@@ -31,12 +35,12 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
     found = dict(entry)
     for name, own in entry.items():
         if plan.flat is not None:
-            if _DENSE.fullmatch(name):
+            if DENSE.fullmatch(name):
                 found[name] = _gather_flat(plan.flat, own, ranks)
-        elif _DENSE.fullmatch(name):
+        elif DENSE.fullmatch(name):
             slices = _gather(plan, own, ranks)
             found[name] = (slices if whole.dim == 0 else slices.t()).reshape(whole.shape).contiguous()
-        elif _PER_SLICE.fullmatch(name):
+        elif PER_SLICE.fullmatch(name):
             found[name] = _gather(plan, own, ranks)
     return found
 
@@ -45,13 +49,13 @@ def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's share out of the entries of a whole parameter."""
     found = dict(entry)
     if (flat := plan.flat) is not None:
-        return found | {name: flat.view(value) for name, value in entry.items() if _DENSE.fullmatch(name)}
+        return found | {name: flat.view(value) for name, value in entry.items() if DENSE.fullmatch(name)}
     share = plan.share
     assert share is not None
     for name, value in entry.items():
-        if _DENSE.fullmatch(name):
+        if DENSE.fullmatch(name):
             found[name] = in_slices(share.whole, value)[share.part :: share.parts]
-        elif _PER_SLICE.fullmatch(name):
+        elif PER_SLICE.fullmatch(name):
             found[name] = value[share.part :: share.parts]
     return found
 

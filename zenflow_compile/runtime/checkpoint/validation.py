@@ -24,7 +24,9 @@ from zenflow_compile.runtime.checkpoint.format import (
     plan_entry,
     planned,
 )
+from zenflow_compile.runtime.checkpoint.sharded import fitted_selection, local_entry
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.param_groups import check_group
 
 # Options of torch.optim.AdamW's kernels, which a group of ours does not take over.
@@ -78,9 +80,9 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     whole = _Part(state, "the optimizer")
     keys, taken = _check_groups(groups, whole.get("param_groups", (list, tuple), "list"))
     saved = whole.get("state", Mapping, "dict")
-    index_of = {id(param): index for index, param in enumerate(engine.params)}
-    own = [index_of[id(param)] for group in groups for param in group["params"]]
-    index_by_key = dict(zip(keys, own, strict=True))
+    index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
+    places = [index_of[id(param)] for group in groups for param in group["params"]]
+    index_by_key = dict(zip(keys, places, strict=True))
     entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in saved.items():
         if key not in index_by_key:
@@ -92,11 +94,16 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
-    for index, plan in enumerate(each.whole for each in engine.plan.params):
+    for index, own in enumerate(engine.plan.params):
+        plan = own.whole
         if index not in entries:
             if engine.params[index].requires_grad:
                 raise ValueError(f"the state dict has no state for {plan.name!r}; it is not complete")
             continue  # get_optimizer_state_dict() leaves out those that take no gradient
+        if isinstance(param := engine.params[index], LocalShard):
+            _check_model_shape(_Part(entries[index], repr(plan.name)), plan)
+            entries[index] = fitted_selection(own, local_entry(own, param, entries[index]))
+            plan = own
         _check_entries(engine, entries[index], plan)
     steps = {int(entry["optimizer_step"]) for entry in entries.values()}
     shortest = {int(entry["shortest_window"]) for entry in entries.values() if "shortest_window" in entry}
@@ -198,6 +205,10 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
             )
         part.check_names(ADAMW)
         _check_model_shape(part, plan)
+        if isinstance(param := engine.params[index], LocalShard):
+            own = engine.plan.params[index]
+            entry = local_entry(own, param, entry)
+            part, plan = _Part(entry, repr(plan.name)), own
         for key in ("exp_avg", "exp_avg_sq"):
             dtype = part.tensor(key).dtype
             part.check_tensor(key, Field(plan.shape, dtype))
@@ -261,7 +272,7 @@ def _check_model_shape(part: _Part, plan: ParamPlan) -> None:
 
 def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
     """Check that the parameter was planned as it is here."""
-    saved, own = part.tensor("plan"), plan_entry(plan)
+    saved, own = part.tensor("plan"), plan_entry(plan.whole)
     if saved.dtype != torch.int64 or saved.dim() != 1 or not len(saved):
         part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
     if (found := int(saved[0])) != FORMAT:

@@ -234,6 +234,12 @@ def _detach(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return OffloadedGradient.of(args[0]._record)
 
 
+def _view(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A view of the same shape, which ``DTensor.to_local`` makes."""
+    gradient, size = args
+    return NotImplemented if tuple(size) != tuple(gradient.shape) else OffloadedGradient.of(gradient._record)
+
+
 def _zero(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     args[0]._record.zero()
     return args[0]
@@ -357,6 +363,7 @@ def _refuse_resize(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 _HANDLERS: dict[Any, _Handler] = {
     aten.detach.default: _detach,
+    aten.view.default: _view,
     aten.alias.default: _detach,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _zero_all,

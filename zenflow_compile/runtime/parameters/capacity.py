@@ -18,6 +18,7 @@ from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
 from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
 from zenflow_compile.runtime.host.local_ranks import local_ranks
+from zenflow_compile.runtime.local_shard import given, sharded_by
 from zenflow_compile.runtime.nvme.cache import cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
 
@@ -63,7 +64,10 @@ def checked_plan(
 
 def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
     """Describe parameters to the planner."""
-    return [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad and p.is_contiguous()) for name, p in named]
+    return [
+        ParamSpec(name, tuple(given(p).shape), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p))
+        for name, p in named
+    ]
 
 
 def upload_buffers(plan: Plan, options: Options) -> int:

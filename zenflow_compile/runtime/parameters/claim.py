@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.runtime import autograd_hooks, ops
-from zenflow_compile.runtime.sharding import refuse_sharded
+from zenflow_compile.runtime.sharding import refuse_exchanged
 
 
 class Owner:
@@ -116,7 +116,7 @@ class Claim:
         """
         ids = [id(param) for group in groups for param in group["params"]]
         if groups is not self._groups or ids != list(self._position):
-            refuse_sharded(param for group in groups for param in group["params"])
+            refuse_exchanged(param for group in groups for param in group["params"] if not self.holds(param))
             raise ValueError(
                 "the parameters in param_groups were changed by hand, which the optimizer does not follow: add "
                 "parameters with add_param_group(); to train fewer, set requires_grad=False or create a new optimizer"

@@ -85,8 +85,10 @@ class DeviceState:
             swaps: how many to make at most in the whole parameter, divided over its groups.
             step: decides which groups get the remainder.
         """
-        at_most = selection_groups.swaps_per_group(swaps, self.plan.whole.groups, step, self.score.device)
-        if (share := self.plan.share) is not None:
+        share = self.plan.share
+        groups = self.plan.groups if share is None else share.whole.groups
+        at_most = selection_groups.swaps_per_group(swaps, groups, step, self.score.device)
+        if share is not None:
             at_most = at_most[share.part :: share.parts]
         return selection_groups.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
 

@@ -21,6 +21,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
+from zenflow_compile.runtime.local_shard import LocalShard, given
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -36,7 +37,8 @@ class ParamRegistry:
 
     Attributes:
         plan: of all parameters.
-        params: all parameters, in the plan's order.
+        params: all parameters, in the plan's order; of sharded ones the part that this rank has.
+        given: the same, as the optimizer and the model have them.
         counters: their version counters, in that order.
         groups: the optimizer's ``param_groups``.
         group_numbers: index of each parameter's group, in the plan's order.
@@ -59,6 +61,7 @@ class ParamRegistry:
     ) -> None:
         self.plan = empty_plan(options) if ranks is None else empty_plan(options, ranks.rank, ranks.size)
         self.params: list[Parameter] = []
+        self.given: list[Parameter] = []
         self.counters: list[VersionCounter] = []
         self.groups = groups
         self.group_numbers: list[int] = []
@@ -71,6 +74,7 @@ class ParamRegistry:
         self._options = options
         self._device = device
         self._index_of: dict[int, int] = {}
+        self._shards: list[LocalShard] = []
         self._checked_values: list[object] | None = None  # of param groups, at the last check
         self._numbers: list[GroupNumbers] = []  # of param groups, at the last check
         self._layouts: list[tuple[torch.dtype, torch.Size, torch.device]] = []
@@ -118,7 +122,10 @@ class ParamRegistry:
         self.group_numbers += [first_group + number for number, group in enumerate(groups) for _ in group]
         for index, param in enumerate(new, start=first):
             self.params.append(param)
-            self._index_of[id(param)] = index
+            self.given.append(given(param))
+            if isinstance(param, LocalShard):
+                self._shards.append(param)
+            self._index_of[id(given(param))] = index
             self._layouts.append((param.dtype, param.shape, self._device))
             self.counters.append(counters[index])
             counters[index].add(index, param)
@@ -128,7 +135,7 @@ class ParamRegistry:
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of the parameters."""
         index = self._index_of.get(id(param))
-        return index if index is not None and self.params[index] is param else None
+        return index if index is not None and self.given[index] is param else None
 
     @property
     def model_bytes(self) -> int:
@@ -179,6 +186,8 @@ class ParamRegistry:
         Raises:
             RuntimeError: a parameter changed since it was planned.
         """
+        for shard in self._shards:
+            shard.follow()
         for index, (param, layout) in enumerate(zip(self.params, self._layouts, strict=True)):
             if (param.dtype, param.shape, param.device) != layout:
                 errors.refuse_changed(param, self.plan.params[index], self._device)

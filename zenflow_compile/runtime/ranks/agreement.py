@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
+from zenflow_compile.runtime.sharding import sharding_of
+from zenflow_compile.torch_internals import torch_private
 
 _OWN = {"nvme_path", "worker_cores", "workers", "pt_reserved_cores_perc"}
 """Options that ranks may have of their own: where a rank keeps files, and what its threads run on."""
@@ -23,18 +25,27 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes with the size of an element of floating point, in bytes."""
 
 
-def rank_group(group: Any, device: torch.device) -> RankGroup | None:
-    """The ranks of the option ``process_group``; None if this process trains alone.
+def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> RankGroup | None:
+    """The ranks of the option ``process_group``, or of a sharded model; None if this process trains alone.
 
     Args:
+        params: of the optimizer. Sharded ones bring their group.
         group: a process group, a 1-D mesh, False or None; ``GroupMember.NON_GROUP_MEMBER`` is what
             ``torch.distributed.new_group`` returns on the other ranks.
 
     Raises:
         TypeError: it is none of what the option may be.
-        ValueError: several ranks and no group, a mesh of several dimensions, or a group without this rank.
+        ValueError: several ranks and no group, a group for a sharded model, a mesh of several dimensions, or a group
+            without this rank.
     """
     running = dist.is_available() and dist.is_initialized()
+    if (sharding := sharding_of(params)) is not None:
+        if group is not None and group is not False:
+            raise ValueError(
+                "process_group is for models that are whole on each rank, and the parameters are sharded by "
+                "fully_shard, which averages gradients over its mesh; leave process_group out"
+            )
+        return RankGroup(sharding.group, device) if dist.get_world_size(sharding.group) > 1 else None
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(
@@ -43,7 +54,7 @@ def rank_group(group: Any, device: torch.device) -> RankGroup | None:
                 "over them and to divide state and updates among them (instead of DistributedDataParallel); or "
                 "process_group=False if each rank trains alone, or the loop averages gradients by itself (under "
                 "DistributedDataParallel without torch.compile, or with all_reduce(p.grad) between backward() and "
-                "step()). Models that fully_shard shards are not supported in this version"
+                "step()). Models that fully_shard has sharded need no process_group"
             )
         return None
     if group is False:
@@ -112,7 +123,7 @@ def _describe(given: Options, groups: Sequence[Mapping[str, Any]], params: Seque
         "options": options,
         "param groups": numbers,
         "parameters": [(list(param.shape), str(param.dtype), param.requires_grad) for param in params],
-        "weights": _checksums(params),
+        "weights": _checksums([param for param in params if not torch_private.is_dtensor(param)]),
     }
 
 
@@ -122,7 +133,7 @@ def _checksums(params: Sequence[Tensor]) -> list[int]:
     for param in params:
         flat = param.detach().reshape(-1).contiguous()
         sums.append(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
-    checksums: list[int] = torch.stack(sums).tolist()
+    checksums: list[int] = torch.stack(sums).tolist() if sums else []
     return checksums
 
 

@@ -7,15 +7,22 @@ from torch import Tensor
 
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.step.shard_calls import ShardCalls
 from zenflow_compile.timeline.events import Timeline
 
 
-def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float) -> None:
-    """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, shards: ShardCalls | None) -> None:
+    """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        shards: the ranks of a sharded model, which all clip by the norm of the whole gradients.
+    """
     records = [offloaded.record for offloaded in registry.offloaded.values() if offloaded.state is GradientState.PARTS]
     away = [record for record in records if record is not None]
     resident = registry.device_updated.gradients()
     norm = _total_norm(away, resident, device)
+    if shards is not None:
+        norm = shards.norm_of(norm)
     if registry.gradients.factors.deferred:
         above = norm.double() + 1e-6
         # Not ``limit / above``: PyTorch multiplies by the reciprocal, which rounds two times. NaN stays NaN.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,26 +12,20 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
+from zenflow_compile.runtime.step.step_messages import StepMessages
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 
-_NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def _digest(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(4, "little")
-
-
-class RankCalls:
+class RankCalls(StepMessages):
     """The calls of one engine that all ranks make, in the same order.
 
     Attributes:
-        group: of the ranks.
         reduction: sends gradients.
-        measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
     """
 
     def __init__(
@@ -43,12 +36,9 @@ class RankCalls:
         options: Options,
         recorder: Recorder,
     ) -> None:
-        self.group = group
-        group.recorder = recorder
+        super().__init__(group, registry, recorder)
         self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
         self._weights = WeightGather(group, device_of(device))
-        self._registry = registry
-        self.measured_window: int | None = None
 
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
         """See :meth:`GradientReduction.contribute`."""
@@ -79,37 +69,18 @@ class RankCalls:
         """
         self.group.step = number
         with self.group.announcing():
-            content = (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups()
-            unsent = bytes([self.reduction.has_unsent()])
-            head = content + unsent + self._digest_of_gradients()
+            head = self._step_message() + bytes([self.reduction.has_unsent()])
             writes = self._notice_writes(number)
             for offloaded in self._registry.offloaded.values():
                 offloaded.receive_weights()
             rows = self.group.exchange(Call.STEP, head + writes)
             self._follow_writes([row[len(head) :] for row in rows])
-            self._check_equal(rows, slice(4, 8), "values in param_groups")
-            if any(row[8] for row in rows):
+            unsent = any(row[len(head) - 1] for row in rows)
+            yielded = self._check_step(rows, gradients=not unsent)
+            if unsent:
                 self.reduction.finish()
-            else:
-                self._check_equal(rows, slice(9, 13), "gradients in .grad")
-            yield int.from_bytes(rows[0][:4], "little") or None
+            yield yielded
         self.group.step = number + 1
-
-    def _check_equal(self, rows: Sequence[bytes], part: slice, what: str) -> None:
-        if (rank := first_difference([row[part] for row in rows])) is not None:
-            raise self.group.failure(
-                f"rank 0 and rank {rank} have different {what} in step {self.group.step}: with a process_group all "
-                "ranks set, clear and schedule them alike"
-            )
-
-    def _digest_of_gradients(self) -> bytes:
-        """Return a checksum of which parameters have a gradient: a step on other ones would send other slices."""
-        return _digest(bytes(param.grad is not None for param in self._registry.params))
-
-    def _digest_of_groups(self) -> bytes:
-        """Return a checksum of learning rates and the like, without tensors: a read of them may wait for the device."""
-        values = [group[name] for group in self._registry.groups for name in _NUMBERS]
-        return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
 
     @contextmanager
     def ending(self, call: Call, number: int) -> Iterator[set[int]]:

@@ -209,7 +209,7 @@ class Schedule:
             selected, total = (self._readback.cell(plan.index, column) for column in (_SELECTED, _TOTAL))
             device.selected_norm(out=selected)
             torch.sum(device.norms, 0, out=total)
-            if plan.share is not None and not plan.share.first_holder:
+            if not plan.counted:
                 torch._foreach_zero_([selected, total])  # another rank counts this part
         return False
 
@@ -229,9 +229,9 @@ class Schedule:
             least = self._least_steps[plan.interval] = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
             return Wanted(device.best_slices(), plan.most_swaps) if steps >= least else None
-        whole = plan if plan.share is None else plan.share.whole
+        whole, own = plan.whole, plan if plan.share is None else plan.whole
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / whole.k
-        if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(whole, steps)):
+        if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(own, steps)):
             return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
         if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
             self._drifts[plan.index] = _Drift(device, device.selection)
@@ -260,7 +260,7 @@ class Schedule:
             states, selections = zip(*(self._drifts[index] for index in indices), strict=True)
             counts = count_leaving(states, selections, ENTRY_MARGIN)
             for count, state in zip(counts, states, strict=True):
-                if state.plan.share is not None and not state.plan.share.first_holder:
+                if not state.plan.counted:
                     count.zero_()  # another rank counts this part
             torch._foreach_copy_([self._readback.cell(index, _LEAVING) for index in indices], counts)
         self._drifts.clear()

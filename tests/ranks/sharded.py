@@ -1,0 +1,78 @@
+"""Models that ``fully_shard`` shards, and loops that train them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
+
+from tests.ranks.models import batch, optimizer_over, uneven
+
+
+def sharded(build: Callable[[], nn.Module] = uneven, **keywords: Any) -> nn.Module:
+    """The model, each of its modules sharded over all ranks, or over the mesh that ``keywords`` give."""
+    model = build()
+    mesh = keywords.pop("mesh", None) or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for child in model.children():
+        fully_shard(child, mesh=mesh, **keywords)
+    return fully_shard(model, mesh=mesh, **keywords)
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    """The weights, of all ranks together."""
+    return [param.full_tensor().detach().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+def train_sharded(
+    rank: int,
+    ranks: int,
+    options: dict[str, Any] | None,
+    *,
+    steps: int = 10,
+    clip: float | None = None,
+    backwards: int = 1,
+    syncs: bool = True,
+    compiled: bool = False,
+    change: Callable[[nn.Module], None] | None = None,
+    build: Callable[[], nn.Module] = uneven,
+    **keywords: Any,
+) -> list[Tensor]:
+    """The whole weights after training as one of ``ranks`` with parts of the batch.
+
+    Args:
+        backwards: per step.
+        syncs: each backward averages gradients; else the last one of a step.
+        compiled: each module by ``torch.compile``.
+        change: called with the sharded model.
+    """
+    model = sharded(build, **keywords)
+    assert isinstance(model, FSDPModule)
+    if change is not None:
+        change(model)
+    if compiled:
+        for child in model.children():
+            child.compile(backend="zenflow", options={"inner": "eager"})
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = optimizer_over(model, options, folder)
+        for step in range(steps):
+            for part in range(backwards):
+                x, y = batch(step * backwards + part, rank, ranks)
+                if not syncs:
+                    model.set_requires_gradient_sync(part == backwards - 1)
+                (F.cross_entropy(model(x).float(), y) / backwards).backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        if options is not None:
+            optimizer.flush()
+        weights = whole(model)
+        if options is not None:
+            optimizer.close()
+    return weights

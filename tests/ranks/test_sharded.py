@@ -1,0 +1,82 @@
+"""Models that FSDP2 shards train as with AdamW on the joint batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from tests.ranks.models import ALL_POLICIES, WINDOWED, difference, train
+from tests.ranks.sharded import train_sharded
+from tests.ranks.test_training import EXACT, assert_equal_ranks
+from tests.support.rank_processes import RankProcesses
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_sharded_model_equals_adamw(two_ranks: RankProcesses, policy: str, clip: float | None) -> None:
+    results = two_ranks.call(train_sharded, 2, ALL_POLICIES[policy], clip=clip)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, clip=clip)) < EXACT
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_accumulation_of_shards_equals_adamw(two_ranks: RankProcesses, syncs: bool) -> None:
+    results = two_ranks.call(train_sharded, 2, ALL_POLICIES["zenflow"], backwards=3, syncs=syncs, clip=0.1)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, backwards=3, clip=0.1)) < EXACT
+
+
+def prefetch(model: nn.Module) -> None:
+    children = [child for child in model.children() if isinstance(child, FSDPModule)]
+    for one, following in pairwise(children):
+        one.set_modules_to_forward_prefetch([following])
+
+
+def test_forward_prefetch_equals_adamw(two_ranks: RankProcesses) -> None:
+    results = two_ranks.call(train_sharded, 2, ALL_POLICIES["zero_offload"], change=prefetch)
+    assert difference(results[0], train(None)) < EXACT
+
+
+def test_compiled_blocks_equal_adamw(two_ranks: RankProcesses) -> None:
+    results = two_ranks.call(train_sharded, 2, ALL_POLICIES["zenflow"], compiled=True)
+    assert difference(results[0], train(None)) < EXACT
+
+
+def hybrid(rank: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return train_sharded(rank, 2, options, clip=0.1, mesh=mesh)
+
+
+def test_hybrid_shards_equal_adamw(two_ranks: RankProcesses) -> None:
+    results = two_ranks.call(hybrid, ALL_POLICIES["zenflow"])
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, clip=0.1)) < EXACT
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_of_shards_train(two_ranks: RankProcesses, name: str) -> None:
+    """Rows are selected by the rank that has them, so that the run is not that of one device."""
+    results = two_ranks.call(train_sharded, 2, WINDOWED[name], steps=24, clip=0.1)
+    assert_equal_ranks(results)
+    windowed = difference(train(WINDOWED[name], steps=24, clip=0.1), train(None, steps=24, clip=0.1))
+    assert 1e-3 < difference(results[0], train(None, steps=24, clip=0.1)) < 3 * windowed
+
+
+def test_three_shards_equal_adamw(three_ranks: RankProcesses) -> None:
+    """A row of 1 is empty on two ranks."""
+    results = three_ranks.call(train_sharded, 3, ALL_POLICIES["zenflow"], clip=0.1)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, clip=0.1)) < EXACT
+
+
+def test_option_clips_by_the_norm_of_all_shards(two_ranks: RankProcesses) -> None:
+    results = two_ranks.call(train_sharded, 2, {**ALL_POLICIES["zenflow"], "max_grad_norm": 0.1})
+    assert difference(results[0], train(None, clip=0.1)) < EXACT
