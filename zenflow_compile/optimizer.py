@@ -63,8 +63,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         process_group: the ranks that train this model together, as a process group or a 1-D device mesh: gradients are
             averaged over them, and each rank has its share of the state and of the updates of offloaded parameters. All
             ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
-            (DistributedDataParallel, ``all_reduce(p.grad)``). It may be left out without ``torch.distributed``, in a run
-            of one process, and for a model that ``fully_shard`` has sharded.
+            (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or
+            ``fully_shard`` has sharded the model, which brings its ranks.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 

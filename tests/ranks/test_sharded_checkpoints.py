@@ -32,11 +32,13 @@ def steps(model: nn.Module, optimizer: Any, first: int, stop: int, rank: int, ra
         optimizer.zero_grad()
 
 
-def save(rank: int, ranks: int, options: dict[str, Any] | None, folder: str) -> list[Tensor]:
+def save(rank: int, ranks: int, options: dict[str, Any] | None, folder: str, *, flush: bool = False) -> list[Tensor]:
     """Train, save in between, and return the weights at the end."""
     model = sharded(mesh=init_device_mesh("cpu", (ranks,)))
     optimizer = optimizer_over(model, options, folder)
     steps(model, optimizer, 0, SAVED_AT, rank, ranks)
+    if flush:
+        optimizer.flush()
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
     steps(model, optimizer, SAVED_AT, STEPS, rank, ranks)
@@ -96,3 +98,28 @@ def from_adamw(rank: int, folder: str) -> list[Tensor]:
     optimizer.load_state_dict(before.state_dict())
     steps(model, optimizer, SAVED_AT, STEPS, rank, dist.get_world_size())
     return ended(model, optimizer)
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_state_of_two_ranks_loads_on_three(
+    two_ranks: RankProcesses, three_ranks: RankProcesses, policy: str, tmp_path: Path
+) -> None:
+    """And back: rows change ranks, and with them their place among the selected ones."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    there.mkdir()
+    back.mkdir()
+    expected = two_ranks.call(save, 2, ALL_POLICIES[policy], str(there))
+    assert difference(expected[0], three_ranks.call(resume, 3, ALL_POLICIES[policy], str(there))[0]) < 1e-6
+    expected = three_ranks.call(save, 3, ALL_POLICIES[policy], str(back))
+    assert difference(expected[0], two_ranks.call(resume, 2, ALL_POLICIES[policy], str(back))[0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "int8"])
+def test_flushed_windows_load_on_three(
+    two_ranks: RankProcesses, three_ranks: RankProcesses, name: str, tmp_path: Path
+) -> None:
+    """Scales of int8 gradients belong to the parts of columns that ranks have: they load on as many ranks."""
+    expected = two_ranks.call(save, 2, WINDOWED[name], str(tmp_path), flush=True)
+    found = three_ranks.call(resume, 3, WINDOWED[name], str(tmp_path))
+    assert_equal_ranks(found)
+    assert difference(expected[0], found[0]) < 0.05

@@ -45,7 +45,7 @@ def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
     """
     sharded = [param for param in params if torch_private.is_dtensor(param)]
     found = {_sharding(param): None for param in sharded}
-    if not torch_private.sharded_by_fully_shard(sharded):
+    if sharded and not torch_private.sharded_by_fully_shard(sharded):
         raise TypeError(
             "a parameter is a DTensor, and no module that fully_shard (FSDP2) has sharded has it, as under tensor "
             f"parallelism alone, or after the model was changed: its gradients would not be averaged; {ALTERNATIVE}"
