@@ -49,6 +49,7 @@ class OptimizerRuntime:
         streamed: runtime state of those whose state is streamed through the device.
         ranks: the ranks that divide the parameters; None without any.
         shards: the ranks of a sharded model; None without any.
+        calls: ``ranks`` or ``shards``; None if this rank trains alone.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
@@ -94,6 +95,7 @@ class OptimizerRuntime:
             self.shards = ShardCalls(ranks, self.registry, self.recorder)
         elif ranks is not None:
             self.ranks = RankCalls(ranks, self.registry, device, options, self.recorder)
+        self.calls: RankCalls | ShardCalls | None = self.ranks or self.shards
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.given)
         self.schedule = Schedule(options, device, self.recorder, ranks)
@@ -264,11 +266,6 @@ class OptimizerRuntime:
     def announcing(self) -> AbstractContextManager[None]:
         """Tell the other ranks of an error inside of the block, if there are any: they would wait for this one."""
         return nullcontext() if (calls := self.calls) is None else calls.group.announcing()
-
-    @property
-    def calls(self) -> RankCalls | ShardCalls | None:
-        """What this rank does together with others; None if it trains alone."""
-        return self.ranks or self.shards
 
     def check_unchanged(self) -> None:
         """

@@ -229,7 +229,8 @@ class Schedule:
             least = self._least_steps[plan.interval] = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
             return Wanted(device.best_slices(), plan.most_swaps) if steps >= least else None
-        whole, own = plan.whole, plan if plan.share is None else plan.whole
+        divided = plan.share or plan.shard
+        whole, own = plan if divided is None else divided.whole, plan if plan.share is None else plan.share.whole
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / whole.k
         if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(own, steps)):
             return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
