@@ -10,6 +10,14 @@ from tests.support.rank_processes import RankProcesses
 
 
 @pytest.fixture(scope="session")
+def one_rank() -> Iterator[RankProcesses]:
+    """One process with a group of its own."""
+    ranks = RankProcesses(1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankProcesses]:
     """Two processes in a gloo group, for all tests of this process."""
     ranks = RankProcesses(2)

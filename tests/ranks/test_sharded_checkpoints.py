@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over
+from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
 from tests.ranks.sharded import sharded, whole
 from tests.ranks.test_training import assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
@@ -114,12 +116,119 @@ def test_state_of_two_ranks_loads_on_three(
     assert difference(expected[0], two_ranks.call(resume, 2, ALL_POLICIES[policy], str(back))[0]) < 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "int8"])
+RESHARDED = [name for name in WINDOWED if name != "int8"]
+"""Scales of int8 gradients belong to the parts of columns that ranks have: they load on as many ranks."""
+
+
+@pytest.mark.parametrize("name", RESHARDED)
 def test_flushed_windows_load_on_three(
     two_ranks: RankProcesses, three_ranks: RankProcesses, name: str, tmp_path: Path
 ) -> None:
-    """Scales of int8 gradients belong to the parts of columns that ranks have: they load on as many ranks."""
     expected = two_ranks.call(save, 2, WINDOWED[name], str(tmp_path), flush=True)
     found = three_ranks.call(resume, 3, WINDOWED[name], str(tmp_path))
     assert_equal_ranks(found)
     assert difference(expected[0], found[0]) < 0.05
+
+
+ELSEWHERE = {"min_offload_size": 64}
+"""The matrix of one row stays on the device where it is sharded, as ranks would have no slices: so it must elsewhere."""
+
+
+def made(kind: str, options: dict[str, Any], folder: str, rank: int) -> tuple[nn.Module, ZenFlowAdamW]:
+    """The model and the optimizer of a run: over shards, over replicas, or in one process."""
+    ranks = int(kind.split()[1])
+    if kind.startswith("sharded"):
+        model = sharded(mesh=init_device_mesh("cpu", (ranks,)))
+        return model, optimizer_over(model, options, folder)
+    model = uneven()
+    return model, optimizer_over(model, options, folder, process_group=dist.group.WORLD if ranks > 1 else None)
+
+
+def flushed_state(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    """Whole weights, masters and moments behind ``flush()``."""
+    optimizer.flush()
+    weights, state = get_state_dict(model, optimizer)
+    found = list(weights.values())
+    for _, entry in sorted(state["state"].items()):
+        found += [entry[key] for key in ("master", "exp_avg", "exp_avg_sq") if key in entry]
+    return [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in found]
+
+
+def save_as(rank: int, kind: str, options: dict[str, Any], folder: str) -> list[Tensor]:
+    """Train, save in the middle of update windows, and flush."""
+    model, optimizer = made(kind, options, folder, rank)
+    steps(model, optimizer, 0, SAVED_AT, rank, int(kind.split()[1]))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
+    return closed_behind(optimizer, flushed_state(model, optimizer))
+
+
+def load_as(rank: int, kind: str, options: dict[str, Any], folder: str) -> list[Tensor]:
+    """Load what was saved, and flush."""
+    model, optimizer = made(kind, options, folder, rank)
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(content, checkpoint_id=f"{folder}/saved")
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    found = flushed_state(model, optimizer)
+    steps(model, optimizer, SAVED_AT, STEPS, rank, int(kind.split()[1]))
+    return closed_behind(optimizer, found)
+
+
+def closed_behind(optimizer: ZenFlowAdamW, found: list[Tensor]) -> list[Tensor]:
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("name", [*RESHARDED, "zenflow"])
+@pytest.mark.parametrize(
+    ("there", "back"),
+    [
+        ("sharded 2", "sharded 3"),
+        ("sharded 3", "sharded 2"),
+        ("sharded 2", "sharded 1"),
+        ("sharded 1", "sharded 2"),
+        ("sharded 2", "replicated 2"),
+        ("replicated 2", "sharded 2"),
+        ("sharded 2", "alone 1"),
+        ("alone 1", "sharded 2"),
+    ],
+)
+def test_no_update_is_lost_on_other_ranks(
+    one_rank: RankProcesses,
+    two_ranks: RankProcesses,
+    three_ranks: RankProcesses,
+    there: str,
+    back: str,
+    name: str,
+    tmp_path: Path,
+) -> None:
+    """In the middle of windows: behind flush(), both runs have the same weights, masters and moments."""
+    options = {**ALL_POLICIES, **WINDOWED}[name] | ELSEWHERE
+    runners = {"1": one_rank, "2": two_ranks, "3": three_ranks}
+
+    def run(act: Callable[..., list[Tensor]], kind: str) -> list[Tensor]:
+        if kind == "alone 1":
+            return act(0, kind, options, str(tmp_path))
+        return runners[kind[-1]].call(act, kind, options, str(tmp_path))[0]
+
+    assert difference(run(save_as, there), run(load_as, back)) < 1e-6
+
+
+def test_open_windows_want_the_saved_weights(
+    two_ranks: RankProcesses, three_ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Gradients of an update window that is flushed at loading belong to these weights."""
+    options = WINDOWED["re-selecting"] | ELSEWHERE
+    two_ranks.call(save_as, "sharded 2", options, str(tmp_path))
+    errors = three_ranks.outcomes(load_over_others, options, str(tmp_path))
+    assert all(isinstance(each, ValueError) and "load the model's weights first" in str(each) for each in errors)
+
+
+def load_over_others(rank: int, options: dict[str, Any], folder: str) -> None:
+    model, optimizer = made("sharded 3", options, folder, rank)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.25)
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(content, checkpoint_id=f"{folder}/saved")
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])

@@ -51,7 +51,7 @@ def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
     own = by.part(whole.shape[by.dim])
     shape = (*whole.shape[: by.dim], len(own), *whole.shape[by.dim + 1 :])
     divides = whole.offloaded and by.dim == whole.dim
-    shard = Shard(whole=whole, divides_slices=divides, counted=divides or by.rank == 0)
+    shard = Shard(whole=whole, divides_slices=divides, counted=divides or by.rank == 0, ranks=by.ranks)
     if not whole.offloaded:
         return replace(whole, shape=shape, shard=shard)
     inner = math.prod(whole.shape[by.dim + 1 :]) if by.dim == 1 else 1  # columns of the 2-D view for each index

@@ -200,11 +200,13 @@ class Shard:
         whole: the plan of the whole parameter, as one device would have it.
         divides_slices: a slice belongs to one rank; otherwise each rank has a part of every slice.
         counted: this rank counts in sums over ranks of selected slices: it selects among its own, or is the first one.
+        ranks: that have parts.
     """
 
     whole: ParamPlan
     divides_slices: bool
     counted: bool
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +290,11 @@ class ParamPlan:
     def selects(self) -> bool:
         """Whether slices are selected, and the selection may change."""
         return self.k > 0 and self.deferred > 0 and not self.fixed
+
+    @property
+    def selecting_ranks(self) -> int:
+        """Ranks that each select among their own slices; 1 if all select as one device would."""
+        return self.shard.ranks if self.shard is not None and self.shard.divides_slices else 1
 
     @property
     def most_swaps(self) -> int:

@@ -16,7 +16,7 @@ from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 
-FORMAT = 6
+FORMAT = 7
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """The entries of torch.optim.AdamW."""
 
@@ -82,6 +82,7 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
         fields["score"] = Field(per_slice, torch.float32)
         fields["mask"] = Field(per_slice, torch.bool)
         fields["selected_at"] = count
+        fields["selecting_ranks"] = count
     if places := window_places(plan):
         fields["open"] = count
         fields["coefficients"] = Field((places, len(StepCoefficients._fields)), torch.float64)

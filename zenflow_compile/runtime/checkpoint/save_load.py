@@ -144,6 +144,8 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     engine.used = engine.used or checked.step > 0
     engine.recorder.step = engine.step
     engine.schedule.continue_with(checked.shortest_window)
+    for index, weight in checked.weights.items():
+        engine.params[index].data.copy_(weight)  # of a flushed window; compared with the masters at the first use
     for index, param in enumerate(engine.params):
         entry, plan = checked.entries.get(index), engine.plan.params[index]
         if entry is not None and plan.shard is None and plan is not plan.whole:  # of a shard, it is local already
@@ -214,6 +216,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found["score"] = device.score.to("cpu", copy=True).unsqueeze(1)
     found["mask"] = per_slice(plan, selection.selected, torch.ones(plan.k, dtype=torch.bool))
     found["selected_at"] = torch.tensor(_or_none(device.selected_at))
+    found["selecting_ranks"] = torch.tensor(plan.selecting_ranks)
     schedule = [_or_none(value) for value in engine.schedule.state(plan.index)]
     found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
     if window_places(plan):

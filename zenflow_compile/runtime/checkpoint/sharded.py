@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Shard
 from zenflow_compile.runtime.checkpoint.shares import DENSE, PER_SLICE, SCALE
-from zenflow_compile.runtime.device_updates import selection_groups
 from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.torch_internals import torch_private
 
@@ -49,32 +47,6 @@ def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) ->
             part = by.part(plan.whole.shape[by.dim])
             found[name] = value[part.start * inner : part.stop * inner]
     return found
-
-
-def fitted_selection(plan: ParamPlan, entry: dict[str, Any]) -> dict[str, Any]:
-    """Select as many slices as this rank has memory for, where the state comes from another number of ranks.
-
-    Raises:
-        ValueError: the update window holds gradients of the deferred slices.
-    """
-    mask = entry.get("mask")
-    if mask is None or [int(mask[group :: plan.groups].sum()) for group in range(plan.groups)] == [
-        len(range(group, plan.k, plan.groups)) for group in range(plan.groups)
-    ]:
-        return entry
-    if int(entry.get("open", 0)) or bool((entry.get("visible_at", torch.zeros(0)) >= 0).any()):
-        raise ValueError(
-            f"the state dict was saved by another number of ranks, in the middle of an update window of {plan.name!r}, "
-            "whose selected rows belong to other ranks there; load it on that number of ranks and call "
-            "optimizer.flush() before it is saved"
-        )
-    # Slices that were selected come first, and then the scores decide.
-    score = entry["score"].flatten().to("cpu", torch.float32)
-    order = torch.argsort(torch.argsort(score, stable=True)) + mask.flatten().cpu() * len(score)
-    chosen = selection_groups.best_slices(order.float(), plan.k, plan.groups)
-    fitted = torch.zeros((plan.slices, 1), dtype=torch.bool)
-    fitted[chosen.long()] = True
-    return {**entry, "mask": fitted}
 
 
 def _shard(plan: ParamPlan) -> Shard:

@@ -24,7 +24,8 @@ from zenflow_compile.runtime.checkpoint.format import (
     plan_entry,
     planned,
 )
-from zenflow_compile.runtime.checkpoint.sharded import fitted_selection, local_entry
+from zenflow_compile.runtime.checkpoint.resharding import reshard
+from zenflow_compile.runtime.checkpoint.sharded import local_entry
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.param_groups import check_group
@@ -43,7 +44,7 @@ _DECIDED_BY = {
     "compressed": "gradient_compression",
 }
 # The least value of an entry that counts; NONE stands for None.
-_LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "shortest_window": NONE}
+_LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "selecting_ranks": 1, "shortest_window": NONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,14 @@ class Checked:
         groups: the values that each param group takes over.
         step: optimizer steps.
         shortest_window: least length of adaptive update windows; None if it will be measured, or does not exist.
+        weights: of parameters whose update window had to be flushed; of this rank's part of a sharded one.
     """
 
     entries: dict[int, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     step: int
     shortest_window: int | None
+    weights: dict[int, Tensor]
 
 
 def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
@@ -94,6 +97,10 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
+    eps_of: dict[int, float] = {}
+    for group, values in zip(groups, taken, strict=True):
+        eps_of |= {index_of[id(param)]: float(values.get("eps", group["eps"])) for param in group["params"]}
+    weights: dict[int, Tensor] = {}
     for index, own in enumerate(engine.plan.params):
         plan = own.whole
         if index not in entries:
@@ -102,9 +109,13 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
             continue  # get_optimizer_state_dict() leaves out those that take no gradient
         if isinstance(param := engine.params[index], LocalShard):
             _check_model_shape(_Part(entries[index], repr(plan.name)), plan)
-            entries[index] = fitted_selection(own, local_entry(own, param, entries[index]))
+            entries[index] = local_entry(own, param, entries[index])
             plan = own
         _check_entries(engine, entries[index], plan)
+        if _selected_by_others(entries[index], plan):
+            entries[index], weight = reshard(plan, entries[index], engine.params[index], eps_of[index])
+            if weight is not None:
+                weights[index] = weight
     steps = {int(entry["optimizer_step"]) for entry in entries.values()}
     shortest = {int(entry["shortest_window"]) for entry in entries.values() if "shortest_window" in entry}
     if len(steps) > 1 or len(shortest) > 1:
@@ -113,7 +124,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
             "states: load it as state_dict() returned it"
         )
     window = shortest.pop() if shortest else NONE
-    return Checked(entries, taken, steps.pop(), None if window == NONE else window)
+    return Checked(entries, taken, steps.pop(), None if window == NONE else window, weights)
 
 
 def refuse_format(found: int) -> NoReturn:
@@ -217,7 +228,7 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
             part.check_values(key)
         used[index] = {**entry, "step": float(part.step())}
     step = max((int(entry["step"]) for entry in used.values()), default=0)
-    return Checked(used, taken, step, None)
+    return Checked(used, taken, step, None, {})
 
 
 # States of this optimizer.
@@ -244,14 +255,14 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
     gradients, step = part.step(), int(entry["optimizer_step"])
     if gradients > step:
         part.refuse(f"step={gradients} with optimizer_step={step}, which counts every step,")
-    if "mask" in expected:
+    if "mask" in expected and not _selected_by_others(entry, plan):
         if (count := int(entry["mask"].sum())) != plan.k:
             part.refuse(f"'mask' with {count} selected slices, not {plan.k},")
         of_groups = [int(entry["mask"][group :: plan.groups].sum()) for group in range(plan.groups)]
         if of_groups != [len(range(group, plan.k, plan.groups)) for group in range(plan.groups)]:
             part.refuse(f"'mask' that does not select {plan.k} slices evenly in {plan.groups} groups of slices,")
-        if (at := int(entry["selected_at"])) >= max(step, 1):
-            part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
+    if "mask" in expected and (at := int(entry["selected_at"])) >= max(step, 1):
+        part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
     if "open" in expected:
         _check_window(part, gradients)
     if "visible_at" in expected and any(
@@ -260,6 +271,11 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
         part.refuse(f"'visible_at' that is neither {NONE} nor one of the next {plan.staleness} steps")
     if "schedule" in expected:
         _check_schedule(part)
+
+
+def _selected_by_others(entry: Mapping[str, Any], plan: ParamPlan) -> bool:
+    """Whether another number of ranks selected the slices, each rank among its own."""
+    return "selecting_ranks" in entry and int(entry["selecting_ranks"]) != plan.selecting_ranks
 
 
 def _check_model_shape(part: _Part, plan: ParamPlan) -> None:
