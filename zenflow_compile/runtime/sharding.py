@@ -36,6 +36,12 @@ class Sharding(NamedTuple):
         """The ranks that have different parts."""
         return self.mesh.get_group(self.dim)
 
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks of the mesh: those of the replicas, too."""
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks
+
 
 def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
     """The mesh over which ``params`` are sharded; None if none of them is.

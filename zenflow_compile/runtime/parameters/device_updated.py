@@ -49,9 +49,9 @@ class DeviceUpdated:
         """Device bytes of state, and of the buffers that state is streamed through."""
         return self.resident.nbytes + self._streamed.device_bytes
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients of those parameters that have one."""
-        return [param.grad for param in self._params.values() if param.grad is not None]
+    def gradients(self) -> list[tuple[Parameter, Tensor]]:
+        """Those parameters that have a gradient, with it."""
+        return [(param, grad) for param in self._params.values() if (grad := param.grad) is not None]
 
     def check_gradients(self, plans: Sequence[ParamPlan]) -> bool:
         """Whether any of the parameters has a gradient.

@@ -45,7 +45,7 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
                 "process_group is for models that are whole on each rank, and the parameters are sharded by "
                 "fully_shard, which averages gradients over its mesh; leave process_group out"
             )
-        return RankGroup(sharding.group, device) if dist.get_world_size(sharding.group) > 1 else None
+        return RankGroup(sharding.group, device, sharding.ranks) if len(sharding.ranks) > 1 else None
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(

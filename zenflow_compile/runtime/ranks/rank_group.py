@@ -104,31 +104,35 @@ class RankGroup:
     Args:
         group: of the user's; every rank of it makes this object at the same point of its program.
         device: of the parameters.
+        replicated: global ranks of all replicas of a sharded model, of which ``group`` has one. They exchange messages,
+            since they agree on all that they do; tensors are exchanged in ``group``.
 
     Attributes:
-        rank: of this process; size: number of ranks.
+        rank: of this process; size: number of ranks; both among those that exchange messages.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         step: for errors: the number of the optimizer step.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
         recorder: records collectives, and waits of the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, replicated: Sequence[int] | None = None) -> None:
         self.number = next(_numbers)
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.step = 0
         self.recorder = Recorder()
         members = dist.get_process_group_ranks(group)
+        everyone = sorted(members if replicated is None else replicated)
+        self.rank, self.size = everyone.index(dist.get_rank()), len(everyone)
         self._timeout = torch_private.group_timeout(group, device)
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
         # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
         # would find the dead addresses of the first in the store. So they are not given back.
-        self._of_some = len(members) < dist.get_world_size()
-        self._groups = [
-            dist.new_group(members, timeout=self._timeout, backend=each, use_local_synchronization=self._of_some)
-            for each in (backend, "gloo")
-        ]
-        self._data, self._messages = self._groups
+        world = dist.get_world_size()
+        self._data, self._messages = (
+            dist.new_group(ranks, timeout=self._timeout, backend=each, use_local_synchronization=len(ranks) < world)
+            for ranks, each in ((members, backend), (everyone, "gloo"))
+        )
+        of_all = [(self._data, members), (self._messages, everyone)]
+        self._to_close = [each for each, ranks in of_all if len(ranks) == world]
         self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         self.failed = False
         self._room = _ROOM
@@ -295,7 +299,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Give the process groups back. Idempotent."""
-        groups, self._groups = [] if self._of_some else self._groups, []
+        groups, self._to_close = self._to_close, []
         for group in groups:
             with suppress(Exception):  # the user may have destroyed all groups
                 dist.destroy_process_group(group)

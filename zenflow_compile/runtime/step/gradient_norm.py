@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.step.shard_calls import ShardCalls
 from zenflow_compile.timeline.events import Timeline
@@ -17,33 +18,48 @@ def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, 
     Args:
         shards: the ranks of a sharded model, which all clip by the norm of the whole gradients.
     """
-    records = [offloaded.record for offloaded in registry.offloaded.values() if offloaded.state is GradientState.PARTS]
-    away = [record for record in records if record is not None]
-    resident = registry.device_updated.gradients()
-    norm = _total_norm(away, resident, device)
-    if shards is not None:
-        norm = shards.norm_of(norm)
+    away = {
+        offloaded.param: offloaded.record
+        for offloaded in registry.offloaded.values()
+        if offloaded.state is GradientState.PARTS and offloaded.record is not None
+    }
+    on_device = dict(registry.device_updated.gradients())
+    records, resident = list(away.values()), list(on_device.values())
+    norms = _norms(records, resident)
+    if shards is None:
+        norm = _total_norm(norms, device)
+    else:
+        named = list(zip([*away, *on_device], norms, strict=True))
+        parts, whole = (
+            _total_norm([norm for param, norm in named if isinstance(param, LocalShard) is sharded], device)
+            for sharded in (True, False)
+        )
+        norm = shards.norm_of(parts, whole)
     if registry.gradients.factors.deferred:
         above = norm.double() + 1e-6
         # Not ``limit / above``: PyTorch multiplies by the reciprocal, which rounds two times. NaN stays NaN.
         late = (torch.full_like(above, limit) / above).clamp(max=1.0)
-        for record in away:
+        for record in records:
             record.scale(late)
         for dtype in dict.fromkeys(grad.dtype for grad in resident):
             # Rounded first, as ``_foreach_mul_`` rounds a float on the CPU. A factor of 1 leaves every bit.
             torch._foreach_mul_([grad for grad in resident if grad.dtype == dtype], late.to(dtype))
         return
     factor = min(limit / (float(norm) + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
-    for record in away:
+    for record in records:
         record.scale(factor)
     if factor != 1.0 and resident:
         torch._foreach_mul_(resident, factor)
 
 
-def _total_norm(away: list[GradientRecord], resident: list[Tensor], device: torch.device) -> Tensor:
-    norms = [record.l2_norm(torch.float32) for record in away]
+def _norms(records: list[GradientRecord], resident: list[Tensor]) -> list[Tensor]:
+    norms = [record.l2_norm(torch.float32) for record in records]
     if resident:
         norms += [norm.float() for norm in torch._foreach_norm(resident)]
+    return norms
+
+
+def _total_norm(norms: list[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 

@@ -59,6 +59,12 @@ class ShardCalls(StepMessages):
         for each, part in zip(divided, torch.split(sums, [each.plan.slices for each in divided]), strict=True):
             each.device.norms = part
 
-    def norm_of(self, own: Tensor) -> Tensor:
-        """The L2 norm f32[] of gradients over all ranks, from the norm of the parts that this rank has."""
-        return self.group.all_reduce(own.square()).wait("the norm of the gradients").sqrt_()
+    def norm_of(self, parts: Tensor, whole: Tensor) -> Tensor:
+        """The L2 norm f32[] of all gradients.
+
+        Args:
+            parts: f32[], the norm of the parts that this rank has of sharded parameters' gradients.
+            whole: f32[], that of parameters which are whole on each rank: it counts one time.
+        """
+        squares = self.group.all_reduce(parts.square()).wait("the norm of the gradients")
+        return squares.add_(whole.square()).sqrt_()
