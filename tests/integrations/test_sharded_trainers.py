@@ -135,38 +135,52 @@ def resumed(rank: int, options: dict[str, Any] | None, *, kind: str) -> Weights:
     return found
 
 
-def hf_trainer(rank: int, options: dict[str, Any] | None, *, shard: bool = True) -> Weights:
+def hf_training(folder: str, options: dict[str, Any] | None, *, resume: bool = False, shard: bool = True) -> Weights:
+    """Train, and save after five steps; or go on from there."""
     from transformers import Trainer, TrainingArguments
 
     from zenflow_compile.integrations.accelerate import shard_model
     from zenflow_compile.integrations.transformers import ZenFlowCallback
 
-    chosen: Any = (torch.optim.AdamW, SHARP) if options is None else (ZenFlowAdamW, options)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            use_cpu=True,
-            ddp_backend="gloo",
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            max_grad_norm=0.5,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        trainer = Trainer(
-            tiny_llama(),
-            arguments,
-            train_dataset=Tokens(),
-            optimizer_cls_and_kwargs=chosen,
-            callbacks=[] if options is None else [ZenFlowCallback()],
-        )
-        use_fsdp2(trainer.accelerator)
-        trainer.is_fsdp_enabled = True
-        if shard:
-            shard_model(trainer.accelerator, trainer.model)
-        trainer.train()
-    return whole(trainer.model, trainer.optimizer.optimizer)
+    forget_accelerate()
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=8,
+        per_device_train_batch_size=4,
+        max_grad_norm=0.5,
+        report_to=[],
+        save_strategy="steps",
+        save_steps=5,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        tiny_llama(),
+        arguments,
+        train_dataset=Tokens(),
+        optimizer_cls_and_kwargs=(torch.optim.AdamW, SHARP) if options is None else (ZenFlowAdamW, options),
+        callbacks=[] if options is None else [ZenFlowCallback()],
+    )
+    use_fsdp2(trainer.accelerator, state_dict_type="SHARDED_STATE_DICT")
+    trainer.is_fsdp_enabled = True
+    if shard:
+        shard_model(trainer.accelerator, trainer.model)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-5" if resume else None)
+    optimizer: Any = trainer.optimizer.optimizer
+    trained = whole(trainer.model, optimizer)
+    if isinstance(optimizer, ZenFlowAdamW):
+        optimizer.close()
+    return trained
+
+
+def hf_trainer(rank: int, options: dict[str, Any] | None, **keywords: Any) -> Weights:
+    """And go on from the middle of an update window, as the run that saved did."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    trained = hf_training(folder[0], options, **keywords)
+    assert_bitwise(hf_training(folder[0], options, resume=True), trained)
+    return trained
 
 
 def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
