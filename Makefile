@@ -1,6 +1,7 @@
 # make setup      virtual environment with everything in it
 # make train      train a small GPT
 # make train-ranks  train it on two ranks of this machine, which divide the optimizer's state
+# make train-sharded  train it sharded over two ranks, each of which has a part of the weights, too
 # make test       all tests that need no GPU, and a sample of the long ones
 # make test-long  every long test; takes hours
 # make test-gpu   the tests that need a GPU
@@ -41,7 +42,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train train-ranks test test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-ranks train-sharded test test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -55,6 +56,9 @@ train: $(READY)
 
 train-ranks: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.train_gpt $(OPTIONS)
+
+train-sharded: $(READY)
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.train_gpt --fsdp $(OPTIONS)
 
 test: $(READY)
 	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) $(OPTIONS)

@@ -41,6 +41,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}")
     parser.add_argument("--update-interval", type=interval, metavar="N|auto", help=f"{defaults.update_interval}")
     parser.add_argument("--lr", type=float, help=f"highest learning rate ({defaults.lr})")
+    parser.add_argument(
+        "--fsdp",
+        action="store_true",
+        help="shard the model over the ranks of torchrun; its checkpoints are folders that load on any number of them",
+    )
     parser.add_argument("--device", help="for example cpu or cuda:1 (cuda where there is one)")
     parser.add_argument("--out", help=f"folder for checkpoints ({DEFAULT_OUT})")
     parser.add_argument(

@@ -2,6 +2,9 @@
 
 A checkpoint is a file that a weights-only load reads, followed by a SHA-256 of its content. PyTorch does not verify the
 checksums of its own format, so that a flipped bit would load as another number.
+
+That of a sharded run is a folder: the files of ``torch.distributed.checkpoint``, in which each rank writes its parts of
+the model and of the optimizer's state, and such a file with the rest and the SHA-256 of the others.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ import hashlib
 import os
 import re
 import secrets
-from contextlib import suppress
+import shutil
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.lr_scheduler import LRScheduler
 
-from examples.ranks import ranks
+from examples.ranks import on_first_rank, ranks
 from examples.settings import TrainConfig
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.checks.printable import printable
@@ -28,7 +35,8 @@ from zenflow_compile.checks.printable import printable
 _KEPT = 2  # the newest, and the one before it in case the newest is damaged
 _MARK = b"zenflow checkpoint, sha256:"
 _TRAILER_BYTES = len(_MARK) + hashlib.sha256().digest_size
-_NAME = re.compile(r"step-(\d+)-([0-9a-f]+)\.pt")
+_NAME = re.compile(r"step-(\d+)-([0-9a-f]+)(\.pt)?")
+_RUN = "run.pt"  # in the folder of a sharded checkpoint
 _UNFINISHED = ".unfinished"
 _READ_BYTES = 1 << 22
 
@@ -40,68 +48,125 @@ class CheckpointError(ValueError):
 class CheckpointFolder:
     """The checkpoints ``step-NNNNNN-RUN.pt`` of one run, in a folder that other runs may share.
 
+    Those of a sharded run are folders, without the suffix.
+
     Args:
-        folder: is created if it does not exist.
-        run: the run to continue; None starts a new one.
+        folder: is created if it does not exist. All ranks of a sharded run write into it.
+        run: the run to continue; None starts a new one, which all ranks must do then.
     """
 
     def __init__(self, folder: str | Path, run: str | None = None) -> None:
         self.folder = Path(folder)
-        self.run = secrets.token_hex(4) if run is None else run
+        self.run = on_first_rank(lambda: secrets.token_hex(4)) if run is None else run
 
     def save(
         self, config: TrainConfig, step: int, model: nn.Module, optimizer: ZenFlowAdamW, scheduler: LRScheduler
     ) -> Path:
         """Write a checkpoint after ``step`` finished steps, and remove this run's older ones except for the last.
 
-        All ranks call it, since each has a part of the optimizer's state, and the first one writes. The step is also
-        the position in the data (see ``stdlib_text.training_batch``).
+        All ranks call it, since each has a part of the optimizer's state, and the first one writes; those of a sharded
+        run write a part each. The step is also the position in the data (see ``stdlib_text.training_batch``).
+
+        Update windows of a sharded run are flushed first: another number of ranks divides the rows of a matrix
+        differently, and could not go on with the ones that are selected.
 
         Raises:
             OSError: it could not be written; the checkpoints that exist stay.
         """
-        # state_dict() reads the weights outside of compiled graphs: pending host updates must be applied first.
-        optimizer.synchronize()
         state = {
             "config": asdict(config),
             "run": self.run,
             "step": step,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
-        path = self.folder / f"step-{step:06d}-{self.run}.pt"
-        if ranks()[0] > 0:
-            return path
+        if config.fsdp:
+            optimizer.flush()
+            path = self.folder / f"step-{step:06d}-{self.run}"
+            self._write_sharded(state, model, optimizer, path)
+        else:
+            # state_dict() reads the weights outside of compiled graphs: pending host updates must be applied first.
+            optimizer.synchronize()
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            path = self.folder / f"step-{step:06d}-{self.run}.pt"
+            if ranks()[0] == 0:
+                self._prepare()
+                _write(state, path)
+        if ranks()[0] == 0:
+            # Only after the new checkpoint is on the disk.
+            older = [each for number, each in _checkpoints(self.folder, self.run) if number < step]
+            for old in older[: len(older) - (_KEPT - 1)]:
+                _remove(old)
+        return path
+
+    def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         _sync_folder(self.folder.parent)
         _remove_unfinished(self.folder)
-        _write(state, path)
-        # Only after the new checkpoint is on the disk.
-        older = [each for number, each in _checkpoints(self.folder, self.run) if number < step]
-        for old in older[: len(older) - (_KEPT - 1)]:
-            old.unlink()
-        return path
+
+    def _write_sharded(self, state: dict[str, Any], model: nn.Module, optimizer: ZenFlowAdamW, path: Path) -> None:
+        """Write ``state`` and the parts of all ranks to the folder ``path`` atomically."""
+        unfinished = path.with_suffix(_UNFINISHED)
+        locked = ExitStack()
+
+        def begin() -> None:
+            self._prepare()
+            unfinished.mkdir()
+            descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
+            locked.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed: another run's cleaning leaves it alone
+
+        def finish() -> None:
+            _write({**state, "parts": {part.name: _digest(part) for part in unfinished.iterdir()}}, unfinished / _RUN)
+            if path.exists():  # of the same step of the same run, which went on from an earlier one
+                _remove(path)
+            os.replace(unfinished, path)
+            _sync_folder(path.parent)
+
+        with locked:
+            on_first_rank(begin)
+            weights, moments = get_state_dict(model, optimizer)
+            save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
+            on_first_rank(finish)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint into host memory.
+    """Read a checkpoint into host memory: of a sharded run all but the model and the optimizer.
 
     Raises:
         FileNotFoundError: if there is none at ``path``.
         CheckpointError: it is damaged; the message names the last good one before it.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.is_file() and not (path.is_dir() and _NAME.fullmatch(path.name)):
         raise FileNotFoundError(
-            f"no checkpoint at {printable(path)}; checkpoints are files named step-NNNNNN-RUN.pt below --out"
+            f"no checkpoint at {printable(path)}; checkpoints are files named step-NNNNNN-RUN.pt below --out, and with "
+            "--fsdp folders named step-NNNNNN-RUN"
         )
     if (damage := _damage(path)) is not None:
         raise CheckpointError(f"the checkpoint {printable(path)} is damaged: {damage}; {_remedy(path)}")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    file = path / _RUN if path.is_dir() else path
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
+
+
+def load_weights(state: dict[str, Any], path: str | Path, model: nn.Module) -> None:
+    """Load the weights of the checkpoint ``state``, which was read from ``path``, into a model that is not sharded."""
+    if "model" in state:
+        model.load_state_dict(state["model"])
+        return
+    weights = model.state_dict()
+    load({"model": weights}, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(weights)
+
+
+def load_sharded(path: str | Path, model: nn.Module, optimizer: ZenFlowAdamW) -> None:
+    """Load the parts that this rank has of a sharded model and its optimizer; all ranks call it."""
+    weights, moments = get_state_dict(model, optimizer)
+    loaded: dict[str, Any] = {"model": weights, "optimizer": moments}
+    load(loaded, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
 
 
 def restore_rng(state: dict[str, Any]) -> None:
@@ -154,21 +219,32 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files of killed runs; files of live runs are locked."""
+    """Remove unfinished files and folders of killed runs; those of live runs are locked."""
     for path in folder.glob(f"step-*{_UNFINISHED}"):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+        with suppress(OSError), ExitStack() as opened:
+            descriptor = os.open(path, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _checkpoints(folder: Path, run: str) -> list[tuple[int, Path]]:
     """The checkpoints of a run, with their steps, in order."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*.pt"))
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
     return sorted((int(match[1]), path) for match, path in found if match is not None and match[2] == run)
 
 
 def _damage(path: Path) -> str | None:
     """Say how the content of a checkpoint is damaged; None if it is intact."""
+    if path.is_dir():
+        return _damage_of_sharded(path)
     with path.open("rb") as file:
         left = os.fstat(file.fileno()).st_size - _TRAILER_BYTES
         digest = hashlib.sha256()
@@ -181,6 +257,25 @@ def _damage(path: Path) -> str | None:
     if trailer != _MARK + digest.digest():
         return "its content is not what was written"
     return None
+
+
+def _damage_of_sharded(path: Path) -> str | None:
+    if not (path / _RUN).is_file():
+        return f"its {_RUN} is missing"
+    if (damage := _damage(path / _RUN)) is not None:
+        return f"{_RUN}: {damage}"
+    parts: dict[str, bytes] = torch.load(path / _RUN, map_location="cpu", weights_only=True)["parts"]
+    for name, digest in parts.items():
+        if not (path / name).is_file():
+            return f"its {name} is missing"
+        if _digest(path / name) != digest:
+            return f"the content of {name} is not what was written"
+    return None
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, hashlib.sha256).digest()
 
 
 def _remedy(path: Path) -> str:

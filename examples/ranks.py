@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -29,6 +32,23 @@ def process_group(device: torch.device) -> Iterator[None]:
 def ranks() -> tuple[int, int]:
     """The number of this rank, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def on_first_rank(call: Callable[[], _T]) -> _T:
+    """What ``call`` returns on the first rank, the only one that runs it. All ranks raise what it raises there."""
+    if ranks()[1] == 1:
+        return call()
+    outcome: list[tuple[_T | None, Exception | None]] = [(None, None)]
+    if ranks()[0] == 0:
+        try:
+            outcome = [(call(), None)]
+        except Exception as error:
+            outcome = [(None, error)]
+    dist.broadcast_object_list(outcome)
+    result, raised = outcome[0]
+    if raised is not None:
+        raise raised
+    return result  # type: ignore[return-value]
 
 
 def own_part(batch: Tensor) -> Tensor:

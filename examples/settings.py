@@ -36,6 +36,7 @@ class TrainConfig:
         update_interval: steps per update window, or ``auto`` (``zenflow`` only).
         staleness: 0 or 1, steps by which the update of a flushed window may come late (``zenflow`` only).
         inner: what compiles the rewritten graphs: ``inductor``, or ``eager`` to run them as they are.
+        fsdp: shard the model over the ranks by ``fully_shard``; each block is compiled on its own then.
         device: ``auto`` takes CUDA where there is one.
         text_bytes: bytes of the standard library's source to read, at most.
         evaluate_every: steps between validations; one always follows the last step.
@@ -61,6 +62,7 @@ class TrainConfig:
     update_interval: int | Literal["auto"] = 4
     staleness: int = 0
     inner: str = "inductor"
+    fsdp: bool = False
     device: str = "auto"
     text_bytes: int = 20_000_000
     evaluate_every: int = 100
@@ -107,10 +109,11 @@ class TrainConfig:
 
     def must_continue(self, saved: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless this run goes on with the trajectory of the ``saved`` settings."""
+        before = TrainConfig(**saved).trajectory()  # an older checkpoint lacks newer settings, as their defaults do
         for name, value in self.trajectory().items():
-            if saved.get(name) != value:
+            if before[name] != value:
                 raise ValueError(
-                    f"{name}={value} differs from the checkpoint's {saved.get(name)}; a resumed run keeps "
+                    f"{name}={value} differs from the checkpoint's {before[name]}; a resumed run keeps "
                     f"its settings, leave {name} out or start a new run"
                 )
 

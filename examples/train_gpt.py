@@ -5,10 +5,11 @@
     python -m examples.train_gpt --compare              all three policies, one table
     python -m examples.train_gpt --resume runs/train_gpt/step-000200-1f3a9c02.pt
     torchrun --standalone --nproc-per-node 2 -m examples.train_gpt
+    torchrun --standalone --nproc-per-node 2 -m examples.train_gpt --fsdp
 
 On a machine with CUDA it trains there, with bf16 weights; without, the CPU is the device and host at once. The ranks
-that torchrun starts divide each batch, the optimizer's state and its updates. A checkpoint of one number of ranks
-continues on any other.
+that torchrun starts divide each batch, the optimizer's state and its updates, and with ``--fsdp`` the weights. A
+checkpoint of one number of ranks continues on any other.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import zenflow_compile as zf
 from examples.arguments import POLICIES, parse
-from examples.checkpoint import CheckpointFolder, load_checkpoint, restore_rng
+from examples.checkpoint import CheckpointFolder, load_checkpoint, load_sharded, load_weights, restore_rng
 from examples.display import RunDisplay, StepClock, comparison, tokens_per_second
 from examples.gpt import GPT
 from examples.ranks import own_part, process_group, ranks
@@ -49,7 +51,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     Raises:
         ValueError: if ``config.resume`` names a checkpoint of a run with other settings, or a finished or damaged one;
             or ``config.start_from`` one of a model with other sizes, or a damaged one; or if the ranks cannot divide a
-            batch evenly.
+            batch evenly; or if ``config.fsdp`` is set outside of a process group.
         FileNotFoundError: if there is no such checkpoint, or no text to train on.
     """
     started = time.perf_counter()
@@ -60,17 +62,27 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     first_step: int = resumed["step"] if resumed else 0
     if resumed:
         config.must_continue(resumed["config"])
+    if config.fsdp and not dist.is_initialized():
+        raise ValueError(
+            "--fsdp shards the model over the ranks that torchrun starts, also over one: "
+            "torchrun --standalone --nproc-per-node 1 -m examples.train_gpt"
+        )
     if first_step >= config.steps:
         raise ValueError(f"resume={config.resume} is the end of a run of {config.steps} steps; nothing is left to do")
 
     model = initial_model(config)
-    if resumed:
+    if config.fsdp:
+        shard(model)
+    elif resumed:
         model.load_state_dict(resumed["model"])
     optimizer = make_optimizer(config, model)
     scheduler = LambdaLR(optimizer, config.rate)
-    compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
-    if resumed:
-        optimizer.load_state_dict(resumed["optimizer"])
+    compiled = compile_model(config, model)
+    if resumed and config.resume:
+        if config.fsdp:
+            load_sharded(config.resume, model, optimizer)
+        else:
+            optimizer.load_state_dict(resumed["optimizer"])
         scheduler.load_state_dict(resumed["scheduler"])
         restore_rng(resumed)
 
@@ -108,7 +120,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
                 if checkpoints and (done % config.save_every == 0 or done == config.steps):
                     checkpoint = checkpoints.save(config, done, model, optimizer, scheduler)
         device_bytes, host_bytes = optimizer.device_bytes, optimizer.host_bytes
-        if ranks()[1] > 1:
+        if ranks()[1] > 1 and not config.fsdp:
             profile.report_ranks(console)  # all ranks call it, and the first one prints
         elif not console.quiet:
             profile.report(console)
@@ -130,6 +142,22 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
     )
 
 
+def shard(model: GPT) -> None:
+    """Divide the parameters of each block, and the others, among the ranks."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def compile_model(config: TrainConfig, model: GPT) -> Callable[[Tensor, Tensor], Tensor]:
+    """Compile the model, or each of its blocks where weights are gathered between them."""
+    if not config.fsdp:
+        return torch.compile(model, backend="zenflow", options={"inner": config.inner})
+    for block in model.blocks:
+        block.compile(backend="zenflow", options={"inner": config.inner})
+    return model
+
+
 def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
     """The optimizer: the one line that differs from a loop under ``torch.optim.AdamW``."""
     windows: dict[str, Any] = {
@@ -144,7 +172,7 @@ def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
         policy=config.policy,
         **(windows if config.policy == "zenflow" else {}),
         max_grad_norm=config.max_grad_norm,
-        process_group=dist.group.WORLD if ranks()[1] > 1 else None,
+        process_group=dist.group.WORLD if ranks()[1] > 1 and not config.fsdp else None,
         pt_reserved_cores_perc=CORES_OF_PYTORCH if config.torch_device().type == "cpu" else None,
     )
 
@@ -162,7 +190,7 @@ def initial_model(config: TrainConfig) -> GPT:
     if config.start_from and not config.resume:  # a resumed run has moved on from them
         start = load_checkpoint(config.start_from)
         config.must_fit(start["config"])
-        model.load_state_dict(start["model"])
+        load_weights(start, config.start_from, model)
     return model
 
 

@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -836,7 +836,7 @@ def test_close_of_an_unused_optimizer_by_its_wrapper() -> None:
 # Strategies.
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
 def test_callback_refuses_sharding(strategy: type) -> None:
     trainer = new_trainer(callbacks=[ZenFlowCallback()])
     trainer._accelerator_connector.strategy = object.__new__(strategy)

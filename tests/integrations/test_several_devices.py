@@ -231,7 +231,10 @@ DDP = (
 )
 ALTERNATIVE = r".*; leave the model whole on each rank and pass process_group=torch\.distributed\.group\.WORLD"
 DTENSOR = "TypeError: a parameter is a DTensor, and no module that fully_shard .* as under tensor" + ALTERNATIVE
-EXCHANGED = "TypeError: the parameters in param_groups were replaced by shards .* as Accelerate" + ALTERNATIVE
+EXCHANGED = (
+    r"TypeError: the parameters in param_groups were replaced by shards .* as Accelerate .* call .*shard_model\("
+    + ALTERNATIVE.replace("; leave", "or leave")
+)
 REPLACED = r"RuntimeError: \d of the optimizer's parameters are in no module .* replaced them" + ALTERNATIVE
 FLAT = "TypeError: a parameter belongs to FullyShardedDataParallel, .* no columns" + ALTERNATIVE
 

@@ -1,8 +1,12 @@
-"""Makes ``"zenflow"`` a backend name of Accelerate, and with it of the Hugging Face Trainer."""
+"""For Accelerate, and with it the Hugging Face Trainer: ``"zenflow"`` as a backend name, and sharding by FSDP2."""
 
 from __future__ import annotations
 
-from accelerate.utils import DynamoBackend
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, fsdp2_apply_ac, fsdp2_prepare_model
+from torch import nn
+
+from zenflow_compile.runtime.sharding import empty_on_a_rank
 
 _NAME = "ZENFLOW"
 
@@ -28,3 +32,44 @@ def register_backend() -> None:
     DynamoBackend._member_names_.append(_NAME)
     DynamoBackend._member_map_[_NAME] = member
     DynamoBackend._value2member_map_[_NAME] = member
+
+
+def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shard ``model`` as ``accelerator.prepare()`` does for FSDP2, so that the optimizer can be created afterwards.
+
+    ``prepare()`` takes the model and the optimizer together, shards the model, and exchanges the parameters of the
+    optimizer, which a ``ZenFlowAdamW`` refuses. It leaves a model alone that is sharded already, so call this first,
+    then create the optimizer, without ``process_group``, then call ``prepare()``. All ranks call it. Activation
+    checkpointing of the plugin is applied here, and switched off in the plugin: ``prepare()`` would apply it again.
+
+    Args:
+        accelerator: with a ``FullyShardedDataParallelPlugin(fsdp_version=2)``, such as ``trainer.accelerator``.
+        model: not sharded, and in no optimizer yet. It is changed in place.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: the accelerator does not shard by FSDP2; nothing has been changed then. Or two parameters have no
+            slice on one rank, because they have fewer rows than there are ranks: ``prepare()`` takes one for another.
+    """
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            f"the accelerator trains as {accelerator.distributed_type}, without FSDP2; create it with "
+            "FullyShardedDataParallelPlugin(fsdp_version=2) under accelerate launch or torchrun, or leave out "
+            "shard_model() and create the optimizer with process_group=False"
+        )
+    plugin = accelerator.state.fsdp_plugin
+    plugin.set_auto_wrap_policy(model)
+    if plugin.activation_checkpointing:
+        model = fsdp2_apply_ac(accelerator, model)
+        plugin.activation_checkpointing = False
+    model = fsdp2_prepare_model(accelerator, model)
+    empty = [name for name, param in model.named_parameters() if empty_on_a_rank(param)]
+    if len(empty) > 1:
+        raise ValueError(
+            f"{', '.join(empty)} have no slice on one of the {accelerator.num_processes} ranks, and Accelerate's "
+            "prepare() cannot tell them apart; use fewer ranks, or call fully_shard in a loop of your own, without "
+            "Accelerate"
+        )
+    return model

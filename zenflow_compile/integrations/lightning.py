@@ -13,12 +13,18 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 
@@ -36,7 +42,8 @@ class ZenFlowCallback(Callback):
 
     Raises:
         ValueError: at the setup of ``trainer.fit()``, before anything has changed: the strategy is neither a
-            ``SingleDeviceStrategy`` nor a ``DDPStrategy``. Other strategies replace or shard parameters.
+            ``SingleDeviceStrategy``, nor a ``DDPStrategy``, nor a ``ModelParallelStrategy``, under which
+            ``configure_model()`` calls ``fully_shard``. Other strategies shard parameters in other ways.
     """
 
     def __init__(self) -> None:
@@ -48,11 +55,11 @@ class ZenFlowCallback(Callback):
             return
         strategy = trainer.strategy
         # DeepSpeedStrategy is derived from DDPStrategy.
-        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
+        if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, DeepSpeedStrategy):
             raise ValueError(
-                f"the strategy is {type(strategy).__name__}, which replaces or shards parameters; a ZenFlowAdamW "
-                "trains whole parameters: use Trainer(devices=1, strategy='auto'), or strategy='ddp' with a model that "
-                "is not compiled"
+                f"the strategy is {type(strategy).__name__}, which replaces parameters or shards them in a way that a "
+                "ZenFlowAdamW does not train: use Trainer(devices=1, strategy='auto'), strategy='ddp' with a model "
+                "that is not compiled, or ModelParallelStrategy with fully_shard in configure_model()"
             )
         # The optimizers of an earlier fit own the parameters until the last reference to them is gone.
         trainer.optimizers = []

@@ -87,6 +87,17 @@ def _is_served(param: Any) -> bool:
     return shards == ["Shard"]
 
 
+def empty_on_a_rank(param: Tensor) -> bool:
+    """Whether ``param`` is sharded, and a rank of its mesh has no slice of it."""
+    if not _is_served(param):
+        return False
+    mesh, dim = _sharding(param)
+    placement: Any = param.placements[dim]  # type: ignore[attr-defined]
+    slices: int = param.shape[placement.dim]
+    ranks = mesh.size(dim)
+    return slices <= (ranks - 1) * -(-slices // ranks)  # the last rank has what chunks of this many leave
+
+
 def refuse_sharded(params: Iterable[Tensor]) -> None:
     """Refuse parameters that are sharded in another way than ``fully_shard`` does.
 
@@ -124,7 +135,8 @@ def refuse_exchanged(params: Iterable[Tensor]) -> None:
     if any(torch_private.is_wrapper_subclass(param) for param in params):
         raise TypeError(
             "the parameters in param_groups were replaced by shards after the optimizer was created, as Accelerate "
-            f"does for FSDP2; {ALTERNATIVE}"
+            "does for FSDP2; call zenflow_compile.integrations.accelerate.shard_model(accelerator, model) before the "
+            f"optimizer is created, or {ALTERNATIVE}"
         )
 
 
