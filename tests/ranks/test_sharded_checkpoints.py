@@ -131,7 +131,7 @@ def test_flushed_windows_load_on_three(
 
 
 ELSEWHERE = {"min_offload_size": 64}
-"""The matrix of one row stays on the device where it is sharded, as ranks would have no slices: so it must elsewhere."""
+"""The matrix of one row stays on the device where it is sharded, as ranks have no slices: so it must in both."""
 
 
 def made(kind: str, options: dict[str, Any], folder: str, rank: int) -> tuple[nn.Module, ZenFlowAdamW]:
@@ -221,7 +221,7 @@ def test_open_windows_want_the_saved_weights(
     options = WINDOWED["re-selecting"] | ELSEWHERE
     two_ranks.call(save_as, "sharded 2", options, str(tmp_path))
     errors = three_ranks.outcomes(load_over_others, options, str(tmp_path))
-    assert all(isinstance(each, ValueError) and "load the model's weights first" in str(each) for each in errors)
+    assert all("load the model's weights first" in str(each) for each in errors), errors
 
 
 def load_over_others(rank: int, options: dict[str, Any], folder: str) -> None:
@@ -229,6 +229,6 @@ def load_over_others(rank: int, options: dict[str, Any], folder: str) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.25)
-    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    content = {"optimizer": get_state_dict(model, optimizer)[1]}
     dcp.load(content, checkpoint_id=f"{folder}/saved")
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
