@@ -67,9 +67,6 @@ class CheckpointFolder:
         All ranks call it, since each has a part of the optimizer's state, and the first one writes; those of a sharded
         run write a part each. The step is also the position in the data (see ``stdlib_text.training_batch``).
 
-        Update windows of a sharded run are flushed first: another number of ranks divides the rows of a matrix
-        differently, and could not go on with the ones that are selected.
-
         Raises:
             OSError: it could not be written; the checkpoints that exist stay.
         """
@@ -81,13 +78,12 @@ class CheckpointFolder:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
+        # state_dict() reads the weights outside of compiled graphs: pending host updates must be applied first.
+        optimizer.synchronize()
         if config.fsdp:
-            optimizer.flush()
             path = self.folder / f"step-{step:06d}-{self.run}"
             self._write_sharded(state, model, optimizer, path)
         else:
-            # state_dict() reads the weights outside of compiled graphs: pending host updates must be applied first.
-            optimizer.synchronize()
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             path = self.folder / f"step-{step:06d}-{self.run}.pt"
             if ranks()[0] == 0:

@@ -232,3 +232,24 @@ def load_over_others(rank: int, options: dict[str, Any], folder: str) -> None:
     content = {"optimizer": get_state_dict(model, optimizer)[1]}
     dcp.load(content, checkpoint_id=f"{folder}/saved")
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
+
+
+@pytest.mark.parametrize("kind", ["sharded 2", "replicated 2"])
+def test_state_of_one_rank_that_is_damaged(two_ranks: RankProcesses, kind: str, tmp_path: Path) -> None:
+    """Both ranks refuse it, and both go on training."""
+    first, second = two_ranks.call(load_damaged, kind, WINDOWED["re-selecting"], str(tmp_path))
+    assert first.startswith("rank 1 cannot load its state dict, so no rank has loaded one: the state dict has 'exp_avg")
+    assert second.startswith("the state dict has 'exp_avg")
+
+
+def load_damaged(rank: int, kind: str, options: dict[str, Any], folder: str) -> str:
+    model, optimizer = made(kind, options, folder, rank)
+    steps(model, optimizer, 0, SAVED_AT, rank, 2)
+    state = optimizer.state_dict()
+    if rank == 1:
+        state["state"][1]["exp_avg"].fill_(float("nan"))
+    with pytest.raises(ValueError, match="exp_avg") as refused:
+        optimizer.load_state_dict(state)
+    steps(model, optimizer, SAVED_AT, STEPS, rank, 2)
+    optimizer.close()
+    return str(refused.value)

@@ -69,17 +69,30 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
     """Load a state of the same plan into an engine, or a state of torch.optim.AdamW into any engine.
 
     Raises:
-        ValueError: the state is damaged, not complete, or of another model or plan; nothing has been changed then.
-            After any other error, such as one of memory or disk, the engine has failed.
+        ValueError: the state is damaged, not complete, or of another model or plan, on this rank or on another one;
+            nothing has been changed then. After any other error, such as one of memory or disk, the engine has failed.
     """
     with torch.device("cpu"):  # whatever the default device is
-        checked = check_state(engine, groups, state)
+        checked = _checked_by_all(engine, groups, state)
         try:
             engine.abandon()
             _load(engine, groups, checked)
         except BaseException as error:
             engine.failure = error
             raise
+
+
+def _checked_by_all(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
+    """Check the state on all ranks: they load it all, or none of them does."""
+    try:
+        checked = check_state(engine, groups, state)
+    except Exception as error:
+        if engine.calls is not None:
+            engine.calls.agree_on_load(str(error) or type(error).__name__)
+        raise
+    if engine.calls is not None:
+        engine.calls.agree_on_load("")
+    return checked
 
 
 def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[tuple[Tensor, int]]:

@@ -46,6 +46,7 @@ class Call(IntEnum):
     FLUSH = 6
     CLOSE = 7
     REPORT = 8
+    LOAD = 9
 
     def __str__(self) -> str:
         return {
@@ -57,6 +58,7 @@ class Call(IntEnum):
             Call.FLUSH: "calls flush()",
             Call.CLOSE: "calls close()",
             Call.REPORT: "reports on all ranks",
+            Call.LOAD: "calls load_state_dict()",
         }[self]
 
 

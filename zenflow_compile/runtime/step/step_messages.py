@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.rank_group import RankGroup, first_difference
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
@@ -27,6 +27,18 @@ class StepMessages:
         group.recorder = recorder
         self._registry = registry
         self.measured_window: int | None = None
+
+    def agree_on_load(self, refusal: str) -> None:
+        """Tell the other ranks why this one cannot load its state, or that it can, with an empty text.
+
+        Raises:
+            ValueError: this rank can, and another one cannot.
+            RankError: not all ranks call it, or one has failed.
+        """
+        refusals = self.group.gather_texts(Call.LOAD, refusal)
+        for rank, text in enumerate(refusals):
+            if text and not refusal:
+                raise ValueError(f"rank {rank} cannot load its state dict, so no rank has loaded one: {text}")
 
     def _step_message(self) -> bytes:
         """What a rank tells the others in each step: 12 bytes."""
