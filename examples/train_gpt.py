@@ -120,7 +120,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
                 if checkpoints and (done % config.save_every == 0 or done == config.steps):
                     checkpoint = checkpoints.save(config, done, model, optimizer, scheduler)
         device_bytes, host_bytes = optimizer.device_bytes, optimizer.host_bytes
-        if ranks()[1] > 1 and not config.fsdp:
+        if ranks()[1] > 1:
             profile.report_ranks(console)  # all ranks call it, and the first one prints
         elif not console.quiet:
             profile.report(console)

@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import nn
 
 import zenflow_compile as zf
-from tests.ranks.models import WINDOWED, backward, on_ranks, uneven
+from tests.ranks.models import WINDOWED, backward, on_ranks, optimizer_over, uneven
+from tests.ranks.sharded import sharded
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile.profiling.diagnose import diagnose
 from zenflow_compile.profiling.rank_report import slowest
@@ -21,10 +22,11 @@ pytestmark = pytest.mark.timeout(120)
 STEPS = 6
 
 
-def profiled(rank: int) -> tuple[str, dict[str, Any]]:
+def profiled(rank: int, *, over_shards: bool = False) -> tuple[str, dict[str, Any]]:
     """What a rank prints, and the numbers of its own."""
-    model = uneven()
-    optimizer = on_ranks(model, **WINDOWED["re-selecting"])
+    model = sharded() if over_shards else uneven()
+    options = WINDOWED["re-selecting"]
+    optimizer = optimizer_over(model, options, "") if over_shards else on_ranks(model, **options)
     out = io.StringIO()
     with zf.profile(optimizer) as profile:
         for step in range(STEPS):
@@ -51,6 +53,15 @@ def test_first_rank_prints_all(two_ranks: RankProcesses) -> None:
     assert "other ranks" in text[: text.index("Ranks, per step")]
 
 
+def test_first_rank_prints_all_of_shards(two_ranks: RankProcesses) -> None:
+    (text, first), (nothing, second) = two_ranks.call(profiled, over_shards=True)
+    assert nothing == ""
+    rows = text[text.index("Ranks, per step") :].splitlines()
+    for line, summary in zip(rows[2:4], (first, second), strict=True):
+        assert summary["sent_bytes_per_step"] > 0
+        assert line.split()[-1] == f"{summary['sent_bytes_per_step'] / 1e6:.2f}"
+
+
 def reports_alone(rank: int) -> None:
     model = uneven()
     optimizer = on_ranks(model)
@@ -74,7 +85,7 @@ def test_report_of_ranks_needs_ranks() -> None:
     optimizer = zf.ZenFlowAdamW(nn.Linear(4, 4).parameters(), process_group=False)
     with zf.profile(optimizer) as profile:
         torch.zeros(1)
-    with pytest.raises(RuntimeError, match=r"with a process_group, and this profile has 0"):
+    with pytest.raises(RuntimeError, match=r"with a process_group or a sharded model, and this profile has 0"):
         profile.report_ranks()
     optimizer.close()
 

@@ -156,23 +156,23 @@ class Profile:
         Args: see ``report``.
 
         Raises:
-            RuntimeError: not exactly one recorded optimizer is open and has a ``process_group``, or not all ranks
-                call it, or one has failed.
+            RuntimeError: not exactly one recorded optimizer is open and has a ``process_group`` or a sharded model,
+                or not all ranks call it, or one has failed.
         """
-        found = [(each, engine.ranks) for each, engine in self._attached() if engine.ranks is not None]
+        found = [(each, engine.calls) for each, engine in self._attached() if engine.calls is not None]
         if len(found) != 1:
             text = (
-                f"report_ranks() is for one open optimizer with a process_group, and this profile has {len(found)}; "
-                "profile(optimizer) records one, and report() prints this rank alone"
+                "report_ranks() is for one open optimizer with a process_group or a sharded model, and this profile has "
+                f"{len(found)}; profile(optimizer) records one, and report() prints this rank alone"
             )
-            for _, ranks in found:
-                ranks.group.announce(text)  # the others may wait for its message
+            for _, calls in found:
+                calls.group.announce(text)  # the others may wait for its message
             raise RuntimeError(text)
-        ((attachment, ranks),) = found
+        ((attachment, calls),) = found
         attachment.refresh()
-        with ranks.group.announcing():
-            texts = ranks.group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
-        if ranks.group.rank == 0:
+        with calls.group.announcing():
+            texts = calls.group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
+        if calls.group.rank == 0:
             self.report(console, steps=steps)
             print_ranks([json.loads(text) for text in texts], console)
 
