@@ -162,8 +162,8 @@ class Profile:
         found = [(each, engine.calls) for each, engine in self._attached() if engine.calls is not None]
         if len(found) != 1:
             text = (
-                "report_ranks() is for one open optimizer with a process_group or a sharded model, and this profile has "
-                f"{len(found)}; profile(optimizer) records one, and report() prints this rank alone"
+                "report_ranks() is for one open optimizer with a process_group or a sharded model, and this profile "
+                f"has {len(found)}; profile(optimizer) records one, and report() prints this rank alone"
             )
             for _, calls in found:
                 calls.group.announce(text)  # the others may wait for its message
