@@ -179,7 +179,13 @@ def closed_behind(optimizer: ZenFlowAdamW, found: list[Tensor]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", [*RESHARDED, "zenflow"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("re-selecting", "late") else pytest.mark.long)
+        for name in (*RESHARDED, "zenflow")
+    ],
+)
 @pytest.mark.parametrize(
     ("there", "back"),
     [

@@ -15,13 +15,14 @@ from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 
 pytestmark = pytest.mark.timeout(180)
+IN_FP32 = pytest.param(torch.float32, marks=pytest.mark.long)
 
 
 def mixed(reduce: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
-@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("reduce", [IN_FP32, pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_mixed_precision_equals_adamw(two_ranks: RankProcesses, policy: str, reduce: torch.dtype | None) -> None:
     """Both compute with the same bf16 weights as long as their fp32 weights round alike."""
@@ -32,7 +33,7 @@ def test_mixed_precision_equals_adamw(two_ranks: RankProcesses, policy: str, red
     assert difference(results[0], expected) < EXACT
 
 
-@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [IN_FP32, torch.bfloat16])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_mixed_windows_are_bitwise_equal(two_ranks: RankProcesses, name: str, reduce: torch.dtype) -> None:
     settings: dict[str, Any] = {"steps": 24, "clip": 0.1, "mp_policy": mixed(reduce)}

@@ -227,7 +227,7 @@ def trained(rank: int, options: dict[str, Any] | None, name: str, steps: int) ->
     return weights
 
 
-@pytest.mark.parametrize("policy", ["zero_offload", "zenflow"])
+@pytest.mark.parametrize("policy", [pytest.param("zero_offload", marks=pytest.mark.long), "zenflow"])
 @pytest.mark.parametrize("name", CASES)
 def test_case_equals_adamw(two_ranks: RankProcesses, name: str, policy: str) -> None:
     results = two_ranks.call(trained, ALL_POLICIES[policy], name, 6)
@@ -235,7 +235,7 @@ def test_case_equals_adamw(two_ranks: RankProcesses, name: str, policy: str) -> 
     assert difference(results[0], two_ranks.call(trained, None, name, 6)[0]) < EXACT
 
 
-@pytest.mark.parametrize("windows", ["re-selecting", "late"])
+@pytest.mark.parametrize("windows", ["re-selecting", pytest.param("late", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["nested", "tied", "columns", "accumulating whole", "replicas accumulating"])
 def test_case_keeps_windows_equal(two_ranks: RankProcesses, name: str, windows: str) -> None:
     results = two_ranks.call(trained, WINDOWED[windows], name, 13)
