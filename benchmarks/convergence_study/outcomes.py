@@ -34,7 +34,8 @@ class Outcomes:
     def read(cls, out: Path | None = None) -> Outcomes:
         """Read the outcomes of earlier runs, if there are any."""
         path = out or common.RESULTS / f"{NAME}.json"
-        return cls(json.loads(path.read_text())["rows"] if path.is_file() else (), out)
+        rows = json.loads(path.read_text())["rows"] if path.is_file() else ()
+        return cls([row | {key: _completed(row[key]) for key in ("config", "start")} for row in rows], out)
 
     def find(self, run: Run) -> dict[str, Any] | None:
         """The row of ``run``, None before it has run with these settings."""
@@ -59,6 +60,11 @@ class Outcomes:
             for row in self._rows
             if row["model"] != model or (row["rule"] not in rules and row["start"] not in dropped)
         ]
+
+
+def _completed(settings: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Settings that were saved, with those that came later, whose defaults change nothing."""
+    return None if settings is None else TrainConfig(**settings).trajectory()
 
 
 def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, Any]:
