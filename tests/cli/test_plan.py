@@ -116,10 +116,35 @@ def test_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:
     node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
     (note,) = answer(node, capsys)["notes"]
-    assert note.startswith("What the 4 devices send each other is not simulated; ")
+    assert note.startswith("One of the 4 devices is simulated, with an equal share of the optimizer state")
     assert main.main(node) == 0
     assert note in " ".join(capsys.readouterr().out.split())
     assert answer([*node, "--devices", "1"], capsys)["notes"] == []
+
+
+def test_nodes_share_the_work_over_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--params", "3e8", "--hardware", "8xh100-80g", "--tokens", "1024", "--policy", "zero_offload"]
+    one, four = answer(plan, capsys), answer([*plan, "--nodes", "4"], capsys)
+    assert (one["nodes"], one["devices"], four["nodes"], four["devices"]) == (1, 8, 4, 32)
+    sent = {name: each["sent"] for name, each in one["exchanges"].items()}
+    assert sent["sharded"] > sent["all_reduce"] == sent["whole_weights"]
+    weights = 2 * one["parameters"]
+    assert sent["all_reduce"] == pytest.approx(2 * weights * 7 / 8)
+    assert four["exchanges"]["all_reduce"]["sent"] == pytest.approx(2 * weights * 31 / 32)
+    assert four["exchanges"]["sharded"]["to_host"] == pytest.approx(one["exchanges"]["sharded"]["to_host"] / 4)
+    assert main.main([*plan, "--nodes", "4"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "32 devices on 4 nodes" in printed
+    assert f"fully_shard {four['exchanges']['sharded']['sent'] / 1e9:.1f}" in printed
+    assert answer([*plan, "--devices", "1"], capsys)["exchanges"] == {}
+
+
+def test_nodes_must_be_connected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["plan", "--params", "3e8", "--hardware", "gh200", "--nodes", "2"])
+    assert "network_bandwidth=None of hardware 'gh200'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="nodes=0"):
+        zf.plan("llama2-7b", "8xh100-80g", nodes=0)
 
 
 def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.hardware_catalog import HARDWARE, hardware
 
-NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "devices", "sources")]
+UNSOURCED = ("name", "nodes", "devices", "sources")
+NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name not in UNSOURCED]
 
 
 @pytest.mark.parametrize("machine", HARDWARE.values(), ids=list(HARDWARE))
@@ -51,3 +52,20 @@ def test_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
 def test_name_without_a_near_one_lists_all() -> None:
     with pytest.raises(ValueError, match=r"is not known\. There are 4xa100-40g-pcie4, "):
         hardware("abacus")
+
+
+def test_nodes_add_up_and_the_network_is_slowest() -> None:
+    node = hardware("8xh100-80g")
+    four = node.across(4)
+    assert (four.nodes, four.devices, four.cores) == (4, 32, 4 * node.cores)
+    assert (four.host_bytes, four.host_bandwidth) == (4 * node.host_bytes, 4 * node.host_bandwidth)
+    assert four.disk_read == 4 * 8 * 6.8e9
+    assert four.workers == node.workers
+    assert four.peer_bandwidth == node.network_bandwidth < (node.peer_bandwidth or 0)
+    assert (four.link_to_host, four.device_bytes) == (node.link_to_host, node.device_bytes)
+    assert node.across(1) is node
+
+
+def test_nodes_need_a_network() -> None:
+    with pytest.raises(ValueError, match=r"network_bandwidth=None of hardware 'gh200' .* nodes=2"):
+        hardware("gh200").across(2)

@@ -16,6 +16,9 @@ from torch.nn import functional as F
 from tests.ranks.models import OFFLOAD, as_rank
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance.rank_traffic import Exchange, rank_traffic
+from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.host.cores import Core
 from zenflow_compile.runtime.host.local_ranks import LocalRanks, local_ranks
 
@@ -69,6 +72,19 @@ def test_only_changed_slices_are_gathered(two_ranks: RankProcesses) -> None:
             assert sent["message"] <= 2 * 2048
         assert selections == 3, "one at first, and one per matrix when its first window was flushed"
     assert sum(sent["all_gather"] > matrix // 2 for sent in steps) >= 4
+
+
+def test_counted_bytes_are_those_of_the_model(two_ranks: RankProcesses) -> None:
+    """Of the last four steps, which are as long as an update window, and in which no selection changes."""
+    options = {"topk_ratio": 0.25, "update_interval": 4}
+    specs = [ParamSpec(name, tuple(param.shape), param.dtype) for name, param in model().named_parameters()]
+    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), 2, Exchange.CHANGED_SLICES)
+    for steps, *_ in two_ranks.call(counted, options, 9):
+        last = steps[-4:]
+        assert sum(sent["reduce_scatter"] for sent in last) == 4 * expected.reduced
+        assert sum(sent["all_gather"] for sent in last) == 4 * expected.gathered / 2, "a rank puts in its half"
+        norms = 2 * FP32
+        assert all(sent["all_reduce"] - norms >= expected.all_reduced for sent in last)
 
 
 def test_ranks_divide_state_and_cores(two_ranks: RankProcesses) -> None:

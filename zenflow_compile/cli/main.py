@@ -64,8 +64,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="FLOP/s of training on measured hardware (default: those of a matrix product)",
     )
     parser.add_argument("--device-bytes", type=float, metavar="B", help="memory of a device (the hardware's)")
-    parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of the node (the hardware's)")
-    parser.add_argument("--devices", type=int, metavar="N", help="devices in use (all of the hardware's)")
+    parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of a node (the hardware's)")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices of a node in use (all of the hardware's)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="equal nodes, connected by a network (1)")
     parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and step ({_TOKENS})")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sequence (the model's context)")
     parser.add_argument("--dtype", metavar="{bf16,fp16,fp32}", help="of the weights (the model's own, or bf16)")

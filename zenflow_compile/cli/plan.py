@@ -31,8 +31,8 @@ _OPTIONS = (
 )  # fmt: skip
 
 _SCENARIO = (
-    "tokens", "sequence", "dtype", "devices", "policy", "implicit", "recompute", "epoch_tokens", "device_bytes",
-    "host_bytes",
+    "tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens",
+    "device_bytes", "host_bytes",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zenflow_compile.checks.printable import printable
+from zenflow_compile.performance.rank_traffic import Exchange
 from zenflow_compile.prediction.forecast import Forecast
 from zenflow_compile.prediction.predict import Prediction
 from zenflow_compile.prediction.scenario import SOME_DISK, Scenario
@@ -29,6 +30,8 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
     console.print(memory(prediction.forecasts))
     shown = prediction.shown
     console.print(breakdown(shown, prediction))
+    if prediction.exchanges:
+        console.print(exchanged(shown, prediction))
     if prediction.recommended is None:
         console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {_missing(shown)}."))
         return
@@ -44,6 +47,8 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
 def heading(asked: Scenario) -> str:
     """The scenario, in a sentence."""
     devices = "1 device" if asked.hardware.devices == 1 else f"{asked.hardware.devices} devices"
+    if asked.hardware.nodes > 1:
+        devices += f" on {asked.hardware.nodes} nodes"
     sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
     form = "without" if asked.in_backward else "with"
     return (
@@ -74,7 +79,7 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
 
 def memory(forecasts: Sequence[Forecast]) -> Table:
     """Memory, a row per policy, and whether it fits."""
-    table = _table("Memory, GB", "Device: of one device. Host and disk: of the node. Activations are an estimate.")
+    table = _table("Memory, GB", "Device: of one device. Host and disk: of all nodes. Activations are an estimate.")
     table.add_column("policy", no_wrap=True)
     for column in ("device", "host", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -107,6 +112,29 @@ def breakdown(each: Forecast, prediction: Prediction) -> Table:
         if parts:
             table.add_row(memory, f"{_gb(sum(items.values()))} of {available}", parts)
     return table
+
+
+def exchanged(each: Forecast, prediction: Prediction) -> Table:
+    """What the devices send with the options of one policy, a row per way of sharing the work."""
+    table = _table(
+        f"Sent per step with {each.title}, GB",
+        "By one device: to other devices, and over its link to the host. Times are those of process_group=.",
+    )
+    table.add_column("sharing", no_wrap=True)
+    for column in ("to devices", "to host", "from host"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for exchange, name in _SHARING.items():
+        sent = prediction.exchanges[exchange]
+        table.add_row(name, *(_gb(size) for size in (sent.sent, sent.to_host, sent.to_device)))
+    return table
+
+
+_SHARING = {
+    Exchange.CHANGED_SLICES: "process_group=",
+    Exchange.SHARDED: "fully_shard",
+    Exchange.WHOLE_WEIGHTS: "ZeRO-2, whole weights",
+    Exchange.ALL_REDUCE: "DDP, an optimizer each",
+}
 
 
 def _missing(each: Forecast) -> str:

@@ -22,6 +22,7 @@ _PINNED_PCIE4 = (
     "PCIe 4.0 x16 carries 31.5e9 each way (PCI-SIG), pinned copies about 0.8 of that (assumption)",
 )
 _PINNED_PCIE5 = "Deep Optimizer States (Middleware '24): B = 55 GB/s per GPU for its 4x H100; PCIe 5.0 x16 carries 63e9"
+_NDR = "NVIDIA DGX H100 datasheet: a 400 Gb/s ConnectX-7 for each of 8 GPUs"
 _HALF_DUPLEX = "NVLink datasheet figure counts both directions; half of it"
 
 
@@ -61,6 +62,7 @@ _NAMED = (
         link_to_host=(55e9, _PINNED_PCIE5),
         link_to_device=(55e9, _PINNED_PCIE5),
         peer_bandwidth=(450e9, f"NVIDIA H100 datasheet: NVLink 900 GB/s; {_HALF_DUPLEX}"),
+        network_bandwidth=(50e9, f"assumption, as in a larger node: {_NDR}"),
         host_bytes=(512 * 2**30, "assumption: 16 DIMMs of 32 GiB"),
         host_bandwidth=(
             _STREAM * 16 * 38.4e9,
@@ -71,6 +73,28 @@ _NAMED = (
         disk_read=(6.8e9, "assumption: one PCIe 4.0 data centre SSD"),
         disk_write=(4.0e9, "assumption: the same"),
         disk_bytes=(3.8e12, "assumption: the same, 3.84 TB"),
+    ),
+    _machine(
+        "8xh100-80g",
+        devices=8,
+        device_flops=(989e12, "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bf16, dense"),
+        utilization=(0.4, _LLAMA3_H100),
+        device_bytes=(80e9, "NVIDIA H100 datasheet, 80 GB"),
+        device_bandwidth=(3350e9, "NVIDIA H100 datasheet, SXM: 3.35 TB/s"),
+        link_to_host=(55e9, _PINNED_PCIE5),
+        link_to_device=(55e9, _PINNED_PCIE5),
+        peer_bandwidth=(450e9, f"NVIDIA H100 datasheet: NVLink 900 GB/s; {_HALF_DUPLEX}"),
+        network_bandwidth=(50e9, _NDR),
+        host_bytes=(2e12, "NVIDIA DGX H100 datasheet: 2 TB"),
+        host_bandwidth=(
+            _STREAM * 16 * 38.4e9,
+            f"the same: 2x Xeon Platinum 8480C, 8 channels DDR5-4800 each, 16 x 38.4e9; {_DDR}",
+        ),
+        cores=(112, "the same: 112"),
+        adam_per_core=_ADAM,
+        disk_read=(8 * 6.8e9, "assumption: eight PCIe 4.0 data centre SSDs in RAID 0"),
+        disk_write=(8 * 4.0e9, "assumption: the same"),
+        disk_bytes=(8 * 3.84e12, "NVIDIA DGX H100 datasheet: 8 SSDs of 3.84 TB"),
     ),
     _machine(
         "4xv100-32g",

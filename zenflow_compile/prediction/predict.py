@@ -10,6 +10,7 @@ from typing import Any
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape
+from zenflow_compile.performance.rank_traffic import Exchange, RankTraffic, rank_traffic
 from zenflow_compile.prediction.auto_policy import compare, recommended, resolve_stride
 from zenflow_compile.prediction.forecast import Forecast, forecast, node_plan
 from zenflow_compile.prediction.scenario import SOME_DISK, Scenario, scenario_of
@@ -29,6 +30,15 @@ class Prediction:
     def shown(self) -> Forecast:
         """The forecast to break down, explain and trace: the recommended one, or the nearest to fitting."""
         return self.recommended or min(self.forecasts, key=lambda each: each.missing_bytes)
+
+    @property
+    def exchanges(self) -> dict[Exchange, RankTraffic]:
+        """What the devices send with the options of ``shown``, by way of sharing the work; empty for one device."""
+        devices = self.scenario.hardware.devices
+        if devices == 1:
+            return {}
+        plan = node_plan(Options.from_keywords(**self.shown.options), self.scenario)
+        return {exchange: rank_traffic(plan, devices, exchange) for exchange in Exchange}
 
     @property
     def exactness(self) -> str | None:
@@ -60,11 +70,16 @@ class Prediction:
             "parameters": asked.model.numel,
             "dtype": asked.dtype,
             "hardware": asked.hardware.name,
+            "nodes": asked.hardware.nodes,
             "devices": asked.hardware.devices,
             "tokens": asked.tokens,
             "sequence": asked.model.context,
             "implicit": asked.in_backward,
             "policies": [each.as_dict() | {"options": _given(each.options)} for each in self.forecasts],
+            "exchanges": {
+                str(exchange): {"sent": each.sent, "to_host": each.to_host, "to_device": each.to_device}
+                for exchange, each in self.exchanges.items()
+            },
             "recommended": None if best is None else _given(best.options),
             "notes": [note for note in notes if note is not None],
         }
@@ -83,6 +98,7 @@ def plan(
     sequence: int | None = None,
     dtype: str | None = None,
     devices: int | None = None,
+    nodes: int = 1,
     policy: str = "auto",
     implicit: bool = False,
     recompute: bool = False,
@@ -100,20 +116,22 @@ def plan(
         sequence: tokens of a sequence, which attention runs over; None takes the model's context, or all ``tokens``
             if these are fewer.
         dtype: of the weights, ``"bf16"``, ``"fp16"`` or ``"fp32"``; None takes the model's own, bf16 where it has none.
-        devices: of the node, in use; None takes all. Each owns an equal share of the optimizer state. This version
-            predicts several devices and trains on one.
+        devices: of a node, in use; None takes all. Each owns an equal share of the optimizer state.
+        nodes: equal ones, connected by the hardware's ``network_bandwidth``.
         policy: one, or ``"auto"`` for all.
         implicit: updates run in the backward, without an optimizer object; else gradients are final at ``step()``,
             which leaves the host the next forward. With ``max_grad_norm`` they always are.
         recompute: activations are computed again in the backward.
         epoch_tokens: of an epoch, over all devices, for its hours.
-        device_bytes, host_bytes: memory of a device, of the node; None takes the hardware's.
+        device_bytes, host_bytes: memory of a device, of a node; None takes the hardware's.
         options: of ``ZenFlowAdamW``.
 
     Returns:
-        ``model``, ``parameters``, ``dtype``, ``hardware``, ``devices``, ``tokens``, ``sequence``, ``implicit``;
-        ``policies``, a dict per policy with the fields of ``prediction.forecast.Forecast``; ``recommended``, options
-        to pass on, or None if no policy fits; and ``notes``, sentences on the recommended run.
+        ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
+        ``sequence``, ``implicit``; ``policies``, a dict per policy with the fields of ``prediction.forecast.Forecast``;
+        ``exchanges``, bytes that a device sends per step by way of sharing the work, see
+        ``performance.rank_traffic.Exchange``; ``recommended``, options to pass on, or None if no policy fits; and
+        ``notes``, sentences on the recommended run.
 
     Raises:
         TypeError: a value is of the wrong type, or an option is unknown.
@@ -126,6 +144,7 @@ def plan(
         sequence=sequence,
         dtype=dtype,
         devices=devices,
+        nodes=nodes,
         policy=policy,
         implicit=implicit,
         recompute=recompute,
@@ -146,6 +165,7 @@ def simulate(
     dtype: str | None = None,
     steps: int | None = None,
     devices: int | None = None,
+    nodes: int = 1,
     implicit: bool = False,
     recompute: bool = False,
     **options: Any,
@@ -164,6 +184,7 @@ def simulate(
         sequence=sequence,
         dtype=dtype,
         devices=devices,
+        nodes=nodes,
         implicit=implicit,
         recompute=recompute,
         **options,

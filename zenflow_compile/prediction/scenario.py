@@ -66,8 +66,8 @@ class Scenario:
         if self.hardware.devices == 1:
             return None
         return (
-            f"What the {self.hardware.devices} devices send each other is not simulated; each of them owns an equal "
-            "share of the optimizer state."
+            f"One of the {self.hardware.devices} devices is simulated, with an equal share of the optimizer state and "
+            "of the host; it sends gradients and gets changed weights in rings, as with process_group=."
         )
 
 
@@ -79,6 +79,7 @@ def scenario_of(
     sequence: int | None = None,
     dtype: str | None = None,
     devices: int | None = None,
+    nodes: int = 1,
     policy: str = "zenflow",
     implicit: bool = False,
     recompute: bool = False,
@@ -94,9 +95,10 @@ def scenario_of(
     count = check_integer("tokens", tokens, 1)
     shape = _model(model, None if dtype is None else DTYPES[check_choice("dtype", dtype, tuple(DTYPES))])
     machine = _machine(hardware)
+    hosts = check_integer("nodes", nodes, 1)
     return Scenario(
         model=replace(shape, context=_sequence(sequence, count, shape)),
-        hardware=_in_use(machine, devices, device_bytes, host_bytes),
+        hardware=_in_use(machine, devices, device_bytes, host_bytes).across(hosts),
         policy=policy,
         options=_options(policy, machine, options),
         tokens=count,
