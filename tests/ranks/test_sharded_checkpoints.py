@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,3 +261,44 @@ def load_damaged(rank: int, kind: str, options: dict[str, Any], folder: str) -> 
     steps(model, optimizer, SAVED_AT, STEPS, rank, 2)
     optimizer.close()
     return str(refused.value)
+
+
+def save_beside_training(rank: int, options: dict[str, Any], folder: str, dies: int | None) -> list[Tensor]:
+    """Save in each step while training goes on; rank 1 is gone in step ``dies``, in the middle of a save."""
+    model, optimizer = made("sharded 2", options, folder, rank)
+    group = dist.new_group()  # the saving thread's messages must not mix with those of training
+    saving: Any = None
+    for step in range(STEPS):
+        steps(model, optimizer, step, step + 1, rank, 2)
+        if saving is not None:
+            saving.result()
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state}
+        saving = dcp.async_save(content, checkpoint_id=f"{folder}/step-{step + 1:02d}", process_group=group)
+        if rank == 1 and step == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+    saving.result()
+    return ended(model, optimizer)
+
+
+def resume_last(rank: int, options: dict[str, Any], folder: str) -> tuple[int, list[Tensor]]:
+    """The step of the last whole checkpoint, and the weights at the end of a run that goes on from there."""
+    last = max(path.parent for path in Path(folder).glob("step-*/.metadata"))
+    step = int(last.name.removeprefix("step-"))
+    model, optimizer = made("sharded 2", options, folder, rank)
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(content, checkpoint_id=str(last))
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    steps(model, optimizer, step, STEPS, rank, 2)
+    return step, ended(model, optimizer)
+
+
+@pytest.mark.parametrize("dies", [pytest.param(2, marks=pytest.mark.long), 7])
+@pytest.mark.parametrize("name", [pytest.param("late", marks=pytest.mark.long), "re-selecting"])
+def test_asynchronous_saves_survive_a_kill(two_ranks: RankProcesses, name: str, dies: int, tmp_path: Path) -> None:
+    whole_run, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = two_ranks.call(save_beside_training, WINDOWED[name], str(whole_run), None)[0]
+    two_ranks.outcomes(save_beside_training, WINDOWED[name], str(killed), dies)
+    step, found = two_ranks.call(resume_last, WINDOWED[name], str(killed))[0]
+    assert step in (dies, dies + 1)
+    assert difference(expected, found) == 0.0
