@@ -153,7 +153,8 @@ def flushed_state(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
     found = list(weights.values())
     for _, entry in sorted(state["state"].items()):
         found += [entry[key] for key in ("master", "exp_avg", "exp_avg_sq") if key in entry]
-    return [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in found]
+    # Of one rank, full_tensor() is the weight itself, which training goes on to change.
+    return [(each.full_tensor() if isinstance(each, DTensor) else each).clone() for each in found]
 
 
 def save_as(rank: int, kind: str, options: dict[str, Any], folder: str) -> list[Tensor]:
