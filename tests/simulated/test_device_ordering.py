@@ -8,8 +8,10 @@ import threading
 import pytest
 import torch
 
+from tests.simulated.accelerator import SimulatedStreams
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Delays, Event, Simulator, Stream
+from zenflow_compile.runtime.device.stream_order import StreamOrder
 
 LATE = Delays(by_order={1: 0.98})
 MOST_WRONG = 5  # of 6 runs, at least
@@ -51,6 +53,57 @@ def test_generic_streams_and_events_are_ordered(simulator: Simulator) -> None:
         event.wait(torch.accelerator.current_stream())
         assert (written * 2).cpu().eq(4).all()
         assert event.query()
+
+
+@pytest.mark.parametrize("late", ["step", "forward"])
+@in_simulator
+def test_reader_of_shards_follows_the_step_alone(simulator: Simulator, late: str) -> None:
+    """FSDP2 reads shards in a stream of its own, ahead of what the forward has queued."""
+    flag, source = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.ones(64, device=simulator.device)
+    torch.accelerator.synchronize()
+    order, side, compute = StreamOrder(SimulatedStreams()), Stream(), Stream(handle=0)
+    order.follow()
+    if late == "step":
+        simulator.wait_value(compute, flag.data_ptr(), 1)
+    updated = source + 1
+    order.end_step()
+    if late == "forward":
+        simulator.wait_value(compute, flag.data_ptr(), 1)
+    with side:
+        order.follow_step()
+        read = updated * 2
+        ended = Event()
+        ended.record(side)
+    if late == "forward":
+        ended.synchronize()  # the forward is still under way
+    else:
+        assert not ended.query()
+    flag[0] = 1
+    order.follow()  # of the compute stream: behind the reader
+    assert bool((read + 1).cpu().eq(5).all())
+
+
+@in_simulator
+def test_shards_follow_work_behind_the_step(simulator: Simulator) -> None:
+    """A reader in a third stream waits for the second one, which may have used engine memory since the step."""
+    flag, source = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.ones(64, device=simulator.device)
+    torch.accelerator.synchronize()
+    order, second, third = StreamOrder(SimulatedStreams()), Stream(), Stream()
+    order.end_step()
+    with second:
+        order.follow_step()
+        simulator.wait_value(second, flag.data_ptr(), 1)
+        written = source + 1
+    with third:
+        order.follow_step()
+        read = written * 2
+        ended = Event()
+        ended.record(third)
+    assert not ended.query()
+    flag[0] = 1
+    ended.synchronize()
+    order.follow()
+    assert bool(read.cpu().eq(4).all())
 
 
 @in_simulator

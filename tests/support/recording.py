@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.planning.partition import divide
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.shard_hooks import Removable
 
 _ids = itertools.count(1000)
 
@@ -96,7 +96,7 @@ class RecordingEngine:
 
     def check_unchanged(self) -> None: ...
 
-    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None: ...
+    def keep_hooks(self, hooks: Iterable[Removable]) -> None: ...
 
     def offloaded(self) -> list[int]:
         return [param.index for param in self.plan.params if param.offloaded]

@@ -5,8 +5,8 @@ Order of a training step, for graph nodes and for hooks on ``.grad``:
 1. backward: ``offload_gradients`` for every offloaded gradient that autograd was asked for;
 2. optimizer step (``step_runner.py``): ``begin_update`` takes all gradients, ``update_parameters`` runs for all
    offloaded parameters, ``end_update`` updates resident parameters and advances the step;
-3. next forward: ``fetch_parameters_`` before first uses. Updates of gradients that came through hooks are applied in
-   ``end_update``.
+3. next forward: ``fetch_parameters_`` before first uses, or ``before_unshard`` before FSDP2 gathers shards. Other
+   updates of gradients that came through hooks are applied in ``end_update``.
 """
 
 from __future__ import annotations
@@ -294,6 +294,8 @@ class Engine(StepRunner):
         Raises:
             RuntimeError: an update of the weight was in flight, so that the gradient belongs to old weights.
         """
+        if isinstance(offloaded.param, LocalShard):
+            return  # FSDP2 says when it gathers weights; one that stayed gathered over a step has not seen its update
         offloaded.uses_unknown = True
         in_flight = offloaded.due(self.step) or offloaded.arriving is not None
         if offloaded.returned != self.backward.task and in_flight:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.runtime import errors, ops
+from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
@@ -110,7 +109,7 @@ class OptimizerRuntime:
         self.failure: BaseException | None = None
         self._closing = False  # close() has begun; after an interrupt in it only another close() may follow
         self._finished = False  # in close(): all work has ended
-        self._module_hooks: list[RemovableHandle] = []
+        self._module_hooks: list[shard_hooks.Removable] = []
         self._min_window = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
         self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
@@ -149,8 +148,11 @@ class OptimizerRuntime:
         """
         if self.params:
             self.synchronize()
+        known = len(self.params)
         self.registry.add(named, first_group)
         self.schedule.make_room(len(self.params))
+        if self.shards is not None:
+            self.keep_hooks(shard_hooks.hook_shards(self.registry.given[known:], self.id))
         if self.ranks is not None:
             self.ranks.reduction.parameters_changed()
 
@@ -218,7 +220,7 @@ class OptimizerRuntime:
         self.used = True
         self.holders.remember(models, {id(param): index for index, param in enumerate(self.registry.given)})
 
-    def keep_hooks(self, hooks: Iterable[RemovableHandle]) -> None:
+    def keep_hooks(self, hooks: Iterable[shard_hooks.Removable]) -> None:
         """Remove these hooks of modules in ``close()``."""
         self._module_hooks += hooks
 
@@ -297,6 +299,33 @@ class OptimizerRuntime:
                 only = {index for param in params if (index := self.index_of(param)) is not None}
             with torch_private.outside_of_transforms():
                 self.uploads.apply_due(self.step, only)
+
+    def before_unshard(self, sharded: Sequence[Tensor]) -> None:
+        """Make due updates of parameters that FSDP2 is about to gather visible, and start the uploads that follow.
+
+        Raises:
+            RuntimeError: see ``apply_due``.
+        """
+        if self.in_child:
+            self._check_weights_in_child()
+            return
+        if self.failure is not None or self._closing:
+            self._check()
+        chosen = [self.offloaded[p] for each in sharded if (p := self.index_of(each)) in self.offloaded]
+        if torch_private.current_graph_task() == -1:  # weights are gathered for backwards, too
+            self.uploads.extend_order([offloaded.plan.index for offloaded in chosen])
+            if self.recorder.timeline is not None and torch.is_grad_enabled():
+                self.recorder.begin_phase("forward")
+        for offloaded in chosen:
+            offloaded.uses += 1
+        if not any(offloaded.host.flushed for offloaded in chosen):
+            return
+        if self.order is not None:
+            self.order.follow_step()
+        with self.announcing(), torch_private.outside_of_transforms():
+            for offloaded in chosen:
+                self.registry.follow_storage(offloaded.plan.index)
+                self.uploads.before_use(offloaded, self.step)
 
     def apply_in_step(self) -> None:
         """Apply due updates in ``step()`` from now on: code without a fetch, and without a hook of ours, reads the

@@ -219,6 +219,8 @@ class StepRunner(OptimizerRuntime):
         if self.recorder.timeline is not None:
             self.recorder.end_step()
         self.recorder.step = self.step
+        if self.order is not None and self.shards is not None:
+            self.order.end_step()
 
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""

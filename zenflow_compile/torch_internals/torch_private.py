@@ -9,7 +9,7 @@ import ctypes
 import enum
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import profiler as _profiler
 
 _T = TypeVar("_T")
@@ -265,17 +265,89 @@ def sharded_along(like: Any, local: Tensor, shape: tuple[int, ...], dim: int) ->
     return made
 
 
-def sharded_by_fully_shard(params: Sequence[Tensor]) -> bool:
-    """Whether ``fully_shard`` manages all of ``params``. Seen in torch 2.11 and 2.13."""
+def _fully_sharded_groups() -> Iterator[Any]:
+    """The groups of parameters that ``fully_shard`` gathers together, of all models. Seen in torch 2.11 and 2.13."""
     from torch.distributed._composable_state import _module_state_mapping
 
-    missing = {id(param) for param in params}
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            missing -= {id(each.sharded_param) for each in getattr(group, "fsdp_params", ())}
+        yield from (group for group in groups if group is not None)
+
+
+def sharded_by_fully_shard(params: Sequence[Tensor]) -> bool:
+    """Whether ``fully_shard`` manages all of ``params``. Seen in torch 2.11 and 2.13."""
+    missing = {id(param) for param in params}
+    for group in _fully_sharded_groups():
+        missing -= {id(each.sharded_param) for each in group.fsdp_params}
     return not missing
+
+
+def modules_with_shards(params: Sequence[Tensor]) -> list[nn.Module]:
+    """The modules that hold ``params``, which ``fully_shard`` manages. Seen in torch 2.11 and 2.13."""
+    wanted = {id(param) for param in params}
+    infos = [each._module_info for group in _fully_sharded_groups() for each in group.fsdp_params
+             if id(each.sharded_param) in wanted]  # fmt: skip
+    held = [module for info in infos for module in (info.module, *info.shared_modules)]
+    return list({id(module): module for module in held}.values())
+
+
+class _ListenedUnshard:
+    """``FSDPParamGroup.unshard`` of one group, which calls listeners first. Seen in torch 2.13."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.listeners: list[Callable[[Sequence[Tensor]], None]] = []
+
+    def __call__(self, async_op: bool = False) -> None:
+        group = self._group
+        with self._stream(async_op):
+            for listener in list(self.listeners):
+                listener([each.sharded_param for each in group.fsdp_params])
+        type(group).unshard(group, async_op)
+
+    def _stream(self, async_op: bool) -> AbstractContextManager[object]:
+        """The stream that copies the shards into what is sent."""
+        group = self._group
+        if not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # before the first forward
+            return nullcontext()
+        stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+        context: AbstractContextManager[object] = group.device_handle.stream(stream)
+        return context
+
+
+class UnshardHandle:
+    """Ends the calls of one listener."""
+
+    def __init__(self, group: Any, listener: Callable[[Sequence[Tensor]], None]) -> None:
+        self._group, self._listener = group, listener
+
+    def remove(self) -> None:
+        """Idempotent."""
+        listened: _ListenedUnshard | None = self._group.__dict__.get("unshard")
+        if listened is not None and self._listener in listened.listeners:
+            listened.listeners.remove(self._listener)
+            if not listened.listeners:
+                del self._group.unshard
+
+
+def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Tensor]], None]) -> list[UnshardHandle]:
+    """Have FSDP2 call ``listener(sharded_params)`` before it reads the shards of a group that has one of ``params``.
+
+    On a device with streams the call is in the stream that reads them. A listener that a group has (``==``) is not
+    added again.
+    """
+    wanted, handles = {id(param) for param in params}, []
+    for group in _fully_sharded_groups():
+        if wanted.isdisjoint(id(each.sharded_param) for each in group.fsdp_params):
+            continue
+        listened = group.__dict__.get("unshard")
+        if listened is None:
+            listened = group.unshard = _ListenedUnshard(group)
+        if listener not in listened.listeners:
+            listened.listeners.append(listener)
+            handles.append(UnshardHandle(group, listener))
+    return handles
 
 
 def adds_to_sharded_grad() -> bool:

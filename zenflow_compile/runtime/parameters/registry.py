@@ -192,6 +192,11 @@ class ParamRegistry:
             if (param.dtype, param.shape, param.device) != layout:
                 errors.refuse_changed(param, self.plan.params[index], self._device)
 
+    def follow_storage(self, index: int) -> None:
+        """Take over the memory of a sharded parameter, if that was replaced."""
+        if isinstance(shard := self.params[index], LocalShard):
+            shard.follow()
+
     def check_storage(self, index: int, param: Tensor) -> None:
         """Check that ``param``, which a graph passed, is parameter ``index``: a graph never sees updates of a copy.
 

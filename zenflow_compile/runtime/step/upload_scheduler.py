@@ -48,6 +48,11 @@ class UploadScheduler:
             if p in self._registry.offloaded:
                 self._registry.offloaded[p].deadline = position
 
+    def extend_order(self, first_uses: Sequence[int]) -> None:
+        """Put those of these parameters that have no place in the order behind all that have one."""
+        if new := [p for p in first_uses if p not in self._order]:
+            self.declare_order(new)
+
     def by_deadline(self) -> list[OffloadedParam]:
         """All offloaded parameters by first use."""
         return sorted(self._registry.offloaded.values(), key=_DEADLINE)

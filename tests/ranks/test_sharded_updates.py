@@ -1,0 +1,293 @@
+"""Updates of shards become visible where FSDP2 gathers weights, and to everything that reads or loads a state dict."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
+
+from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
+from tests.ranks.sharded import sharded, whole
+from tests.ranks.test_sharded_references import CASES, Stack, blocks, trained
+from tests.ranks.test_training import assert_equal_ranks
+from tests.support.rank_processes import RankProcesses
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
+
+pytestmark = pytest.mark.timeout(180)
+
+EVERY_STEP = {**ALL_POLICIES["zenflow"], "host_kernel": "aten"}
+"""The deferred slices are updated in each step, by threads that run Python."""
+HELD = {"topk_ratio": 0.0, "update_interval": 1, "host_kernel": "aten", "min_offload_size": 1, "device_share": 0.0}
+
+
+def locals_of(model: nn.Module) -> list[Tensor]:
+    """Copies of this rank's shards, as they are."""
+    return [param.to_local().detach().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def held_updates() -> Iterator[threading.Event]:
+    """Let no host update end before the event is set."""
+    gate, kernel = threading.Event(), host_adam.AtenHostAdam
+    update = kernel.__call__
+
+    def late(*args: Any, **keywords: Any) -> Any:
+        assert gate.wait(20)
+        return update(*args, **keywords)
+
+    kernel.__call__ = late  # type: ignore[method-assign]
+    try:
+        yield gate
+    finally:
+        gate.set()
+        kernel.__call__ = update  # type: ignore[method-assign]
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank, 2)
+    return F.cross_entropy(model(x), y)
+
+
+def held(rank: int, overlap: bool) -> tuple[bool, bool, bool]:
+    """Whether ``step()`` returned while its update was held, and the shards before and behind the next unshard."""
+    model = sharded()
+    matrices = [param for param in model.parameters() if param.dim() > 1 and len(param) > 1]
+    options = {**HELD, "overlap_step": overlap}
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = optimizer_over(model, options, folder)
+        loss_of(model, 0, rank).backward()
+        before = [param.to_local().clone() for param in matrices]  # type: ignore[attr-defined]
+        with held_updates() as gate:
+            opener = threading.Timer(0.5, gate.set)
+            opener.start()
+            optimizer.step()
+            returned = not gate.is_set()
+            moved = not same(before, [param.to_local() for param in matrices])  # type: ignore[attr-defined]
+            gate.set()
+            opener.cancel()
+        loss_of(model, 1, rank)
+        seen = not any(
+            torch.equal(a, b.to_local())  # type: ignore[attr-defined]
+            for a, b in zip(before, matrices, strict=True)
+        )
+        optimizer.close()
+    return returned, moved, seen
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_step_waits_for_no_update_of_shards(two_ranks: RankProcesses, overlap: bool) -> None:
+    for returned, moved, seen in two_ranks.call(held, overlap):
+        assert returned is overlap
+        assert moved is not overlap
+        assert seen
+
+
+SHORT = ("nested", "tied", "unsharded early", "accumulating whole")
+
+
+@pytest.mark.parametrize("windows", ["re-selecting", pytest.param("late", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
+)
+def test_unshards_see_what_step_would_apply(two_ranks: RankProcesses, name: str, windows: str) -> None:
+    results = two_ranks.call(trained, WINDOWED[windows], name, 9)
+    assert_equal_ranks(results)
+    assert same(results[0], two_ranks.call(trained, {**WINDOWED[windows], "overlap_step": False}, name, 9)[0])
+
+
+def prepared(rank: int, overlap: bool, use: Callable[..., Any]) -> Any:
+    """What ``use`` returns: it is called behind a step whose updates are on their way."""
+    torch.manual_seed(0)
+    model: Any = Stack()
+    blocks(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, workers=1, **EVERY_STEP, overlap_step=overlap)
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = use(rank, model, optimizer)
+    optimizer.close()
+    return found
+
+
+def state_of_model(rank: int, model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    return [value.full_tensor() for value in model.state_dict().values()]
+
+
+def state_by_checkpoint(rank: int, model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    return [value.full_tensor() for value in get_model_state_dict(model).values()]  # type: ignore[union-attr]
+
+
+def state_of_block(rank: int, model: Any, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    return [value.full_tensor() for value in model.blocks[1].up.state_dict().values()]
+
+
+def evaluated(rank: int, model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    with torch.no_grad():
+        return [loss_of(model, 7, 0)]
+
+
+def inferred(rank: int, model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    with torch.inference_mode():
+        loss = loss_of(model, 7, 0)
+    loss_of(model, 8, rank).backward()
+    optimizer.step()
+    optimizer.flush()
+    return [loss.clone(), *whole(model)]
+
+
+def gathered_by_hand(rank: int, model: Any, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    model.blocks[1].unshard()
+    weights = [param.detach().clone() for param in model.blocks[1].parameters()]
+    model.blocks[1].reshard()
+    return weights
+
+
+def synchronized(rank: int, model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    optimizer.synchronize()
+    return whole(model)
+
+
+def loaded(rank: int, model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    """Loaded weights win over updates that are on their way, and training goes on from them."""
+    halved = {name: value * 0.5 for name, value in model.state_dict().items()}
+    loss_of(model, 3, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(halved)
+    for step in range(4, 6):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    return whole(model)
+
+
+def left_whole(rank: int, model: Any, optimizer: ZenFlowAdamW) -> list[Tensor]:
+    """Weights that stay gathered over a step do not see it, as with AdamW."""
+    model.set_reshard_after_backward(False)
+    for step in range(3, 6):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.set_reshard_after_backward(True)
+    loss_of(model, 6, rank).backward()
+    optimizer.step()
+    optimizer.flush()
+    return whole(model)
+
+
+USES = [
+    state_of_model, state_by_checkpoint, state_of_block, evaluated, inferred, gathered_by_hand, synchronized, loaded,
+    left_whole,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_readers_of_shards_see_updates(two_ranks: RankProcesses, use: Callable[..., Any]) -> None:
+    late, at_once = (two_ranks.call(prepared, overlap, use)[0] for overlap in (True, False))
+    assert same(late, at_once)
+
+
+def on_their_way(rank: int, model: Any, optimizer: ZenFlowAdamW) -> tuple[int, list[int]]:
+    """How many parameters have an update on its way behind a step, and their order."""
+    runtime: OptimizerRuntime = optimizer.engine
+    return sum(bool(each.host.flushed) for each in runtime.offloaded.values()), [
+        each.plan.index for each in runtime.uploads.by_deadline()
+    ]
+
+
+def test_uploads_follow_the_order_of_unshards(two_ranks: RankProcesses) -> None:
+    """The root has the embedding and the head, and gathers them first."""
+    flushed, order = two_ranks.call(prepared, True, on_their_way)[0]
+    assert flushed == len(order) > 4
+    of_root = (0, max(order))
+    assert order == [*of_root, *sorted(p for p in order if p not in of_root)]
+    assert two_ranks.call(prepared, False, on_their_way)[0][0] == 0
+
+
+def two_optimizers(rank: int) -> tuple[list[Tensor], int, int]:
+    """The weights that two optimizers over one group of weights train, and the groups that call listeners."""
+    model = uneven()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert isinstance(model, FSDPModule)
+    params = list(model.parameters())
+    optimizers = [ZenFlowAdamW(each, **ADAM, **EVERY_STEP) for each in (params[:5], params[5:])]
+    for step in range(4):
+        loss_of(model, step, rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    listened = listened_groups(model)
+    optimizers[0].close()
+    assert listened_groups(model) == listened
+    loss_of(model, 4, rank).backward()
+    optimizers[1].step()
+    optimizers[1].close()
+    return whole(model), listened, listened_groups(model)
+
+
+def listened_groups(model: Any) -> int:
+    groups = model._get_fsdp_state()._fsdp_param_groups
+    return sum("unshard" in vars(group) for group in groups)
+
+
+def test_two_optimizers_share_a_group_of_shards(two_ranks: RankProcesses) -> None:
+    results = two_ranks.call(two_optimizers)
+    assert_equal_ranks([weights for weights, _, _ in results])
+    assert [(listened, left) for _, listened, left in results] == [(1, 0), (1, 0)]
+
+
+def with_broken_host(rank: int) -> None:
+    """The host updates of rank 1 fail in the second step, and the loop goes on."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = uneven()
+    for child in (*model.children(), model):
+        fully_shard(child, mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, workers=1, **EVERY_STEP)
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(3):
+            if step == rank == 1:
+                patch.setattr(host_adam.AtenHostAdam, "__call__", _broken)
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _broken(*_: Any, **__: Any) -> None:
+    raise OSError("the memory of the host is broken")
+
+
+def test_failed_update_of_shards_raises_on_all(two_ranks: RankProcesses) -> None:
+    begin = time.monotonic()
+    other, own = two_ranks.outcomes(with_broken_host, timeout=60)
+    assert isinstance(own, RuntimeError)
+    assert "the memory of the host is broken" in "".join(traceback.format_exception(own))
+    assert isinstance(other, Exception)
+    assert time.monotonic() - begin < 20
+
+
+def test_sharded_runs_are_as_exact_as_before(two_ranks: RankProcesses) -> None:
+    """Applied late, updates of every step leave AdamW's weights."""
+    results = two_ranks.call(trained, EVERY_STEP, "nested", 6)
+    assert difference(results[0], two_ranks.call(trained, None, "nested", 6)[0]) < 1e-6
