@@ -145,6 +145,12 @@ class RecordingEngine:
             assert param.data_ptr() == self.params[p].data_ptr(), "the graph of one parameter ran with another"
             self._note("fetch_parameters_", p)
 
+    def load_weight_(self, p: int, weight: Tensor) -> None:
+        self._note("load_weight_", p)
+
+    def unload_weight_(self, p: int, weight: Tensor) -> None:
+        self._note("unload_weight_", p)
+
     def inference(self) -> AbstractContextManager[None]:
         return nullcontext()
 

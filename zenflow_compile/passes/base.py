@@ -20,6 +20,19 @@ class Phase(StrEnum):
     STEP = "step"  # not captured: what ``step()`` does, written as a graph for ``explain``
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadedWeights:
+    """Weights that are in host memory, and on the device only around their uses.
+
+    Attributes:
+        ps: indices in the plan.
+        budget_bytes: of them on the device at a time, where uses allow it: what one operator reads is there together.
+    """
+
+    ps: frozenset[int]
+    budget_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
     """Everything that a pass may read besides the graph.
@@ -34,6 +47,7 @@ class PassContext:
         finalizes_in_backward: whether the backward graph may contain update nodes.
         forward_order: parameters by first use in the forward, as far as known.
         weight_grad_bytes: device memory that a new order of the weight gradients may keep alive; 0 keeps the order.
+        weights: those that are offloaded; None: all are on the device.
     """
 
     plan: Plan
@@ -43,6 +57,7 @@ class PassContext:
     finalizes_in_backward: bool = False
     forward_order: tuple[int, ...] = ()
     weight_grad_bytes: int = 0
+    weights: OffloadedWeights | None = None
 
     def in_forward_order(self) -> list[int]:
         """This graph's parameters by first use in the forward; parameters of unknown use follow in the plan's order."""

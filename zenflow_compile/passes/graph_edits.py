@@ -61,7 +61,10 @@ def token(graph: Graph, engine_id: int) -> Node:
 
 def written_inputs(graph: Graph) -> set[Node]:
     """The inputs that our nodes write to."""
-    targets = (ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_, ops.FETCH_PARAMETERS_, ops.UPDATE_PARAMETERS)
+    targets = (
+        ops.COPY_TO_DEVICE_, ops.ADAM_COLUMNS_, ops.FETCH_PARAMETERS_, ops.UPDATE_PARAMETERS,
+        ops.LOAD_WEIGHT_, ops.UNLOAD_WEIGHT_,
+    )  # fmt: skip
     nodes = (node for op in targets for node in graph.find_nodes(op="call_function", target=op))
     written = (node.args[0] if isinstance(node.args[0], (list, tuple)) else (node.args[0],) for node in nodes)
     return {each for group in written for each in group if isinstance(each, Node)}

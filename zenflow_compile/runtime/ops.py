@@ -54,6 +54,8 @@ class EngineOps(Protocol):
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
+    def load_weight_(self, p: int, weight: Tensor) -> None: ...
+    def unload_weight_(self, p: int, weight: Tensor) -> None: ...
     def inference(self) -> AbstractContextManager[None]: ...
 
 
@@ -261,6 +263,23 @@ def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[in
         found.fetch_parameters_(ps, params)
 
 
+def _begin_weights(engine_id: int) -> Tensor:
+    return torch.zeros(1, device="cpu")  # as in ``begin_backward``
+
+
+@annotated("load", _names)
+def _load_weight_(weight: Tensor, token: Tensor, engine_id: int, p: int) -> None:
+    # A closed engine has loaded all weights: see _copy_to_device_.
+    if (found := _LIVE.get(engine_id)) is not None:
+        found.load_weight_(p, weight)
+
+
+@annotated("unload", _names)
+def _unload_weight_(weight: Tensor, token: Tensor, engine_id: int, p: int) -> None:
+    if (found := _LIVE.get(engine_id)) is not None:
+        found.unload_weight_(p, weight)
+
+
 def _plan_of(engine_id: int, p: int) -> tuple[int, int]:
     param = engine(engine_id).plan.params[p]
     return param.slices, param.k
@@ -288,6 +307,11 @@ _NODES = (
     ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
     ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
+    # [Note: order of loads] Only the token orders the load of one weight behind the unload of another one.
+    # Without it the byte budget would hold by luck.
+    ("begin_weights(int engine) -> Tensor", _begin_weights, lambda engine_id: torch.empty(1, device="cpu")),
+    ("load_weight_(Tensor(a!) weight, Tensor(b!) token, int engine, int p) -> ()", _load_weight_, None),
+    ("unload_weight_(Tensor(a!) weight, Tensor(b!) token, int engine, int p) -> ()", _unload_weight_, None),
     # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
     ("offload_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("reduce_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _reduce_gradients, None),
@@ -314,6 +338,9 @@ COPY_TO_HOST = torch.ops.zenflow.copy_to_host.default
 ADAM_COLUMNS_ = torch.ops.zenflow.adam_columns_.default
 UPDATE_ON_HOST = torch.ops.zenflow.update_on_host.default
 COPY_TO_DEVICE_ = torch.ops.zenflow.copy_to_device_.default
+BEGIN_WEIGHTS = torch.ops.zenflow.begin_weights.default
+LOAD_WEIGHT_ = torch.ops.zenflow.load_weight_.default
+UNLOAD_WEIGHT_ = torch.ops.zenflow.unload_weight_.default
 REDUCE_GRADIENT = torch.ops.zenflow.reduce_gradient.default
 REDUCE_GRADIENTS = torch.ops.zenflow.reduce_gradients.default
 OFFLOAD_GRADIENTS = torch.ops.zenflow.offload_gradients.default
@@ -323,6 +350,7 @@ FETCH_PARAMETERS_ = torch.ops.zenflow.fetch_parameters_.default
 _WRITING = (
     BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_,
     REDUCE_GRADIENT, REDUCE_GRADIENTS, OFFLOAD_GRADIENTS, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
+    BEGIN_WEIGHTS, LOAD_WEIGHT_, UNLOAD_WEIGHT_,
 )  # fmt: skip
 for _op in _WRITING:
     torch.fx.node.has_side_effect(_op)
