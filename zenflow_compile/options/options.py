@@ -71,6 +71,23 @@ def _check_path(name: str, value: Any) -> Any:
     return value
 
 
+def _check_weights(name: str, value: Any) -> float | Literal[False]:
+    """False, a byte budget, or a share."""
+    if value is False:
+        return False
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name}={value!r} must be False, an integer of bytes, or a number in (0, 1]: pass the device memory that "
+            "loaded weights may take, or the share of them that leaves the device"
+        )
+    if value <= 0 or (isinstance(value, float) and not value <= 1.0):
+        raise ValueError(
+            f"{name}={value!r} must be False, an integer of bytes >= 1, or a number in (0, 1]: pass the device memory "
+            "that loaded weights may take, or the share of them that leaves the device"
+        )
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of one optimizer, checked. Planners and the engine read them; nothing changes them.
@@ -158,6 +175,10 @@ class Options:
             which gives the host more time for them.
         weight_grad_bytes: Device memory, in bytes, for inputs and output gradients that ``"forward"`` keeps longer; it
             limits the number of layers. None: a quarter of the free memory.
+        offload_weights: Keep large weights in host memory, too, and load each one around its uses in compiled graphs.
+            An integer: bytes of device memory that loaded weights may take, at least the largest weight. A number in
+            (0, 1]: the share of these weights' bytes that leaves the device, as far as operators allow. ``False``: all
+            weights stay.
         host_kernel: Host Adam: ``"native"`` (one fused loop in C++; needs a C++ compiler), ``"aten"``
             (``torch._fused_adamw_``, slower), or ``"auto"``: the first if it compiles.
     """
@@ -198,6 +219,7 @@ class Options:
     staging_bytes: int | None = _integer(None, 1, unless=(None,))
     weight_grad_order: str = _choice("asap", "asap", "forward")
     weight_grad_bytes: int | None = _integer(None, 0, unless=(None,))
+    offload_weights: float | Literal[False] = _option(False, _check_weights)
     host_kernel: Literal["auto", "native", "aten"] = _choice("auto", "auto", "native", "aten")
 
     def __post_init__(self) -> None:
@@ -216,6 +238,11 @@ class Options:
                 "core of the list; give one of the two"
             )
         self._check_files()
+        if self.offload_weights is not False and self.policy in ("deep_optimizer_states", "auto"):
+            raise ValueError(
+                f"offload_weights={self.offload_weights!r} under policy={self.policy!r} is not supported in this "
+                'version: choose "zero_offload", "zenflow", "zero_infinity", "twinflow" or "resident", or offload_weights=False'
+            )
         if self.policy == "auto" and self.tokens_per_step is None:
             raise ValueError(
                 'tokens_per_step=None under policy="auto" must be an integer >= 1: the time of a step decides what is '

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from torch.fx import GraphModule
 
+from zenflow_compile.planning.offloaded_weights import OffloadedWeights
 from zenflow_compile.planning.plan import ParamPlan, Plan
 
 
@@ -18,19 +19,6 @@ class Phase(StrEnum):
     INFERENCE = "inference"
     BACKWARD = "backward"
     STEP = "step"  # not captured: what ``step()`` does, written as a graph for ``explain``
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadedWeights:
-    """Weights that are in host memory, and on the device only around their uses.
-
-    Attributes:
-        ps: indices in the plan.
-        budget_bytes: of them on the device at a time, where uses allow it: what one operator reads is there together.
-    """
-
-    ps: frozenset[int]
-    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

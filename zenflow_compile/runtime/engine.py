@@ -365,6 +365,20 @@ class Engine(StepRunner):
                     self.order.follow()
                 uploads.before_use(offloaded, step)
 
+    def load_weight_(self, p: int, weight: Tensor) -> None:
+        """Load a weight that a graph is about to read through ``weight``, unless the device has it."""
+        if self.in_child:
+            errors.refuse_in_child("weights are in memory of the parent process")
+        if self.order is not None:
+            self.order.follow()
+        self.weights.load(p, weight)
+
+    def unload_weight_(self, p: int, weight: Tensor) -> None:
+        """Give the device's memory of a weight back, which the graph has read for the last time for now."""
+        if self.order is not None:
+            self.order.follow()
+        self.weights.unload(p)
+
     def inference(self) -> AbstractContextManager[None]:
         """The context in which a forward graph without gradients runs."""
         return self.recorder.inference()

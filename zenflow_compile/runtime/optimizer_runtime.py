@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.planning.offloaded_weights import OffloadedWeights
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
@@ -46,6 +47,7 @@ class OptimizerRuntime:
         params: all parameters, in the plan's order.
         offloaded: runtime state of the parameters that the host updates, by index.
         streamed: runtime state of those whose state is streamed through the device.
+        weights: those that are in host memory between their uses.
         ranks: the ranks that divide the parameters; None without any.
         shards: the ranks of a sharded model; None without any.
         calls: ``ranks`` or ``shards``; None if this rank trains alone.
@@ -87,6 +89,7 @@ class OptimizerRuntime:
         self.params = self.registry.params
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
+        self.weights = self.registry.weights
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.ranks: RankCalls | None = None
         self.shards: ShardCalls | None = None
@@ -334,6 +337,45 @@ class OptimizerRuntime:
         self.uploads.read_elsewhere = True
         self.apply_due()
 
+    # Weights in host memory.
+
+    @property
+    def offloaded_weights(self) -> OffloadedWeights | None:
+        """What graphs load and unload; None without any."""
+        return self.weights.offloaded
+
+    def keep_weights(self, reasons: Mapping[int, str]) -> None:
+        """Keep weights on the device from now on.
+
+        Args:
+            reasons: by index of the parameter.
+        """
+        marked = [self.offloaded[p] for p in reasons if p in self.offloaded]
+        unwritten = [each for each in marked if each.weights.home and not each.weights.written_by_others]
+        self.weights.keep(reasons)
+        for offloaded in unwritten:
+            offloaded.weights.accept()  # it may have other memory now
+
+    def hold_weights(self, params: Iterable[Tensor] | None = None) -> None:
+        """Load weights for code that is no graph of ours, until the next optimizer step. None: all."""
+        if not self.weights.weights:
+            return
+        ps = None if params is None else [p for param in params if (p := self.index_of(param)) is not None]
+        with torch_private.outside_of_transforms():
+            self.weights.hold(ps)
+
+    def release_weights(self, params: Iterable[Tensor] | None = None) -> None:
+        """Unload weights that are held. None: all."""
+        self.weights.release(
+            None if params is None else [p for each in params if (p := self.index_of(each)) is not None]
+        )
+
+    def write_weight(self, index: int, values: Tensor) -> None:
+        """Overwrite a weight, where it is, below autograd."""
+        self.registry.weight_of(index).data.copy_(values)
+        if (home := self.weights.weights.get(index)) is not None and home.offloaded:
+            home.refresh()
+
     # Lifetime.
 
     def flush(self) -> None:
@@ -437,7 +479,9 @@ class OptimizerRuntime:
         error: Exception | None = None
         # Each part may be repeated.
         # In this order: gradients that stay in ``.grad`` copy their values from host memory, which the last part frees.
-        for part in (partial(self._finish, flush=flush), self._release_gradients, self.registry.close):
+        for part in (
+            partial(self._finish, flush=flush), self._release_gradients, self.weights.restore, self.registry.close,
+        ):  # fmt: skip
             try:
                 part()
             except Exception as raised:

@@ -81,6 +81,8 @@ class StepRunner(OptimizerRuntime):
         self.registry.check_groups()
         if self.run_ahead is not None:
             self.run_ahead.begin_step()
+        if self.weights.weights:
+            self.weights.begin_step()
         if self.streamed.params:
             self.streamed.raise_failures()
             self.streamed.check_weights()

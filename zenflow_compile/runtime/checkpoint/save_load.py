@@ -158,7 +158,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     engine.recorder.step = engine.step
     engine.schedule.continue_with(checked.shortest_window)
     for index, weight in checked.weights.items():
-        engine.params[index].data.copy_(weight)  # of a flushed window; compared with the masters at the first use
+        engine.write_weight(index, weight)  # of a flushed window; compared with the masters at the first use
     for index, param in enumerate(engine.params):
         entry, plan = checked.entries.get(index), engine.plan.params[index]
         if entry is not None and plan.shard is None and plan is not plan.whole:  # of a shard, it is local already
@@ -184,7 +184,7 @@ def _or_none(value: float | None) -> float:
 
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     """The entries of a parameter that is updated on the device; without a gradient yet, zeros and its weight."""
-    plan, param = engine.plan.params[index], engine.params[index].detach()
+    plan, param = engine.plan.params[index], engine.registry.weight_of(index)
     if plan.flat is not None:
         param = plan.flat.view(param)
     state = engine.registry.device_updated.state(index)
@@ -291,7 +291,7 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     The master is the weight, nothing has been selected, and the update window is empty.
     """
     plan, zeros = offloaded.plan, torch.zeros(()).expand(offloaded.plan.shape)
-    weight = offloaded.param.detach() if plan.share is None else offloaded.weights.matrix
+    weight = offloaded.weights.matrix.view(plan.shape) if plan.share is None else offloaded.weights.matrix
     return {
         "step": 0.0,
         "exp_avg": zeros,

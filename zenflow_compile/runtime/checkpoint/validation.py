@@ -113,7 +113,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
             plan = own
         _check_entries(engine, entries[index], plan)
         if _selected_by_others(entries[index], plan):
-            entries[index], weight = reshard(plan, entries[index], engine.params[index], eps_of[index])
+            entries[index], weight = reshard(plan, entries[index], engine.registry.weight_of(index), eps_of[index])
             if weight is not None:
                 weights[index] = weight
     steps = {int(entry["optimizer_step"]) for entry in entries.values()}

@@ -13,6 +13,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
+from zenflow_compile.runtime.parameters.host_weights import HostWeights
 
 
 class DeviceUpdated:
@@ -20,6 +21,7 @@ class DeviceUpdated:
 
     Args:
         streamed: serves those whose state is in host memory between updates.
+        weights: that are in host memory between uses: an update loads them.
         group_numbers: index of each parameter's param group, in the plan's order.
         coefficients_of: returns a parameter's coefficients for a factor on its gradient, and its eps.
     """
@@ -27,11 +29,13 @@ class DeviceUpdated:
     def __init__(
         self,
         streamed: StreamedAdam,
+        weights: HostWeights,
         group_numbers: Sequence[int],
         coefficients_of: Callable[[int, float], tuple[StepCoefficients, float]],
     ) -> None:
         self.resident = ResidentAdam()
         self._streamed = streamed
+        self._weights = weights
         self._group_numbers = group_numbers
         self._coefficients_of = coefficients_of
         self._params: dict[int, Parameter] = {}
@@ -82,9 +86,12 @@ class DeviceUpdated:
             if (grad := param.grad) is not None and index not in self._streamed.params:
                 by_group.setdefault(self._group_numbers[index], []).append((index, param, grad))
         for members in by_group.values():
-            indices, params, grads = zip(*members, strict=True)
-            coefficients, eps = self._coefficients(indices[0])
-            self.resident.update(params, grads, coefficients, eps=eps)
+            coefficients, eps = self._coefficients(members[0][0])
+            updates = {index: (param, grad) for index, param, grad in members}
+            for turn in self._weights.in_turns(list(updates)):
+                params, grads = zip(*(updates[index] for index in turn), strict=True)
+                with self._weights.loaded(turn):
+                    self.resident.update(params, grads, coefficients, eps=eps)
 
     def _coefficients(self, index: int) -> tuple[StepCoefficients, float]:
         return self._coefficients_of(index, 1.0)
@@ -102,4 +109,5 @@ class DeviceUpdated:
         elif state is None:
             self.resident.states.pop(self._params[index], None)
         else:
-            self.resident.load(self._params[index], state)
+            with self._weights.loaded([index]):
+                self.resident.load(self._params[index], state)

@@ -574,6 +574,8 @@ class OffloadedParam(IncomingGradient):
         """
         transport, window = self.transport, self.host.flushed[0]
         job = window.job
+        if (home := self.weights.home) is not None and home.offloaded:
+            return False  # the update is merged where it is, in host memory
         if job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job)):
             return False
         buffer = transport.up_ring.next_free(self._block)
@@ -610,34 +612,40 @@ class OffloadedParam(IncomingGradient):
                 window.job.wait()
             self.start_upload()
         upload = self.upload
-        assert upload is not None
         try:
-            if not upload.ticket.done():
+            if upload is not None and not upload.ticket.done():
                 self._wait_on_device(upload.ticket)
         except CopyError:
             self._drop_upload()
             window.job.wait()  # re-raise the job's error if it failed: it is the root cause
             raise
         try:
-            self._merge(upload)
+            self._merge(window, upload)
         except BaseException as error:
             self._note_half_done(error)
             raise
-        return upload.window
+        return window
 
-    @annotated("apply", lambda offloaded, _: (offloaded.plan.name,))
-    def _merge(self, upload: Upload) -> None:
-        """Write the update into the weight; the update window and the selection follow it."""
-        recorder, host, window, weights = self.transport.recorder, self.host, upload.window, self.weights
+    @annotated("apply", lambda offloaded, *_: (offloaded.plan.name,))
+    def _merge(self, window: FlushedWindow, upload: Upload | None) -> None:
+        """Write the update into the weight; the update window and the selection follow it.
+
+        Args:
+            upload: that has brought it to the device; None: the weight is in host memory, as the update is.
+        """
+        recorder, host, weights = self.transport.recorder, self.host, self.weights
+        source = window.upload if upload is None else upload.buffer.tensor
         with recorder.compute("merge", param=self.plan.name):
-            column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, upload.buffer.tensor)
+            column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, source)
             weights.written()
         self.merged = True
-        # The device may not have merged yet: the next copy into the buffer waits for the stream that is current here.
-        self.upload, upload.buffer.in_use = None, False
+        if upload is not None:
+            # The device may not have merged yet: the next copy into the buffer waits for the stream that is current
+            # here.
+            self.upload, upload.buffer.in_use = None, False
         host.flushed.pop(0)
         # The job is kept: if a stream has waited for it, and no thread, its error is still to be raised.
-        host.applied, host.applied_job = upload.ticket, window.job
+        host.applied, host.applied_job = None if upload is None else upload.ticket, window.job
         if host.flushed and (weights.counter.shared or weights.counter.exposed):
             weights.remember(self.device.selection)
         if window.selection is not None:

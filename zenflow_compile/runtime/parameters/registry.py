@@ -26,6 +26,7 @@ from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
+from zenflow_compile.runtime.parameters.host_weights import HostWeights
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
@@ -44,6 +45,7 @@ class ParamRegistry:
         group_numbers: index of each parameter's group, in the plan's order.
         offloaded: the parameters that the host updates, at least in part, by index.
         device_updated: the others.
+        weights: those that are in host memory between their uses.
         gradients: shared by the offloaded parameters.
         memory: host memory, files, rings, copy lanes and workers.
     """
@@ -70,7 +72,8 @@ class ParamRegistry:
         self.memory = EngineMemory(options, device, recorder)
         self.transport = self.memory.transport
         self.streamed = self.memory.streamed
-        self.device_updated = DeviceUpdated(self.streamed, self.group_numbers, self.coefficients)
+        self.weights = HostWeights(options.offload_weights, recorder)
+        self.device_updated = DeviceUpdated(self.streamed, self.weights, self.group_numbers, self.coefficients)
         self._options = options
         self._device = device
         self._index_of: dict[int, int] = {}
@@ -114,11 +117,14 @@ class ParamRegistry:
                 offloaded[index] = OffloadedParam(
                     param_plan, param, host, device, self.transport, self.gradients, counters[index]
                 )
+            self.weights.add([(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)])
             undo.pop_all()
         # Nothing below can fail: an error above leaves the registry as it was.
         self.memory.keep(allocated)
         self.plan = plan
         self.offloaded.update(offloaded)
+        for index, each in offloaded.items():
+            each.weights.home = self.weights.weights.get(index)
         self.group_numbers += [first_group + number for number, group in enumerate(groups) for _ in group]
         for index, param in enumerate(new, start=first):
             self.params.append(param)
@@ -136,6 +142,11 @@ class ParamRegistry:
         """The index of ``param`` in the plan; None if it is not one of the parameters."""
         index = self._index_of.get(id(param))
         return index if index is not None and self.given[index] is param else None
+
+    def weight_of(self, index: int) -> Tensor:
+        """The values of parameter ``index``, of its shape: in host memory if the weight is offloaded."""
+        home = self.weights.weights.get(index)
+        return self.params[index].detach() if home is None or not home.offloaded else home.values
 
     @property
     def model_bytes(self) -> int:
@@ -264,8 +275,8 @@ class ParamRegistry:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes of optimizer state, gradient and upload buffers, and of the cache of state in files."""
-        return self.memory.host_bytes
+        """Host bytes of optimizer state, gradient and upload buffers, weights, and of the cache of state in files."""
+        return self.memory.host_bytes + self.weights.host_bytes
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is one of the engine's."""
@@ -288,6 +299,7 @@ class ParamRegistry:
         """
         with ExitStack() as others:  # after an error of a device or a thread, too
             others.callback(self.memory.free)
+            others.callback(self.weights.free)
             others.callback(self.offloaded.clear)  # its tensors are views of the arenas
             # First: these threads read and write the memory that is freed afterwards.
             self.memory.stop_threads()

@@ -13,6 +13,7 @@ from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.host_weights import HostWeight
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
 
@@ -23,11 +24,13 @@ class Weights:
         counter: the parameter's version counter, which other parameters may share.
         unverified: a state was loaded. Weights may be loaded before or after it, so they are compared with the masters
             at the first step, or at the first use while an update is in flight.
+        home: the weight in host memory, if it may be there.
     """
 
     def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:
         self.counter = VersionCounter() if counter is None else counter
         self.unverified = False
+        self.home: HostWeight | None = None
         self._plan = plan
         self._param = param
         self._whole: Tensor | None = None
@@ -39,8 +42,12 @@ class Weights:
     def matrix(self) -> Tensor:
         """View the parameter's memory as [rows, columns], or this rank's share of it as [slices, length].
 
-        A write to it does not move the parameter's version.
+        A write to it does not move the parameter's version. It is in host memory if the weight is offloaded.
         """
+        if (home := self.home) is not None and home.offloaded:
+            if home.replaced:
+                home.adopt()
+            return home.matrix
         whole = self._whole
         if whole is None or whole.data_ptr() != self._param.data_ptr():  # its storage was replaced
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
@@ -73,6 +80,12 @@ class Weights:
         """Bump the version after the engine wrote the deferred slices."""
         bump_versions([self._param], [self.counter])
         self._shown = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show an offloaded weight's new values on the device, if it is loaded."""
+        if self.home is not None and self.home.offloaded:
+            self.home.refresh()
 
     def remember(self, selection: Selection) -> None:
         """Copy the deferred weights before an update is in flight, which leaves them behind their masters.
@@ -92,6 +105,8 @@ class Weights:
         param, mark = self._param, self._mark
         if self.unverified or mark is None or param._version - self.counter.own_bumps != mark.bumps:
             return True
+        if self.home is not None and self.home.offloaded:  # each load brings other memory
+            return self.home.replaced
         memory = mark.memory  # compared here: every forward and every step asks for every parameter
         return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
 

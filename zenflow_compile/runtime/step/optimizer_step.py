@@ -78,6 +78,9 @@ def update_slices(members: Sequence[Member]) -> None:
         column_ops.adam_columns_(states, coefficients, eps=eps)
     # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
+    for offloaded in params:
+        if offloaded.weights.home is not None:
+            offloaded.weights.refresh()
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
 

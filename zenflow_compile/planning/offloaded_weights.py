@@ -1,0 +1,46 @@
+"""Which weights are in host memory, and how much of them may be on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+SMALLEST_WEIGHT_BYTES = 1 << 16
+"""Smaller weights stay on the device: a copy of so many bytes takes as long as the call that starts it, at 16 GB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedWeights:
+    """Weights that are in host memory, and on the device only around their uses.
+
+    Attributes:
+        ps: indices in the plan.
+        budget_bytes: of them on the device at a time, where uses allow it: what one operator reads is there together.
+    """
+
+    ps: frozenset[int]
+    budget_bytes: int
+
+
+def weight_budget(option: float | Literal[False], weight_bytes: Mapping[str, int]) -> int:
+    """Bytes of device memory for weights that are loaded.
+
+    Args:
+        option: ``offload_weights``.
+        weight_bytes: of each weight that can be offloaded, by name.
+
+    Raises:
+        ValueError: the largest weight does not fit.
+    """
+    total = sum(weight_bytes.values())
+    budget = option if isinstance(option, int) else int((1.0 - option) * total)
+    name, largest = max(weight_bytes.items(), key=lambda item: item[1], default=("", 0))
+    if isinstance(option, float):
+        return max(budget, largest)
+    if budget < largest:
+        raise ValueError(
+            f"offload_weights={option} bytes must be at least {largest}, the size of {name}, which is loaded as a "
+            "whole; pass more, or a share such as 1.0, which loads as few weights at a time as operators read"
+        )
+    return budget

@@ -1,0 +1,267 @@
+"""Weights in host memory, each on the device only while something reads it.
+
+The storage of such a weight is empty in between. It is resized in place: autograd may have saved the parameter, or
+views of it, and finds them loaded in the backward. A weight stays on the device until a compiled graph, which loads it
+for its uses, unloads it for the first time.
+
+The host's copy is what the optimizer reads and writes (``Weights.matrix``). Nothing writes it between a forward and its
+backward: host updates are merged in front of a forward, and slices are updated in ``step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES, OffloadedWeights, weight_budget
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
+from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.torch_internals.torch_private import storage_identity
+
+
+class HostWeight:
+    """One weight.
+
+    Attributes:
+        values: of the parameter's shape and dtype, in host memory; valid if ``offloaded``.
+        offloaded: the host's copy counts, and the device may have another one.
+        loaded: the device has the values.
+        held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
+    """
+
+    def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter, values: Tensor) -> None:
+        self.plan = plan
+        self.param = param
+        self.values = values
+        self.offloaded = False
+        self.loaded = True
+        self.held = False
+        self._counter = counter
+        self._storage = storage_identity(param.untyped_storage())
+        self._bumps = 0  # external ones, at the last load
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.values.nbytes
+
+    @property
+    def matrix(self) -> Tensor:
+        """View the host's copy as [rows, columns]."""
+        return self.values.view(self.values.shape[0], -1)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the parameter has other memory than at the last look (``param.data = ...``)."""
+        return storage_identity(self.param.untyped_storage()) != self._storage
+
+    def reads(self, weight: Tensor) -> bool:
+        """Whether ``weight``, the parameter or a view of it, has the parameter's memory."""
+        return storage_identity(weight.untyped_storage()) == storage_identity(self.param.untyped_storage())
+
+    def load(self) -> None:
+        """Fill the device's memory. The version of the parameter does not move: its values are what they were."""
+        storage = self.param.untyped_storage()
+        storage.resize_(self.nbytes)
+        self.param.data.copy_(self.values)  # ``.data`` has a version counter of its own
+        self.loaded, self._bumps = True, self._counter.external_bumps(self.param)
+
+    def unload(self) -> None:
+        """Give the device's memory back. Values that other code has written are kept."""
+        if not self.offloaded or self.replaced or self._counter.external_bumps(self.param) != self._bumps:
+            self.adopt()
+        self.param.untyped_storage().resize_(0)
+        self.offloaded, self.loaded, self.held = True, False, False
+
+    def adopt(self) -> None:
+        """Copy the device's values to the host."""
+        self.values.copy_(self.param.detach())
+        self._storage, self._bumps = (
+            storage_identity(self.param.untyped_storage()),
+            self._counter.external_bumps(self.param),
+        )
+        self.loaded = True
+
+    def refresh(self) -> None:
+        """Copy the host's values, which the optimizer has written, to the device, if it has some."""
+        if self.loaded:
+            self.load()
+
+
+class HostWeights:
+    """The weights of one engine that may be offloaded.
+
+    Args:
+        option: ``offload_weights``; False: there are none.
+
+    Attributes:
+        weights: by index in the plan.
+        kept: why a weight stays on the device all the time, by index.
+        budget_bytes: of loaded weights.
+        loaded_bytes: of weights that may be unloaded, now; peak_bytes: at most since the last optimizer step began.
+        loads: since the optimizer step before.
+    """
+
+    def __init__(self, option: float | bool, recorder: Recorder) -> None:
+        self.weights: dict[int, HostWeight] = {}
+        self.kept: dict[int, str] = {}
+        self.budget_bytes = 0
+        self.loaded_bytes = self.peak_bytes = self.loads = 0
+        self._option = option
+        self._recorder = recorder
+        self._arenas: list[HostArena] = []
+
+    def add(self, params: Sequence[tuple[ParamPlan, Parameter, VersionCounter]]) -> None:
+        """Allocate host memory for those of ``params`` that can be offloaded.
+
+        Raises:
+            ValueError: see ``weight_budget``.
+        """
+        if self._option is False:
+            return
+        chosen = []
+        for plan, param, counter in params:
+            if (reason := _refusal(plan, param, counter)) is None:
+                chosen.append((plan, param, counter))
+            else:
+                self.kept[plan.index] = reason
+        known = {each.plan.name: each.nbytes for each in self.weights.values()}
+        self.budget_bytes = weight_budget(self._option, known | {plan.name: param.nbytes for plan, param, _ in chosen})
+        arena = HostArena(carved_bytes([(plan.shape, plan.dtype) for plan, _, _ in chosen]))
+        self._arenas.append(arena)
+        for plan, param, counter in chosen:
+            self.weights[plan.index] = HostWeight(plan, param, counter, arena.take(plan.shape, plan.dtype))
+            self._count(param.nbytes)
+
+    @property
+    def offloaded(self) -> OffloadedWeights | None:
+        """What graphs load and unload; None without any."""
+        ps = frozenset(self.weights)
+        return OffloadedWeights(ps, self.budget_bytes) if ps else None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the weights."""
+        return sum(arena.total_bytes for arena in self._arenas)
+
+    def keep(self, reasons: Mapping[int, str]) -> None:
+        """Keep these on the device from now on. They may be loaded or not."""
+        for p, reason in reasons.items():
+            if (weight := self.weights.pop(p, None)) is not None:
+                self.kept[p] = reason
+                self._bring_in(weight)
+                weight.offloaded = False
+                self._count(-weight.nbytes)
+
+    # Around uses.
+
+    def load(self, p: int, reader: Tensor | None = None) -> None:
+        """Load a weight, unless the device has it.
+
+        Args:
+            reader: the tensor that a graph reads.
+
+        Raises:
+            RuntimeError: that tensor has other memory than the parameter.
+        """
+        if (weight := self.weights.get(p)) is None:
+            return
+        if reader is not None and not weight.reads(reader):
+            raise RuntimeError(
+                f"the compiled graph reads a copy of {weight.plan.name}, which is in host memory; please report this, "
+                "and train with offload_weights=False until then"
+            )
+        self._bring_in(weight)
+
+    def unload(self, p: int) -> None:
+        """Give a weight's device memory back, unless it is held."""
+        if (weight := self.weights.get(p)) is not None and weight.loaded and not weight.held:
+            weight.unload()
+            self._count(-weight.nbytes)
+
+    def hold(self, ps: Iterable[int] | None = None) -> None:
+        """Load weights for code that does not unload them, until the next optimizer step. None: all."""
+        for p in self.weights if ps is None else ps:
+            if (weight := self.weights.get(p)) is not None:
+                self._bring_in(weight)
+                weight.held = True
+
+    def release(self, ps: Iterable[int] | None = None) -> None:
+        """Unload weights that are held, or that were left behind by a forward that failed. None: all."""
+        for p in self.weights if ps is None else ps:
+            if (weight := self.weights.get(p)) is not None and weight.offloaded:
+                weight.held = False
+                self.unload(p)
+
+    @contextmanager
+    def loaded(self, ps: Iterable[int]) -> Iterator[None]:
+        """Load weights for an update on the device inside of the block, which writes them."""
+        chosen = [weight for p in ps if (weight := self.weights.get(p)) is not None and weight.offloaded]
+        for weight in chosen:
+            self._bring_in(weight)
+        yield
+        for weight in chosen:
+            weight.adopt()
+            self.unload(weight.plan.index)
+
+    def in_turns(self, ps: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Cut parameters into runs whose weights fit the budget, or are one."""
+        run: list[int] = []
+        room = self.budget_bytes
+        for p in ps:
+            weight = self.weights.get(p)
+            size = weight.nbytes if weight is not None and weight.offloaded else 0
+            if run and size > room:
+                yield run
+                run, room = [], self.budget_bytes
+            run.append(p)
+            room -= size
+        if run:
+            yield run
+
+    def begin_step(self) -> None:
+        """An optimizer step begins: whatever read weights has ended."""
+        self.release()
+        self.peak_bytes, self.loads = self.loaded_bytes, 0
+
+    def _bring_in(self, weight: HostWeight) -> None:
+        if weight.loaded:
+            return
+        with self._recorder.compute("load", param=weight.plan.name):
+            weight.load()
+        self.loads += 1
+        self._count(weight.nbytes)
+
+    def _count(self, change: int) -> None:
+        self.loaded_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.loaded_bytes)
+
+    # The end.
+
+    def restore(self) -> None:
+        """Load all weights for good. Idempotent."""
+        self.keep(dict.fromkeys(self.weights, "the optimizer is closed"))
+
+    def free(self) -> None:
+        """Free the host memory, behind ``restore``. Idempotent."""
+        for arena in self._arenas:
+            arena.close()
+
+
+def _refusal(plan: ParamPlan, param: Parameter, counter: VersionCounter) -> str | None:
+    """Why a weight stays on the device; None if it can be offloaded."""
+    storage = param.untyped_storage()
+    if param.nbytes < SMALLEST_WEIGHT_BYTES:
+        return f"it is small: {param.nbytes} bytes"
+    if not param.is_contiguous():
+        return "its memory is not contiguous"
+    if counter.shared or counter.exposed or param.storage_offset() or storage.nbytes() != param.nbytes:
+        return "it shares memory with other tensors"
+    if type(param) is not Parameter or plan is not plan.whole:
+        return "it is sharded, or a tensor subclass"
+    return None
