@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from zenflow_compile.explanation import rewrite_and_record
 from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
 from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
+from zenflow_compile.passes.load_weights import storages_of_weights, weights_to_keep
 from zenflow_compile.passes.offload_gradients import gradient_places
 from zenflow_compile.passes.source_hash import source_hash
 from zenflow_compile.runtime import ops
@@ -131,11 +132,12 @@ class ServedGraph:
         rewrite = rewriter(owned, self._captured.compile_id) if owned else None
 
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            offloaded = offloaded_inputs(owned)
             if options.inner == "eager":
-                return private.compile_with_aot(graph, inputs, rewrite)
+                return private.compile_with_aot(graph, inputs, rewrite, offloaded)
             if rewrite is not None:
                 private.register_write_lowerings(ops.MUTATING)
-            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash())
+            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash(), offloaded)
 
         code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)
         variant = Variant(code, frozenset(owned))
@@ -153,6 +155,15 @@ class Variant:
     engines: frozenset[int]
 
 
+def offloaded_inputs(owned: OwnedInputs) -> set[int]:
+    """The inputs of Dynamo's graph that are offloaded weights, by index."""
+    found = set()
+    for engine_id, params in owned.items():
+        if (weights := cast("Engine", ops.engine(engine_id)).offloaded_weights) is not None:
+            found |= {index for p, index in params if p in weights.ps}
+    return found
+
+
 def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
     """Return the function that runs the passes over each AOTAutograd graph, once per engine that has parameters in it.
 
@@ -160,6 +171,8 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
     the engines and raises if one was closed.
     """
     forward_order: dict[int, list[int]] = {}
+    weight_storages: dict[int, dict[int, int]] = {}
+    examples: list[Any] = []  # of inputs, which own these storages
     # Hazard: threads that run their first backward at the same time each compile the graph, under one fake mode, which
     # only one thread can use at a time.
     one_thread = threading.Lock()
@@ -177,7 +190,15 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
                     finalizes_in_backward=engine.finalizes_in_backward,
                     forward_order=tuple(forward_order.get(engine_id, ())),
                     weight_grad_bytes=engine.weight_grad_bytes,
+                    weights=engine.offloaded_weights,
+                    weight_storages=weight_storages.get(engine_id, {}),
                 )
+                if reasons := weights_to_keep(gm.graph, ctx):
+                    engine.keep_weights(reasons)
+                    ctx = replace(ctx, weights=engine.offloaded_weights)
+                if ctx.phase is Phase.FORWARD and ctx.weights is not None:
+                    weight_storages[engine_id] = storages_of_weights(gm.graph, ctx)
+                    examples.extend(node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
                 engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
                 if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
                     forward_order[engine_id] = order

@@ -27,6 +27,9 @@ from zenflow_compile.runtime import ops
 WIDTH = 80
 
 WHY: Mapping[Any, str] = {
+    ops.BEGIN_WEIGHTS: "the dependency token that keeps loads and unloads of weights in order",
+    ops.LOAD_WEIGHT_: "{megabytes} from host memory, for the uses below",
+    ops.UNLOAD_WEIGHT_: "gives {megabytes} of device memory back",
     ops.BEGIN_BACKWARD: "the dependency token that keeps the nodes below in order",
     ops.COLUMN_NORMS: "right after the gradient, in one read: squared norms of its {slices} {unit}, and both parts",
     ops.SELECT_COLUMNS: "the {k} {unit} that the device updates itself: the current selection",
@@ -94,7 +97,7 @@ def engine_of(node: Node) -> Any:
         return merged[0]
     if node.op != "call_function" or not str(node.target).startswith("zenflow."):
         return None
-    return node.args[0] if node.target is ops.BEGIN_BACKWARD else node.args[-2]
+    return node.args[0] if node.target in (ops.BEGIN_BACKWARD, ops.BEGIN_WEIGHTS) else node.args[-2]
 
 
 def reason(node: Node, ctx: PassContext) -> str | None:
@@ -103,7 +106,7 @@ def reason(node: Node, ctx: PassContext) -> str | None:
         return None
     if (merged := node.meta.get(MERGED)) is not None:
         return f"{ctx.plan.params[merged[1]].name}: the graph has it at several inputs; its gradients become one"
-    if node.target is ops.BEGIN_BACKWARD:
+    if node.target in (ops.BEGIN_BACKWARD, ops.BEGIN_WEIGHTS):
         return WHY[node.target]
     p = node.args[-1]
     assert isinstance(p, int), "explain shows graphs before group_nodes"
@@ -114,6 +117,7 @@ def reason(node: Node, ctx: PassContext) -> str | None:
         k=param.k,
         deferred=param.deferred,
         unit=unit(param),
+        megabytes=f"{param.weight_bytes / 1e6:.3g} MB",
         when=window(param, adaptive=ctx.plan.adaptive),
     )
     return f"{param.name}: {why}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -145,10 +145,14 @@ class RecordingEngine:
             assert param.data_ptr() == self.params[p].data_ptr(), "the graph of one parameter ran with another"
             self._note("fetch_parameters_", p)
 
-    def load_weight_(self, p: int, weight: Tensor) -> None:
+    offloaded_weights = None
+
+    def keep_weights(self, reasons: Mapping[int, str]) -> None: ...
+
+    def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
         self._note("load_weight_", p)
 
-    def unload_weight_(self, p: int, weight: Tensor) -> None:
+    def unload_weight_(self, p: int) -> None:
         self._note("unload_weight_", p)
 
     def inference(self) -> AbstractContextManager[None]:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.shard_hooks import Removable
 from zenflow_compile.torch_internals import torch_private_compiler as private
 from zenflow_compile.torch_internals.torch_private import skipped_by_dynamo
 
@@ -38,9 +38,26 @@ def _synchronize_before_state_dict(engine_id: int, module: nn.Module, prefix: st
         engine.synchronize()
 
 
+def _show_host_weights(engine_id: int, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put weights that are in host memory into a state dict. It gets the memory itself, as that of other weights."""
+    if (engine := live_engine(engine_id)) is None:
+        return
+    for name, param in module.named_parameters(recurse=False):
+        if (index := engine.index_of(param)) is not None and prefix + name in found:
+            values = engine.registry.weight_of(index)
+            if values.data_ptr() != param.data_ptr():
+                found[prefix + name] = values
+
+
 def _apply_before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:
     if (engine := live_engine(engine_id)) is not None:
         engine.before_load()
+        engine.hold_weights(module.parameters(recurse=False))
+
+
+def _release_after_load(engine_id: int, module: nn.Module, incompatible: Any) -> None:
+    if (engine := live_engine(engine_id)) is not None:
+        engine.release_weights(module.parameters(recurse=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,7 @@ class ApplyBeforeForward:
         """What ``copy.deepcopy``, ``pickle`` and ``torch.save`` call. See [Note: hooks before weights]."""
         if (engine := live_engine(self.engine_id)) is not None:
             engine.apply_due()
+            engine.hold_weights()
         return ApplyBeforeForward, (None,)
 
 
@@ -81,8 +99,45 @@ def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: An
     if private.backend_of(callback) == BACKEND:
         # The forward runs or is part of one of our graphs, which fetches the others later; or Dynamo has given it up.
         engine.apply_due(module.parameters(recurse=False))
+        engine.hold_weights(module.parameters(recurse=False))
     else:
         engine.apply_due()
+        engine.hold_weights()
+
+
+class LoadBeforeApply:
+    """``module._apply``, which moves or casts parameters: it loads them first.
+
+    Copies and pickles of the module have the method of its class.
+    """
+
+    def __init__(self, engine_id: int, module: nn.Module) -> None:
+        self._engine_id, self._module = engine_id, module
+
+    @staticmethod
+    def attach(engine_id: int, module: nn.Module) -> LoadBeforeApply:
+        """Put one in front of the module's own method."""
+        found = LoadBeforeApply(engine_id, module)
+        module.__dict__["_apply"] = found
+        return found
+
+    def __call__(self, *args: Any, **keywords: Any) -> nn.Module:
+        if (engine := live_engine(self._engine_id)) is not None:
+            engine.apply_due(self._module.parameters(recurse=False))
+            engine.hold_weights(self._module.parameters(recurse=False))
+        moved: nn.Module = type(self._module)._apply(self._module, *args, **keywords)  # type: ignore[no-untyped-call]
+        return moved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo[id(self._module)]._apply
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, (self._module, "_apply")
+
+    def remove(self) -> None:
+        """Idempotent."""
+        if self._module.__dict__.get("_apply") is self:
+            del self._module.__dict__["_apply"]
 
 
 def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
@@ -94,7 +149,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
     if (engine := live_engine(engine_id)) is None:
         return
     reads = ApplyBeforeForward(engine_id)
-    handles: list[RemovableHandle] = []
+    handles: list[Removable] = []
     for root in roots:
         for module in root.modules():
             if module is not root and not _holds(module, engine_id):
@@ -106,6 +161,12 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
                 module.register_state_dict_pre_hook(partial(_synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(partial(_apply_before_load, engine_id)),  # type: ignore[no-untyped-call]
             ]
+            if engine.offloaded_weights is not None:
+                handles += [
+                    module.register_state_dict_post_hook(partial(_show_host_weights, engine_id)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(partial(_release_after_load, engine_id)),  # type: ignore[no-untyped-call]
+                    LoadBeforeApply.attach(engine_id, module),
+                ]
             # Hazard: between the pop and the assignment, a forward in another thread finds no parameters.
             module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
     if handles:

@@ -241,7 +241,7 @@ class Options:
         if self.offload_weights is not False and self.policy in ("deep_optimizer_states", "auto"):
             raise ValueError(
                 f"offload_weights={self.offload_weights!r} under policy={self.policy!r} is not supported in this "
-                'version: choose "zero_offload", "zenflow", "zero_infinity", "twinflow" or "resident", or offload_weights=False'
+                "version; choose another policy, or offload_weights=False"
             )
         if self.policy == "auto" and self.tokens_per_step is None:
             raise ValueError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from torch.fx import GraphModule
@@ -36,6 +36,7 @@ class PassContext:
         forward_order: parameters by first use in the forward, as far as known.
         weight_grad_bytes: device memory that a new order of the weight gradients may keep alive; 0 keeps the order.
         weights: those that are offloaded; None: all are on the device.
+        weight_storages: their indices by the storage of their example values in the forward: of views that it saves.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class PassContext:
     forward_order: tuple[int, ...] = ()
     weight_grad_bytes: int = 0
     weights: OffloadedWeights | None = None
+    weight_storages: Mapping[int, int] = field(default_factory=dict)
 
     def in_forward_order(self) -> list[int]:
         """This graph's parameters by first use in the forward; parameters of unknown use follow in the plan's order."""

@@ -27,7 +27,7 @@ def insert(graph: Graph, op: Any, args: tuple[Any, ...], serves: Node | None = N
             node, so that printed graphs and generated code show them.
     """
     name = op._schema.name.removeprefix("zenflow::").rstrip("_")
-    if len(args) > 1:  # named after its parameter, or the first one; begin_backward has none
+    if len(args) > 1:  # named after its parameter, or the first one; tokens have none
         name += f"_{args[-1] if isinstance(args[-1], int) else args[-1][0]}"
     node = graph.create_node("call_function", op, args, name=name)
     node.meta["val"] = None
@@ -57,6 +57,15 @@ def token(graph: Graph, engine_id: int) -> Node:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         return insert(graph, ops.BEGIN_BACKWARD, (engine_id,))
+
+
+def weight_token(graph: Graph, engine_id: int) -> Node:
+    """Return the token that orders the engine's loads and unloads. Inserts it where the graph has none."""
+    if (found := find(graph, ops.BEGIN_WEIGHTS, engine_id)) is not None:
+        return found
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        return insert(graph, ops.BEGIN_WEIGHTS, (engine_id,))
 
 
 def written_inputs(graph: Graph) -> set[Node]:

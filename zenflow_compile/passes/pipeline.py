@@ -12,6 +12,7 @@ from zenflow_compile.passes.base import GraphPass, PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_parameters
 from zenflow_compile.passes.graph_edits import written_inputs
 from zenflow_compile.passes.group_nodes import group_nodes
+from zenflow_compile.passes.load_weights import load_weights
 from zenflow_compile.passes.merge_gradients import merge_gradients
 from zenflow_compile.passes.offload_gradients import offload_gradients
 from zenflow_compile.passes.order_gradients import order_gradients
@@ -21,8 +22,8 @@ from zenflow_compile.passes.update_parameters import update_parameters
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
-    Phase.FORWARD: (fetch_parameters, group_nodes),
-    Phase.INFERENCE: (fetch_parameters, group_nodes),
+    Phase.FORWARD: (fetch_parameters, load_weights, group_nodes),
+    Phase.INFERENCE: (fetch_parameters, load_weights, group_nodes),
     Phase.BACKWARD: (
         merge_gradients,
         order_gradients,
@@ -30,6 +31,7 @@ PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
         select_columns,
         offload_gradients,
         update_parameters,
+        load_weights,
         group_nodes,
     ),
 }

@@ -365,16 +365,20 @@ class Engine(StepRunner):
                     self.order.follow()
                 uploads.before_use(offloaded, step)
 
-    def load_weight_(self, p: int, weight: Tensor) -> None:
-        """Load a weight that a graph is about to read through ``weight``, unless the device has it."""
+    def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
+        """Load a weight that a graph is about to read, unless the device has it.
+
+        Args:
+            inputs: of the graph, that have the weight's memory.
+        """
         if self.in_child:
-            errors.refuse_in_child("weights are in memory of the parent process")
+            errors.refuse_in_child("the weights are in memory of its parent")
         if self.order is not None:
             self.order.follow()
-        self.weights.load(p, weight)
+        self.weights.load(p, inputs)
 
-    def unload_weight_(self, p: int, weight: Tensor) -> None:
-        """Give the device's memory of a weight back, which the graph has read for the last time for now."""
+    def unload_weight_(self, p: int) -> None:
+        """Give the device's memory of a weight back, which a graph has read for the last time for now."""
         if self.order is not None:
             self.order.follow()
         self.weights.unload(p)

@@ -54,8 +54,8 @@ class EngineOps(Protocol):
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
-    def load_weight_(self, p: int, weight: Tensor) -> None: ...
-    def unload_weight_(self, p: int, weight: Tensor) -> None: ...
+    def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None: ...
+    def unload_weight_(self, p: int) -> None: ...
     def inference(self) -> AbstractContextManager[None]: ...
 
 
@@ -268,16 +268,16 @@ def _begin_weights(engine_id: int) -> Tensor:
 
 
 @annotated("load", _names)
-def _load_weight_(weight: Tensor, token: Tensor, engine_id: int, p: int) -> None:
+def _load_weight_(inputs: Sequence[Tensor], token: Tensor, engine_id: int, p: int) -> None:
     # A closed engine has loaded all weights: see _copy_to_device_.
     if (found := _LIVE.get(engine_id)) is not None:
-        found.load_weight_(p, weight)
+        found.load_weight_(p, inputs)
 
 
 @annotated("unload", _names)
-def _unload_weight_(weight: Tensor, token: Tensor, engine_id: int, p: int) -> None:
+def _unload_weight_(inputs: Sequence[Tensor], token: Tensor, engine_id: int, p: int) -> None:
     if (found := _LIVE.get(engine_id)) is not None:
-        found.unload_weight_(p, weight)
+        found.unload_weight_(p)
 
 
 def _plan_of(engine_id: int, p: int) -> tuple[int, int]:
@@ -310,8 +310,9 @@ _NODES = (
     # [Note: order of loads] Only the token orders the load of one weight behind the unload of another one.
     # Without it the byte budget would hold by luck.
     ("begin_weights(int engine) -> Tensor", _begin_weights, lambda engine_id: torch.empty(1, device="cpu")),
-    ("load_weight_(Tensor(a!) weight, Tensor(b!) token, int engine, int p) -> ()", _load_weight_, None),
-    ("unload_weight_(Tensor(a!) weight, Tensor(b!) token, int engine, int p) -> ()", _unload_weight_, None),
+    # ``inputs`` are all inputs of the graph that have the weight's memory, so that readers of each stay in place.
+    ("load_weight_(Tensor(a!)[] inputs, Tensor(b!) token, int engine, int p) -> ()", _load_weight_, None),
+    ("unload_weight_(Tensor(a!)[] inputs, Tensor(b!) token, int engine, int p) -> ()", _unload_weight_, None),
     # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
     ("offload_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("reduce_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _reduce_gradients, None),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -327,11 +327,73 @@ def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
 
 def storage_of(node: torch.fx.Node) -> int | None:
     """A number for the node's storage, equal for all nodes that share it; None for a node that is no tensor."""
-    value = node.meta.get("val")
+    return storage_of_value(node.meta.get("val"))
+
+
+def storage_of_value(value: Any) -> int | None:
+    """As ``storage_of``, of an example value."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:  # a sparse tensor has no storage
         return None
     storage: int = value.untyped_storage()._cdata
     return storage
+
+
+def calls_subgraph(node: torch.fx.Node) -> bool:
+    """Whether the node calls a nested compiled region, whose results may share memory with its inputs.
+
+    Example values of later calls have the storages of the first one. Seen in torch 2.13.
+    """
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "invoke_subgraph"
+
+
+def inputs_beyond_graph() -> tuple[set[int], set[int]]:
+    """Inputs of Dynamo's graph that outputs share memory with, and those that the graph writes to, by index.
+
+    AOTAutograd does both outside of the graph that it compiles, and tells of it here only. Empty outside of a
+    compilation, as in a backward that is compiled late. Seen in torch 2.13, written for 2.11 too.
+    """
+    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None:
+        return set(), set()
+    shared = (OutputType.alias_of_input, OutputType.is_input)
+    aliased = {info.base_idx for info in metadata.output_info if info.output_type in shared}
+    written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
+    return {index for index in aliased if index is not None}, written
+
+
+def recompute_in_backward(gm: torch.fx.GraphModule, inputs: Collection[int]) -> int:
+    """Have the partitioner recompute in the backward whatever a joint graph computes from some of its inputs alone.
+
+    Casts and scaled copies of a weight would be saved for the backward, as large as the weight. Seen in torch 2.13,
+    written for 2.11 too.
+
+    Args:
+        inputs: indices of inputs of Dynamo's graph.
+
+    Returns:
+        How many operators are recomputed.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    of_inputs: set[torch.fx.Node] = {node for index, node in aot_inputs(gm.graph).items() if index in inputs}
+    marked = 0
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not node.all_input_nodes or not of_inputs.issuperset(node.all_input_nodes):
+            continue
+        schema = schema_of(node)
+        random = (
+            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+        if schema is None or schema.is_mutable or random or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        of_inputs.add(node)
+        node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
+        marked += 1
+    return marked
 
 
 def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> None:
@@ -466,8 +528,12 @@ def compile_with_inductor(
     rewrite: Rewrite | None,
     config_patches: dict[str, Any],
     version: str,
+    recomputed: Collection[int] = (),
 ) -> Callable[..., Any]:
     """Compile with Inductor and call ``rewrite(graph, phase)``, if given, on each AOTAutograd graph.
+
+    Args:
+        recomputed: see ``recompute_in_backward``.
 
     AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation: it is off for ours.
     The FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
@@ -494,6 +560,7 @@ def compile_with_inductor(
     settings = {
         # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
         "reorder_for_peak_memory": False,
+        **({"joint_custom_post_pass": _JointPass(frozenset(recomputed))} if recomputed else {}),
         **config_patches,
     }
     with functorch_config.patch(enable_autograd_cache=False):
@@ -501,12 +568,29 @@ def compile_with_inductor(
     return compiled
 
 
+class _JointPass:
+    """``recompute_in_backward`` in the form that Inductor takes."""
+
+    def __init__(self, inputs: frozenset[int]) -> None:
+        self._inputs = inputs
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        recompute_in_backward(graph.owning_module, self._inputs)  # type: ignore[arg-type]
+
+    def uuid(self) -> str:
+        return f"zenflow {sorted(self._inputs)}"
+
+
 def compile_with_aot(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     rewrite: Rewrite | None,
+    recomputed: Collection[int] = (),
 ) -> Callable[..., Any]:
     """Run AOTAutograd's graphs, rewritten, node by node, without code generation. Seen in torch 2.11 and 2.13.
+
+    Args:
+        recomputed: see ``recompute_in_backward``.
 
     It uses Inductor's partitioner, which saves weights themselves. AOTAutograd's default would save transposed views of
     them: the passes could not tell which parameter's memory these read.
@@ -523,11 +607,15 @@ def compile_with_aot(
 
         return compile_graph
 
+    def partition(joint: torch.fx.GraphModule, *arguments: Any, **keywords: Any) -> Any:
+        recompute_in_backward(joint, recomputed)
+        return min_cut_rematerialization_partition(joint, *arguments, **keywords)
+
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition if recomputed else min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled

@@ -60,9 +60,10 @@ class HostWeight:
         """Whether the parameter has other memory than at the last look (``param.data = ...``)."""
         return storage_identity(self.param.untyped_storage()) != self._storage
 
-    def reads(self, weight: Tensor) -> bool:
-        """Whether ``weight``, the parameter or a view of it, has the parameter's memory."""
-        return storage_identity(weight.untyped_storage()) == storage_identity(self.param.untyped_storage())
+    def is_read_by(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether these tensors have the parameter's memory: are the parameter, or views of it."""
+        own = storage_identity(self.param.untyped_storage())
+        return all(storage_identity(each.untyped_storage()) == own for each in inputs)
 
     def load(self) -> None:
         """Fill the device's memory. The version of the parameter does not move: its values are what they were."""
@@ -160,18 +161,18 @@ class HostWeights:
 
     # Around uses.
 
-    def load(self, p: int, reader: Tensor | None = None) -> None:
+    def load(self, p: int, inputs: Sequence[Tensor]) -> None:
         """Load a weight, unless the device has it.
 
         Args:
-            reader: the tensor that a graph reads.
+            inputs: what a graph reads.
 
         Raises:
-            RuntimeError: that tensor has other memory than the parameter.
+            RuntimeError: these tensors have other memory than the parameter.
         """
         if (weight := self.weights.get(p)) is None:
             return
-        if reader is not None and not weight.reads(reader):
+        if not weight.is_read_by(inputs):
             raise RuntimeError(
                 f"the compiled graph reads a copy of {weight.plan.name}, which is in host memory; please report this, "
                 "and train with offload_weights=False until then"

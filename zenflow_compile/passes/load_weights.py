@@ -1,0 +1,175 @@
+"""All graphs: weights in host memory are on the device around their uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from zenflow_compile.passes.base import PassContext
+from zenflow_compile.passes.graph_edits import find, insert, weight_token
+from zenflow_compile.planning.weight_schedule import schedule_weights
+from zenflow_compile.runtime import ops
+from zenflow_compile.torch_internals import torch_private_compiler as private
+
+
+def load_weights(gm: GraphModule, ctx: PassContext) -> int:
+    """Load each offloaded weight in front of its uses, and unload it behind them, within a byte budget.
+
+    Before::
+
+        transposed = permute(w, [1, 0])
+        y = mm(x, transposed)
+        ...
+        z = mm(y, w)
+
+    After::
+
+        token = zenflow.begin_weights(engine)
+        zenflow.load_weight_([w], token, engine, p)
+        transposed = permute(w, [1, 0])
+        y = mm(x, transposed)
+        zenflow.unload_weight_([w], token, engine, p)     # if the budget is needed for others until the next use
+        ...
+        zenflow.load_weight_([w], token, engine, p)
+        z = mm(y, w)
+        zenflow.unload_weight_([w], token, engine, p)
+
+    A use is an operator that reads the weight's memory, directly or through views, and whose result has memory of its
+    own. Each use gets its own views, behind the load: eager operators make no view of an empty storage.
+    """
+    graph = gm.graph
+    if ctx.weights is None or find(graph, ops.BEGIN_WEIGHTS, ctx.engine_id) is not None:
+        return 0
+    inputs = inputs_by_weight(graph, ctx)
+    of_storage = {private.storage_of(nodes[0]): p for p, nodes in inputs.items()}
+    found = {node: ps for node in graph.nodes if (ps := weights_read_by(node, of_storage))}
+    if not found:
+        return 0
+    start = weight_token(graph, ctx.engine_id)
+    sizes = {p: ctx.plan.params[p].weight_bytes for p in inputs}
+    turns = schedule_weights(list(found.values()), sizes, ctx.weights.budget_bytes)
+    count = 0
+    for node, turn in zip(found, turns, strict=True):
+        before = [(ops.UNLOAD_WEIGHT_, turn.evicted), (ops.LOAD_WEIGHT_, turn.loaded)]
+        with graph.inserting_before(node):
+            count += insert_calls(graph, before, inputs, start, ctx.engine_id, node)
+            sink_views(graph, node, of_storage)
+        with graph.inserting_before(node.next):
+            count += insert_calls(graph, [(ops.UNLOAD_WEIGHT_, turn.ended)], inputs, start, ctx.engine_id, node)
+    erase_unused_views(graph, of_storage)
+    return count
+
+
+def insert_calls(
+    graph: Graph,
+    calls: list[tuple[Any, tuple[int, ...]]],
+    inputs: Mapping[int, list[Node]],
+    start: Node,
+    engine_id: int,
+    serves: Node,
+) -> int:
+    """Insert calls for the weights of each operator at the graph's insertion point. Returns how many."""
+    pairs = [(op, p) for op, ps in calls for p in ps]
+    for op, p in pairs:
+        insert(graph, op, (inputs[p], start, engine_id, p), serves=serves)
+    return len(pairs)
+
+
+def inputs_by_weight(graph: Graph, ctx: PassContext) -> dict[int, list[Node]]:
+    """The inputs that have the memory of each offloaded weight: the parameter, and views that a forward has saved."""
+    assert ctx.weights is not None
+    storages: dict[int | None, int] = {**ctx.weight_storages}
+    placeholders = private.aot_inputs(graph)
+    for p, index in ctx.params:
+        if p in ctx.weights.ps and (node := placeholders.get(index)) is not None:
+            storages[private.storage_of(node)] = p
+    found: dict[int, list[Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        of_weight = storages.get(private.storage_of(node))
+        if of_weight is not None and of_weight in ctx.weights.ps:
+            found.setdefault(of_weight, []).append(node)
+    return found
+
+
+def weights_read_by(node: Node, of_storage: Mapping[int | None, int]) -> frozenset[int]:
+    """The weights whose memory an operator reads for a result with memory of its own.
+
+    A view that leaves the graph counts, too: it must be made while the weight is there.
+    """
+    if node.op != "call_function" or str(node.target).startswith("zenflow."):
+        return frozenset()
+    read = {p for each in node.all_input_nodes if (p := of_storage.get(private.storage_of(each))) is not None}
+    if not read or not is_view(node, of_storage) or any(user.op == "output" for user in node.users):
+        return frozenset(read)
+    return frozenset()
+
+
+def is_view(node: Node, of_storage: Mapping[int | None, int]) -> bool:
+    """Whether all results of an operator are views of a weight."""
+    if node.op != "call_function":
+        return False
+    value = node.meta.get("val")
+    results = value if isinstance(value, (list, tuple)) else (value,)
+    storages = [private.storage_of_value(each) for each in results]
+    return bool(storages) and all(storage is not None and storage in of_storage for storage in storages)
+
+
+def sink_views(graph: Graph, node: Node, of_storage: Mapping[int | None, int]) -> None:
+    """Give ``node`` views of weights of its own, made at the graph's insertion point."""
+    made: dict[Node, Node] = {}
+
+    def own(each: Node) -> Node:
+        if not is_view(each, of_storage):
+            return each
+        if each not in made:
+            args, kwargs = map_arg((each.args, each.kwargs), own)
+            made[each] = graph.create_node(each.op, each.target, args, kwargs)
+            made[each].meta = dict(each.meta)
+        return made[each]
+
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), own)
+
+
+def erase_unused_views(graph: Graph, of_storage: Mapping[int | None, int]) -> None:
+    """Remove the views that only uses with their own had read."""
+    for node in reversed(graph.nodes):
+        if not node.users and is_view(node, of_storage):
+            graph.erase_node(node)
+
+
+def weights_to_keep(graph: Graph, ctx: PassContext) -> dict[int, str]:
+    """Weights that must stay on the device because of this graph, with the reason."""
+    if ctx.weights is None:
+        return {}
+    weights = ctx.weights.ps
+    reasons = {p: reason for p, reason in _leaving(ctx) if p in weights}
+    for node in graph.nodes:
+        if private.calls_subgraph(node):
+            inputs = {
+                private.storage_of(each): p for p, nodes in inputs_by_weight(graph, ctx).items() for each in nodes
+            }
+            for each in node.all_input_nodes:
+                if (p := inputs.get(private.storage_of(each))) is not None:
+                    reasons[p] = "a nested compiled region reads it"
+    return reasons
+
+
+def _leaving(ctx: PassContext) -> Iterator[tuple[int, str]]:
+    aliased, written = private.inputs_beyond_graph()
+    for p, index in ctx.params:
+        if index in written:
+            yield p, "the forward writes it"
+        elif index in aliased:
+            yield p, "the forward returns a view of it"
+
+
+def storages_of_weights(graph: Graph, ctx: PassContext) -> dict[int, int]:
+    """The storages of the offloaded weights' example values, by which the backward knows saved views of them."""
+    return {
+        storage: p
+        for p, nodes in inputs_by_weight(graph, ctx).items()
+        if (storage := private.storage_of(nodes[0])) is not None
+    }
