@@ -171,7 +171,7 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
     the engines and raises if one was closed.
     """
     forward_order: dict[int, list[int]] = {}
-    weight_storages: dict[int, dict[int, int]] = {}
+    weight_storages: dict[int, dict[int | None, int]] = {}
     examples: list[Any] = []  # of inputs, which own these storages
     # Hazard: threads that run their first backward at the same time each compile the graph, under one fake mode, which
     # only one thread can use at a time.

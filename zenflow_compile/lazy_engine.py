@@ -17,6 +17,7 @@ from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.nvme.state_file import existing_directory
@@ -53,6 +54,7 @@ class LazyEngine:
         self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None], ranks: RankGroup | None
     ) -> None:
         self.built: Engine | None = None
+        _check_offloaded_weights(given, optimizer.param_groups[0]["params"][0].device, alone=ranks is None)
         self._ranks = ranks
         self._alone = optimizer._trains_alone
         self._closed = False
@@ -172,6 +174,7 @@ class LazyEngine:
         device = self.claim.params[0].device
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
+        _check_offloaded_weights(self._given, device, alone=self._ranks is None)
         options = _resolve(self._given, named, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
@@ -227,6 +230,26 @@ def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
                 f"a parameter is on {param.device} and the others are on {device}; move the model to one device first "
                 '(without device_map="auto" or pipeline stages), or use one optimizer per device'
             )
+
+
+def _check_offloaded_weights(options: Options, device: torch.device, *, alone: bool) -> None:
+    """Refuse ``offload_weights`` where this version does not serve it.
+
+    Raises:
+        ValueError: several ranks train, or the device has streams.
+    """
+    if options.offload_weights is False:
+        return
+    if not alone:
+        raise ValueError(
+            f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
+            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too"
+        )
+    if device_of(device).streams is not None:
+        raise ValueError(
+            f"offload_weights={options.offload_weights!r} on {device} is not supported in this version, which serves "
+            "the CPU; pass offload_weights=False"
+        )
 
 
 def _chosen_by_model(options: Options) -> bool:

@@ -6,8 +6,8 @@ import gc
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import Any, Literal
 
@@ -287,12 +287,31 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait for work in flight and make due updates visible, before weights are read outside of compiled graphs.
 
-        The trajectory stays what it would have been.
+        The trajectory stays what it would have been. Weights that ``offload_weights`` keeps in host memory are on the
+        device until the next step; ``state_dict()`` of a module has them without.
 
         Raises:
             RuntimeError: work in flight failed.
         """
         self.engine.synchronize()
+        self.engine.hold_weights()
+
+    @contextmanager
+    def loaded_weights(self) -> Iterator[None]:
+        """Have all weights on the device inside of the block, with due updates, for code that reads or writes them.
+
+        Only ``offload_weights`` takes weights away. What the block writes into them is kept.
+
+        Raises:
+            RuntimeError: work in flight failed.
+        """
+        engine = self.engine
+        engine.synchronize()
+        engine.hold_weights()
+        try:
+            yield
+        finally:
+            engine.release_weights()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -313,6 +332,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._lazy_engine.check_open()
         if (engine := self._lazy_engine.built) is not None:
             engine.flush()
+            engine.hold_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that a bitwise resume needs, also inside an update window; loads with ``weights_only=True``.

@@ -47,7 +47,7 @@ class PassContext:
     forward_order: tuple[int, ...] = ()
     weight_grad_bytes: int = 0
     weights: OffloadedWeights | None = None
-    weight_storages: Mapping[int, int] = field(default_factory=dict)
+    weight_storages: Mapping[int | None, int] = field(default_factory=dict)
 
     def in_forward_order(self) -> list[int]:
         """This graph's parameters by first use in the forward; parameters of unknown use follow in the plan's order."""

@@ -81,7 +81,7 @@ def insert_calls(
 def inputs_by_weight(graph: Graph, ctx: PassContext) -> dict[int, list[Node]]:
     """The inputs that have the memory of each offloaded weight: the parameter, and views that a forward has saved."""
     assert ctx.weights is not None
-    storages: dict[int | None, int] = {**ctx.weight_storages}
+    storages = dict(ctx.weight_storages)
     placeholders = private.aot_inputs(graph)
     for p, index in ctx.params:
         if p in ctx.weights.ps and (node := placeholders.get(index)) is not None:
@@ -166,10 +166,6 @@ def _leaving(ctx: PassContext) -> Iterator[tuple[int, str]]:
             yield p, "the forward returns a view of it"
 
 
-def storages_of_weights(graph: Graph, ctx: PassContext) -> dict[int, int]:
+def storages_of_weights(graph: Graph, ctx: PassContext) -> dict[int | None, int]:
     """The storages of the offloaded weights' example values, by which the backward knows saved views of them."""
-    return {
-        storage: p
-        for p, nodes in inputs_by_weight(graph, ctx).items()
-        if (storage := private.storage_of(nodes[0])) is not None
-    }
+    return {private.storage_of(nodes[0]): p for p, nodes in inputs_by_weight(graph, ctx).items()}

@@ -373,6 +373,8 @@ class Engine(StepRunner):
         """
         if self.in_child:
             errors.refuse_in_child("the weights are in memory of its parent")
+        if torch_private.saves_tensors_elsewhere():
+            errors.refuse_saved_tensors_hooks()
         if self.order is not None:
             self.order.follow()
         self.weights.load(p, inputs)

@@ -191,6 +191,14 @@ def refuse_in_child(reason: str = "it has neither the threads nor the host memor
     )
 
 
+def refuse_saved_tensors_hooks() -> NoReturn:
+    """Raise RuntimeError: a hook would read weights that are not on the device."""
+    raise RuntimeError(
+        "saved_tensors_hooks (or save_on_cpu) are active, and would read weights that offload_weights keeps in host "
+        "memory; run the compiled model outside of them, or pass offload_weights=False"
+    )
+
+
 def refuse_failed(cause: BaseException) -> NoReturn:
     """Raise RuntimeError, chained to the failure after which weights and state differ."""
     raise RuntimeError(

@@ -476,6 +476,14 @@ class MemoryMark:
         return storage_identity(tensor.untyped_storage()) == self.storage and tensor.data_ptr() == self.address
 
 
+def saves_tensors_elsewhere() -> bool:
+    """Whether code has asked autograd to call it with every tensor that is saved for a backward.
+
+    ``torch.autograd.graph.saved_tensors_hooks`` and ``save_on_cpu`` do. Seen in torch 2.13.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live at the same time. Seen in torch 2.11 and 2.13."""
 

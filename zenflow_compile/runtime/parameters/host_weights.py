@@ -105,14 +105,15 @@ class HostWeights:
         kept: why a weight stays on the device all the time, by index.
         budget_bytes: of loaded weights.
         loaded_bytes: of weights that may be unloaded, now; peak_bytes: at most since the last optimizer step began.
-        loads: since the optimizer step before.
+        held_bytes: of those that are held, since then.
+        loads: since then.
     """
 
     def __init__(self, option: float | bool, recorder: Recorder) -> None:
         self.weights: dict[int, HostWeight] = {}
         self.kept: dict[int, str] = {}
         self.budget_bytes = 0
-        self.loaded_bytes = self.peak_bytes = self.loads = 0
+        self.loaded_bytes = self.peak_bytes = self.held_bytes = self.loads = 0
         self._option = option
         self._recorder = recorder
         self._arenas: list[HostArena] = []
@@ -190,6 +191,7 @@ class HostWeights:
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None:
                 self._bring_in(weight)
+                self.held_bytes += 0 if weight.held else weight.nbytes
                 weight.held = True
 
     def release(self, ps: Iterable[int] | None = None) -> None:
@@ -228,7 +230,7 @@ class HostWeights:
     def begin_step(self) -> None:
         """An optimizer step begins: whatever read weights has ended."""
         self.release()
-        self.peak_bytes, self.loads = self.loaded_bytes, 0
+        self.peak_bytes, self.held_bytes, self.loads = self.loaded_bytes, 0, 0
 
     def _bring_in(self, weight: HostWeight) -> None:
         if weight.loaded:
