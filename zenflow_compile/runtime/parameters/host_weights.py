@@ -10,12 +10,14 @@ backward: host updates are merged in front of a forward, and slices are updated 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES, OffloadedWeights, weight_budget
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
@@ -23,12 +25,16 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
+_NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
+_NAMED = 4
+
 
 class HostWeight:
     """One weight.
 
     Attributes:
         values: of the parameter's shape and dtype, in host memory; valid if ``offloaded``.
+        served: a compiled graph loads it for its uses.
         offloaded: the host's copy counts, and the device may have another one.
         loaded: the device has the values.
         held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
@@ -38,6 +44,7 @@ class HostWeight:
         self.plan = plan
         self.param = param
         self.values = values
+        self.served = False
         self.offloaded = False
         self.loaded = True
         self.held = False
@@ -114,6 +121,7 @@ class HostWeights:
         self.kept: dict[int, str] = {}
         self.budget_bytes = 0
         self.loaded_bytes = self.peak_bytes = self.held_bytes = self.loads = 0
+        self._steps = 0
         self._option = option
         self._recorder = recorder
         self._arenas: list[HostArena] = []
@@ -178,6 +186,7 @@ class HostWeights:
                 f"the compiled graph reads a copy of {weight.plan.name}, which is in host memory; please report this, "
                 "and train with offload_weights=False until then"
             )
+        weight.served = True
         self._bring_in(weight)
 
     def unload(self, p: int) -> None:
@@ -197,7 +206,7 @@ class HostWeights:
     def release(self, ps: Iterable[int] | None = None) -> None:
         """Unload weights that are held, or that were left behind by a forward that failed. None: all."""
         for p in self.weights if ps is None else ps:
-            if (weight := self.weights.get(p)) is not None and weight.offloaded:
+            if (weight := self.weights.get(p)) is not None and weight.served:
                 weight.held = False
                 self.unload(p)
 
@@ -230,7 +239,21 @@ class HostWeights:
     def begin_step(self) -> None:
         """An optimizer step begins: whatever read weights has ended."""
         self.release()
+        self._steps += 1
+        if self._steps == _NOTICED_AFTER:
+            self._warn_of_unread()
         self.peak_bytes, self.held_bytes, self.loads = self.loaded_bytes, 0, 0
+
+    def _warn_of_unread(self) -> None:
+        names = [each.plan.name for each in self.weights.values() if not each.served]
+        if names:
+            listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+            warnings.warn(
+                f"offload_weights: {len(names)} weights stay on the device, because no graph that torch.compile(..., "
+                f'backend="zenflow") made reads them: {listed}',
+                UserWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def _bring_in(self, weight: HostWeight) -> None:
         if weight.loaded:

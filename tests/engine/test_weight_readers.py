@@ -1,0 +1,348 @@
+"""Code outside of our graphs reads weights that are in host memory, or an error says what to do; nothing crashes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.training import EAGER_BACKEND
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.parameters import host_weights
+
+pytestmark = pytest.mark.timeout(120)
+
+ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.own = nn.Parameter(torch.randn(32, 32) / 6)
+        self.up = nn.Linear(32, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.norm(self.up(torch.tanh(x @ self.own)))))
+
+
+@pytest.fixture(autouse=True)
+def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+
+
+class Pair:
+    """A model whose weights are in host memory, and one that trains without."""
+
+    def __init__(self, build: Callable[[], nn.Module] = Net, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.model, self.plain = build(), build()
+        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **options}, offload_weights=1.0)
+        self.other = ZenFlowAdamW(self.plain.named_parameters(), **{**ADAM, **options})
+        self.call = torch.compile(self.model, **EAGER_BACKEND)
+        self.plain_call = torch.compile(self.plain, **EAGER_BACKEND)
+
+    def train(self, steps: int, first: int = 0) -> None:
+        for step in range(first, first + steps):
+            for call, optimizer in ((self.call, self.optimizer), (self.plain_call, self.other)):
+                call(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    @property
+    def absent(self) -> int:
+        """How many weights have no memory on the device."""
+        return sum(param.untyped_storage().nbytes() == 0 for param in self.model.parameters())
+
+    def expected(self) -> dict[str, Tensor]:
+        """The weights of the other model."""
+        return {name: value.clone() for name, value in self.plain.state_dict().items()}
+
+    def close(self) -> None:
+        self.optimizer.close()
+        self.other.close()
+
+
+def trained(steps: int = 3) -> Pair:
+    pair = Pair()
+    pair.train(steps)
+    assert pair.absent >= 3
+    return pair
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+READERS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "saved state dict": lambda model: saved(model.state_dict()),
+    "deepcopy": lambda model: copy.deepcopy(model).state_dict(),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)).state_dict(),
+    "torch.save": lambda model: saved(model).state_dict(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reader_sees_weights_in_host_memory(reader: str) -> None:
+    pair = trained()
+    assert equal(READERS[reader](pair.model), pair.expected())
+    pair.train(2, first=3)
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+    assert pair.absent == 0
+    assert equal(dict(pair.model.state_dict()), pair.expected())
+
+
+def test_state_dict_takes_no_device_memory() -> None:
+    pair = trained()
+    absent = pair.absent
+    assert equal(pair.model.state_dict(), pair.expected())
+    assert pair.absent == absent
+    pair.close()
+
+
+def test_copies_are_models_of_their_own() -> None:
+    pair = trained()
+    for other in (copy.deepcopy(pair.model), saved(pair.model)):
+        other.double()
+        assert all(param.dtype is torch.float64 for param in other.parameters())
+        assert all(param.dtype is torch.float32 for param in pair.model.parameters())
+    pair.close()
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_loaded_weights_are_trained_on(assigned: bool) -> None:
+    pair = trained()
+    state = {name: value * 0.5 if value.is_floating_point() else value for name, value in pair.expected().items()}
+    if assigned:
+        with pair.optimizer.loaded_weights(), torch.no_grad():
+            for name, param in pair.model.named_parameters():
+                param.copy_(state[name])
+        pair.plain.load_state_dict(state)
+        for buffers in (pair.model.named_buffers(), pair.plain.named_buffers()):
+            for name, buffer in buffers:
+                buffer.copy_(state[name])
+    else:
+        absent = pair.absent
+        pair.model.load_state_dict(state)
+        assert pair.absent == absent
+        pair.plain.load_state_dict(state)
+    pair.train(3, first=3)
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def test_uncompiled_forward_and_backward_read_weights() -> None:
+    """The backward of the module itself, whose weights autograd saves, and in between one of the compiled module."""
+    pair = trained()
+    for model, call, optimizer in (
+        (pair.model, pair.call, pair.optimizer),
+        (pair.plain, pair.plain_call, pair.other),
+    ):
+        model.eval()  # statistics that the second forward writes would belong to the first one's graph
+        loss = model(batch(11)).square().mean()
+        call(batch(12)).square().mean().backward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.train()
+    pair.train(2, first=4)
+    assert pair.absent >= 3
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def test_parts_of_the_model_are_called_by_themselves() -> None:
+    pair = trained()
+    with torch.no_grad():
+        assert torch.equal(pair.model.up(batch(5)), pair.plain.up(batch(5)))  # type: ignore[operator]
+    pair.train(2, first=3)
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+@pytest.mark.parametrize("finish", ["synchronize", "flush", "loaded_weights"])
+def test_weights_are_there_on_request(finish: str) -> None:
+    pair = trained()
+    expected = pair.expected()
+    if finish == "loaded_weights":
+        with pair.optimizer.loaded_weights():
+            assert pair.absent == 0
+            vector = nn.utils.parameters_to_vector(pair.model.parameters())
+        assert pair.absent >= 3
+    else:
+        getattr(pair.optimizer, finish)()
+        assert pair.absent == 0
+        vector = nn.utils.parameters_to_vector(pair.model.parameters())
+    plain = nn.utils.parameters_to_vector([expected[name] for name, _ in pair.plain.named_parameters()])
+    assert torch.equal(vector, plain)
+    pair.train(1, first=3)
+    assert pair.absent >= 3
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_model_is_moved_with_its_weights(dtype: torch.dtype) -> None:
+    pair = trained()
+    expected = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in pair.expected().items()
+    }
+    pair.optimizer.flush()
+    pair.optimizer.close()
+    pair.model.to(dtype)
+    assert equal(pair.model.state_dict(), expected)
+    pair.other.close()
+
+
+def test_cast_in_training_has_the_weights() -> None:
+    pair = trained()
+    expected = {name: value.bfloat16() for name, value in pair.expected().items() if value.is_floating_point()}
+    pair.model.to(torch.bfloat16)
+    found = {name: param.detach() for name, param in pair.model.named_parameters()}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    pair.close()
+
+
+class Recurrent(nn.Module):
+    """A module that runs in eager code, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up = nn.Linear(32, 32)
+        self.memory = nn.LSTM(32, 32, batch_first=True)
+        self.down = nn.Linear(32, 32)
+
+    @torch._dynamo.disable
+    def remember(self, hidden: Tensor) -> Tensor:
+        return self.memory(hidden.unsqueeze(0))[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.remember(self.up(x)))
+
+
+def test_modules_that_are_not_compiled_keep_weights() -> None:
+    pair = Pair(Recurrent)
+    with pytest.warns(UserWarning, match=r"stay on the device.*memory.weight_ih_l0"):
+        pair.train(4)
+    assert pair.absent == 4
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+class Writing(nn.Module):
+    """Writes a weight in its forward, returns another one, and reads one between two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.written = nn.Embedding(16, 32, max_norm=1.0)
+        self.returned = nn.Linear(32, 32, bias=False)
+        self.between = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.written((x[:, 0] > 0).long() + 2)
+        torch._dynamo.graph_break()
+        return self.between(self.returned(hidden)), self.returned.weight.t()
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Writing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, weight = self.inner(x)
+        return found + weight.sum()
+
+
+def test_weights_that_leave_a_graph_stay_on_the_device() -> None:
+    pair = Pair(First)
+    pair.train(4)
+    kept = {pair.optimizer.engine.plan.params[p].name: why for p, why in pair.optimizer.engine.weights.kept.items()}
+    assert "writes" in kept["inner.written.weight"]
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def test_forward_that_fails_leaves_nothing_behind() -> None:
+    pair = trained()
+    with pytest.raises(RuntimeError):
+        pair.call(torch.randn(8, 31))
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        pair.model(torch.randn(8, 31))
+    pair.train(2, first=3)
+    assert pair.absent >= 3
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def test_saved_tensors_hooks_are_refused() -> None:
+    pair = trained()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 1, lambda packed: packed)
+    with hooks, pytest.raises(RuntimeError, match="offload_weights=False"):
+        pair.call(batch(4))
+    pair.train(1, first=3)
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def test_state_of_the_optimizer_resumes_bitwise(tmp_path: Path) -> None:
+    options = {"update_interval": 4, "select_strategy": "step", "select_interval": 4}
+    pair = Pair(**options)
+    pair.train(6)
+    torch.save({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()}, tmp_path / "saved.pt")
+    pair.train(5, first=6)
+    expected = pair.expected()
+    pair.close()
+    other = Pair(**options)
+    other.train(2)
+    state = torch.load(tmp_path / "saved.pt")
+    for model, optimizer in ((other.model, other.optimizer), (other.plain, other.other)):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    other.train(5, first=6)
+    assert equal(other.model.state_dict(), expected)
+    assert equal(other.plain.state_dict(), expected)
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload_weights": 100}, "must be at least"),
+        ({"offload_weights": 0}, "integer of bytes >= 1"),
+        ({"offload_weights": 1.5}, r"number in \(0, 1\]"),
+        ({"offload_weights": 1.0, "policy": "deep_optimizer_states"}, "choose another policy"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ZenFlowAdamW(Net().named_parameters(), lr=1e-3, **options).synchronize()
+
+
+def test_offloading_is_a_number_or_false() -> None:
+    with pytest.raises(TypeError, match="integer of bytes"):
+        ZenFlowAdamW(Net().named_parameters(), lr=1e-3, offload_weights=True)

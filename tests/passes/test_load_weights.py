@@ -1,0 +1,255 @@
+"""Weights are loaded in front of their uses and unloaded behind them, through views, in every graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.recording import RecordingEngine
+from tests.support.training import EAGER_BACKEND
+from zenflow_compile.passes.base import Phase
+from zenflow_compile.planning.offloaded_weights import OffloadedWeights
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Serving(RecordingEngine):
+    """Really loads and unloads: parameters have no memory, or NaN, outside of their uses.
+
+    Attributes:
+        peak_bytes: of loaded weights; kept: reasons by parameter; loads: by parameter.
+    """
+
+    def __init__(self, model: nn.Module, budget_bytes: int = 0, *, poisons: bool = False) -> None:
+        super().__init__(model.named_parameters())
+        self.home = {p: param.detach().clone() for p, param in enumerate(self.params)}
+        self.budget_bytes, self.poisons = budget_bytes, poisons
+        self.present = set(self.home)
+        self.peak_bytes = 0
+        self.loads: Counter[int] = Counter()
+        self.kept: dict[int, str] = {}
+        for p in self.home:
+            self.unload_weight_(p)
+
+    @property
+    def offloaded_weights(self) -> OffloadedWeights | None:  # type: ignore[override]
+        return OffloadedWeights(frozenset(self.home), self.budget_bytes)
+
+    def keep_weights(self, reasons: Any) -> None:
+        for p, reason in reasons.items():
+            self.load_weight_(p, [self.params[p]])
+            self.kept[p] = reason
+            del self.home[p]
+            self.present.discard(p)
+
+    def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
+        own = self.params[p].untyped_storage()
+        assert all(each.untyped_storage()._cdata == own._cdata for each in inputs), "other memory"
+        if p in self.home and p not in self.present:
+            own.resize_(self.home[p].nbytes)
+            self.params[p].data.copy_(self.home[p])
+            self.present.add(p)
+            self.loads[p] += 1
+            self.peak_bytes = max(self.peak_bytes, sum(self.home[each].nbytes for each in self.present))
+
+    def unload_weight_(self, p: int) -> None:
+        if p in self.present:
+            self.present.discard(p)
+            if self.poisons:
+                self.params[p].data.fill_(float("nan"))
+            else:
+                self.params[p].untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        for p in self.home:
+            self.load_weight_(p, [self.params[p]])
+
+
+class Views(nn.Module):
+    """Reads its weights through many kinds of views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(8, 12))
+        self.b = nn.Parameter(torch.randn(6, 8))
+        self.c = nn.Parameter(torch.randn(4, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a.chunk(2, 1)
+        rows = self.b.unbind(0)
+        out = x @ first + x @ second.contiguous() + torch.stack([x @ row for row in rows], 1)
+        out = out * self.c.diagonal().sum() + self.c.unfold(0, 2, 1).mean() + self.a.as_strided((8, 6), (12, 2)).sum(0)
+        out = out + torch.einsum("ij,kj->ik", x, self.b) + self.b.view(2, 3, 8)[1].t().mean(0).repeat(2)
+        return out + self.a.detach().sum() + F.linear(x, self.b.flip(0)) + self.c.expand(2, 4, 4, 4).sum()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = (x[:, 0] > 0).long()
+        hidden = torch.tanh(self.inner(self.embedding(indices) + x))
+        return hidden @ (self.embedding.weight * self.gain).t()
+
+
+class Broken(nn.Module):
+    """One weight on both sides of a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.weight)
+        torch._dynamo.graph_break()
+        return hidden @ self.weight.t() + hidden @ self.weight
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2 * grad @ weight.t(), 2 * x.t() @ grad
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Double.apply(x, self.weight)
+        return self.conv(found[:, None]).sum(1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)),
+    "views": Views,
+    "tied": Tied,
+    "graph break": Broken,
+    "custom function": Custom,
+}
+
+
+@pytest.fixture
+def close() -> Iterator[list[Serving]]:
+    engines: list[Serving] = []
+    yield engines
+    for each in engines:
+        each.restore()
+        each.close()
+    torch._dynamo.reset()
+
+
+def results(call: Callable[..., Tensor], model: nn.Module, *, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Outputs and the gradient of the input, of two forwards, two backwards and one without gradients."""
+    found = []
+    x = [torch.randn(5, 8, generator=torch.Generator().manual_seed(seed), requires_grad=True) for seed in range(2)]
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        outputs = [call(each) for each in x]
+        with torch.no_grad():
+            found.append(call(x[0].detach()))
+    for output in outputs:
+        output.float().square().sum().backward()
+    return [*found, *(each.detach() for each in outputs), *(each.grad for each in x if each.grad is not None)]
+
+
+@pytest.mark.parametrize("poisons", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_graphs_read_loaded_weights(
+    inner: str, name: str, dtype: torch.dtype | None, poisons: bool, close: list[Serving]
+) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    options = {"backend": "zenflow", "options": {"inner": inner}}
+    close.append(Serving(model, budget_bytes=1 << 30, poisons=poisons))
+    close[0].restore()
+    expected = results(torch.compile(model, **options), model, dtype=dtype)
+    close[0].restore()
+    close.pop().close()
+    torch._dynamo.reset()
+
+    engine = Serving(model, poisons=poisons)
+    close.append(engine)
+    found = results(torch.compile(model, **options), model, dtype=dtype)
+    assert not engine.kept
+    assert not engine.present
+    assert set(engine.loads) == set(engine.home)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_budget_bounds_what_is_loaded(close: list[Serving]) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+    x = torch.randn(4, 16)
+    loads = []
+    for budget in (1024, 2048, 4096, 6 * 1024):
+        engine = Serving(model, budget)
+        torch.compile(model, **EAGER_BACKEND)(x).sum().backward()
+        assert engine.peak_bytes == budget
+        assert not engine.present
+        loads.append(sum(engine.loads.values()))
+        engine.restore()
+        engine.close()
+        torch._dynamo.reset()
+    # The backward reads all but the first weight: nothing stays between the two graphs.
+    assert loads == [11, 11, 11, 11]
+
+
+class Leaving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned = nn.Parameter(torch.randn(8, 8))
+        self.read = nn.Parameter(torch.randn(8, 8))
+        self.limited = nn.Embedding(4, 8, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.limited((x[:, 0] > 0).long()) @ self.returned @ self.read, self.returned.t()
+
+
+def test_weights_that_leave_the_graph_are_kept(close: list[Serving]) -> None:
+    model = Leaving()
+    engine = Serving(model)
+    close.append(engine)
+    out, view = torch.compile(model, **EAGER_BACKEND)(torch.randn(3, 8))
+    (out.sum() + view.sum()).backward()
+    names = {engine.plan.params[p].name: reason for p, reason in engine.kept.items()}
+    assert names == {
+        "returned": "the forward returns a view of it",
+        "limited.weight": "the forward writes it",
+    }
+    assert set(engine.loads) >= {engine.index_of(model.read)}
+
+
+def test_explanation_says_what_is_loaded(close: list[Serving]) -> None:
+    model = nn.Linear(8, 8)
+    engine = Serving(model)
+    close.append(engine)
+    torch.compile(model, **EAGER_BACKEND)(torch.randn(3, 8)).sum().backward()
+    forward = next(record for record in engine.graphs if record.phase is Phase.FORWARD)
+    assert dict(forward.counts)["load_weights"] == 4
+    reasons = [line.reason for line in forward.lines if "load_weight" in line.text]
+    assert sorted(str(reason) for reason in reasons) == [
+        "bias: 3.2e-05 MB from host memory, for the uses below",
+        "bias: gives 3.2e-05 MB of device memory back",
+        "weight: 0.000256 MB from host memory, for the uses below",
+        "weight: gives 0.000256 MB of device memory back",
+    ]
