@@ -11,14 +11,14 @@ from examples.ranks import on_first_rank
 from tests.support.rank_processes import RankProcesses, messages
 
 
-class OfTwo(Exception):
+class OfTwoError(Exception):
     """Is pickled, but cannot be unpickled: it is called with its text alone then."""
 
     def __init__(self, file: str, reason: str) -> None:
         super().__init__(f"{file}: {reason}")
 
 
-class Held(Exception):
+class HeldError(Exception):
     """Cannot be pickled."""
 
     def __init__(self, text: str) -> None:
@@ -31,11 +31,11 @@ def full_disk() -> None:
 
 
 def of_two() -> None:
-    raise OfTwo("run.pt", "no space left")
+    raise OfTwoError("run.pt", "no space left")
 
 
 def held() -> None:
-    raise Held("no space left")
+    raise HeldError("no space left")
 
 
 def unsendable() -> Callable[[], None]:
@@ -62,8 +62,8 @@ def test_all_ranks_get_the_result(two_ranks: RankProcesses) -> None:
     ("call", "kind", "text"),
     [
         (full_disk, OSError, "[Errno 28] no space left"),
-        (of_two, RuntimeError, "OfTwo: run.pt: no space left"),
-        (held, RuntimeError, "Held: no space left"),
+        (of_two, RuntimeError, "OfTwoError: run.pt: no space left"),
+        (held, RuntimeError, "HeldError: no space left"),
         (unsendable, Exception, "local object"),
     ],
 )
