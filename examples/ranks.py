@@ -17,10 +17,19 @@ _T = TypeVar("_T")
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join the other ranks, as torchrun names them in the environment: through NCCL on CUDA, gloo on the CPU."""
+    """Join the other ranks, as torchrun names them in the environment: through NCCL on CUDA, gloo on the CPU.
+
+    Raises:
+        ValueError: ``device`` is one GPU, which all ranks of the machine would share.
+    """
     if not dist.is_torchelastic_launched():
         yield
         return
+    if device.index is not None and device.type == "cuda":
+        raise ValueError(
+            f"--device {device} is one GPU, and under torchrun each rank has its own; use --device cuda, and "
+            "CUDA_VISIBLE_DEVICES to choose among them"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,4 +1,4 @@
-"""What the first rank alone does for the examples: all ranks get its result, or raise its error."""
+"""The ranks of the examples: all get what the first one returns, or raise its error, and each has its own device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from examples.ranks import on_first_rank
+from examples.ranks import on_first_rank, process_group
 from tests.support.rank_processes import RankProcesses, messages
 
 
@@ -73,3 +74,13 @@ def test_all_ranks_raise_its_error(
     outcomes = two_ranks.outcomes(only_first, call)
     assert all(type(each) is type(outcomes[0]) and isinstance(each, kind) for each in outcomes)
     assert all(text in message for message in messages(outcomes)), messages(outcomes)
+
+
+def test_one_gpu_for_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with (
+        pytest.raises(ValueError, match=r"--device cuda:1 is one GPU, .* use --device cuda"),
+        process_group(torch.device("cuda:1")),
+    ):
+        pass
