@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
         if comparing:
             raise ValueError("--resume continues one run and --compare starts three; use one of them")
         saved = load_checkpoint(given["resume"])["config"]
-        config = replace(TrainConfig(**saved), **given)
+        config = replace(TrainConfig.of_checkpoint(saved), **given)
         config.must_continue(saved)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))

@@ -22,12 +22,13 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.lr_scheduler import LRScheduler
 
-from examples.ranks import on_first_rank, ranks
+from examples.ranks import on_first_rank
 from examples.settings import TrainConfig
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.checks.printable import printable
@@ -37,12 +38,15 @@ _MARK = b"zenflow checkpoint, sha256:"
 _TRAILER_BYTES = len(_MARK) + hashlib.sha256().digest_size
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]+)(\.pt)?")
 _RUN = "run.pt"  # in the folder of a sharded checkpoint
-_UNFINISHED = ".unfinished"
+_METADATA = ".metadata"  # in it, too: which file has which part
+_UNFINISHED = ".unfinished"  # locked while it is written; for a sharded checkpoint an empty file beside its folders
+_PARTS = ".parts"  # the folder of a sharded checkpoint that is being written
+_REPLACED = ".replaced"  # the folder in whose place it comes, if the run saves a step again
 _READ_BYTES = 1 << 22
 
 
 class CheckpointError(ValueError):
-    """A file is not a checkpoint, or is damaged."""
+    """A file is not a checkpoint, or a checkpoint is damaged or incomplete."""
 
 
 class CheckpointFolder:
@@ -68,7 +72,8 @@ class CheckpointFolder:
         run write a part each. The step is also the position in the data (see ``stdlib_text.training_batch``).
 
         Raises:
-            OSError: it could not be written; the checkpoints that exist stay.
+            OSError: it could not be written; the checkpoints that exist stay. All ranks raise.
+            CheckpointError: the first rank does not see the parts of all ranks. All ranks raise.
         """
         state = {
             "config": asdict(config),
@@ -80,50 +85,53 @@ class CheckpointFolder:
         }
         # state_dict() reads the weights outside of compiled graphs: pending host updates must be applied first.
         optimizer.synchronize()
+        path = self.folder / f"step-{step:06d}-{self.run}{'' if config.fsdp else '.pt'}"
         if config.fsdp:
-            path = self.folder / f"step-{step:06d}-{self.run}"
             self._write_sharded(state, model, optimizer, path)
         else:
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            path = self.folder / f"step-{step:06d}-{self.run}.pt"
-            if ranks()[0] == 0:
-                self._prepare()
-                _write(state, path)
-        if ranks()[0] == 0:
-            # Only after the new checkpoint is on the disk.
-            older = [each for number, each in _checkpoints(self.folder, self.run) if number < step]
-            for old in older[: len(older) - (_KEPT - 1)]:
-                _remove(old)
+            on_first_rank(lambda: self._write_whole(state, path))
+        on_first_rank(lambda: self._remove_older(step))  # only after the new checkpoint is on the disk
         return path
 
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         _sync_folder(self.folder.parent)
-        _remove_unfinished(self.folder)
+        for unfinished in self.folder.glob(f"step-*{_UNFINISHED}"):
+            _recover(unfinished, wait=False)
+
+    def _remove_older(self, step: int) -> None:
+        older = [each for number, each in _checkpoints(self.folder, self.run) if number < step]
+        for old in older[: len(older) - (_KEPT - 1)]:
+            _remove(old)
+
+    def _write_whole(self, state: dict[str, Any], path: Path) -> None:
+        self._prepare()
+        _write(state, path)
 
     def _write_sharded(self, state: dict[str, Any], model: nn.Module, optimizer: ZenFlowAdamW, path: Path) -> None:
-        """Write ``state`` and the parts of all ranks to the folder ``path`` atomically."""
-        unfinished = path.with_suffix(_UNFINISHED)
+        """Write ``state`` and the parts of all ranks to the folder ``path``; a kill leaves the earlier one or this."""
+        unfinished, parts = path.with_suffix(_UNFINISHED), path.with_suffix(_PARTS)
         locked = ExitStack()
 
         def begin() -> None:
             self._prepare()
-            unfinished.mkdir()
-            descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-            locked.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed: another run's cleaning leaves it alone
+            locked.enter_context(_create_locked(unfinished))
+            parts.mkdir()
+            # The name of the locked file must not be lost before those of the folders: they are found by it.
+            _sync_folder(self.folder)
 
         def finish() -> None:
-            _write({**state, "parts": {part.name: _digest(part) for part in unfinished.iterdir()}}, unfinished / _RUN)
+            _write({**state, "parts": _digests(parts)}, parts / _RUN)
             if path.exists():  # of the same step of the same run, which went on from an earlier one
-                _remove(path)
-            os.replace(unfinished, path)
-            _sync_folder(path.parent)
+                os.rename(path, path.with_suffix(_REPLACED))
+            os.rename(parts, path)
+            _tidy(unfinished)
 
         with locked:
             on_first_rank(begin)
             weights, moments = get_state_dict(model, optimizer)
-            save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
+            save({"model": weights, "optimizer": moments}, checkpoint_id=parts)
             on_first_rank(finish)
 
 
@@ -135,6 +143,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         CheckpointError: it is damaged; the message names the last good one before it.
     """
     path = Path(path)
+    if not path.exists() and _NAME.fullmatch(path.name):
+        _recover(path.with_suffix(_UNFINISHED), wait=True)
     if not path.is_file() and not (path.is_dir() and _NAME.fullmatch(path.name)):
         raise FileNotFoundError(
             f"no checkpoint at {printable(path)}; checkpoints are files named step-NNNNNN-RUN.pt below --out, and with "
@@ -190,18 +200,17 @@ class _HashingFile:
 def _write(state: dict[str, Any], path: Path) -> None:
     """Write ``state`` to ``path`` atomically: a reader sees a complete checkpoint or none, even after a power loss."""
     unfinished = path.with_suffix(_UNFINISHED)
-    try:
-        with unfinished.open("xb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: another run's cleaning leaves it alone
+    with _create_locked(unfinished) as file:
+        try:
             hashing = _HashingFile(file)
             torch.save(state, cast("IO[bytes]", hashing))
             file.write(_MARK + hashing.digest.digest())
             file.flush()
             os.fsync(file.fileno())  # before the rename, which could otherwise be on the disk ahead of the content
             os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
     _sync_folder(path.parent)
 
 
@@ -214,14 +223,74 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files and folders of killed runs; those of live runs are locked."""
-    for path in folder.glob(f"step-*{_UNFINISHED}"):
-        with suppress(OSError), ExitStack() as opened:
-            descriptor = os.open(path, os.O_RDONLY)
-            opened.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path)
+def _create_locked(path: Path) -> BinaryIO:
+    """Create the unfinished file ``path``, locked until it is closed: other runs leave it and its folders alone.
+
+    Raises:
+        FileExistsError: another process writes the same checkpoint.
+    """
+    while True:
+        file = path.open("xb")
+        # Another run may lock and remove the file before this one has locked it. It is made again then.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if _has_name(file, path):
+            return file
+        file.close()
+
+
+def _recover(unfinished: Path, *, wait: bool) -> None:
+    """Remove what a killed save left, and bring back the checkpoint that it was about to replace.
+
+    Does nothing if the file is gone, and if a live run has locked it unless ``wait`` is set.
+    """
+    with suppress(OSError), unfinished.open("r+b") as file:  # for writing: NFS has no exclusive locks of others
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        # It may have been finished, or removed and made again by others, since it was opened.
+        if _has_name(file, unfinished):
+            _tidy(unfinished)
+
+
+def _tidy(unfinished: Path) -> None:
+    """Leave one whole checkpoint, or none, of what belongs to ``unfinished``, which this process has locked."""
+    path, parts, replaced = (unfinished.with_suffix(suffix) for suffix in ("", _PARTS, _REPLACED))
+    if replaced.exists() and not path.exists():
+        os.rename(replaced, path)
+    _sync_folder(unfinished.parent)  # before anything is removed
+    for folder in (replaced, parts):
+        if folder.exists():
+            _remove(folder)
+    # Last: what is left by a kill before is found by this name.
+    unfinished.unlink()
+
+
+def _has_name(file: BinaryIO, path: Path) -> bool:
+    """Whether ``path`` is a name of the open ``file``."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _digests(parts: Path) -> dict[str, bytes]:
+    """The digest of each file of a sharded checkpoint, by its name.
+
+    Raises:
+        CheckpointError: files that ranks have written are not there.
+    """
+    # Each file is opened by its name: a network file system may list a folder as it was before.
+    written: dict[Any, Any] = FileSystemReader(parts).read_metadata().storage_data
+    digests, missing = {}, []
+    for name in sorted({each.relative_path for each in written.values()} | {_METADATA}):
+        try:
+            digests[name] = _digest(parts / name)
+        except FileNotFoundError:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"the first rank does not see {', '.join(missing)} in {printable(parts)}, which other ranks have written; "
+            "--out must be a folder on a file system that all nodes share"
+        )
+    return digests
 
 
 def _remove(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -16,10 +17,19 @@ _T = TypeVar("_T")
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join the other ranks, as torchrun names them in the environment: through NCCL on CUDA, gloo on the CPU."""
+    """Join the other ranks, as torchrun names them in the environment: through NCCL on CUDA, gloo on the CPU.
+
+    Raises:
+        ValueError: ``device`` is one GPU, which all ranks of the machine would share.
+    """
     if not dist.is_torchelastic_launched():
         yield
         return
+    if device.index is not None and device.type == "cuda":
+        raise ValueError(
+            f"--device {device} is one GPU, and under torchrun each rank has its own; use --device cuda, and "
+            "CUDA_VISIBLE_DEVICES to choose among them"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -35,20 +45,33 @@ def ranks() -> tuple[int, int]:
 
 
 def on_first_rank(call: Callable[[], _T]) -> _T:
-    """What ``call`` returns on the first rank, the only one that runs it. All ranks raise what it raises there."""
+    """What ``call`` returns on the first rank, the only one that runs it.
+
+    All ranks raise what it raises there: a ``RuntimeError`` with its type and text, if it cannot be pickled.
+    """
     if ranks()[1] == 1:
         return call()
-    outcome: list[tuple[_T | None, Exception | None]] = [(None, None)]
+    sent, cause = [b""], None
     if ranks()[0] == 0:
         try:
-            outcome = [(call(), None)]
+            # A result that cannot be pickled raises here, on all ranks, and not in the broadcast that others wait for.
+            sent = [pickle.dumps((call(), None))]
         except Exception as error:
-            outcome = [(None, error)]
-    dist.broadcast_object_list(outcome)
-    result, raised = outcome[0]
-    if raised is not None:
-        raise raised
-    return result  # type: ignore[return-value]
+            sent, cause = [pickle.dumps((None, _portable(error)))], error
+    dist.broadcast_object_list(sent)
+    result: tuple[_T, None] | tuple[None, Exception] = pickle.loads(sent[0])
+    if result[1] is not None:
+        raise result[1] from cause
+    return result[0]
+
+
+def _portable(error: Exception) -> Exception:
+    """``error``, or another one with its type and text, if the other ranks could not unpickle it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def own_part(batch: Tensor) -> Tensor:

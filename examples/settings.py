@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,9 +107,24 @@ class TrainConfig:
         """The settings on which the numbers of a run depend: all but where and how often it writes and evaluates."""
         return {name: value for name, value in asdict(self).items() if name not in _FREE_ON_RESUME}
 
+    @classmethod
+    def of_checkpoint(cls, saved: Mapping[str, Any]) -> TrainConfig:
+        """The ``saved`` settings; those that an older checkpoint lacks have their defaults, which change nothing.
+
+        Raises:
+            ValueError: there are settings of another version among them.
+        """
+        if unknown := sorted(saved.keys() - {each.name for each in fields(cls)}):
+            raise ValueError(
+                f"the checkpoint was made with {', '.join(f'{name}={saved[name]!r}' for name in unknown)}, which this "
+                "version does not know; resume it with the version that made it, or begin a new run with its weights "
+                "(--start-from)"
+            )
+        return cls(**saved)
+
     def must_continue(self, saved: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless this run goes on with the trajectory of the ``saved`` settings."""
-        before = TrainConfig(**saved).trajectory()  # an older checkpoint lacks newer settings, as their defaults do
+        before = TrainConfig.of_checkpoint(saved).trajectory()
         for name, value in self.trajectory().items():
             if before[name] != value:
                 raise ValueError(

@@ -35,7 +35,7 @@ class Outcomes:
         """Read the outcomes of earlier runs, if there are any."""
         path = out or common.RESULTS / f"{NAME}.json"
         rows = json.loads(path.read_text())["rows"] if path.is_file() else ()
-        return cls([row | {key: _completed(row[key]) for key in ("config", "start")} for row in rows], out)
+        return cls([row | {key: _completed(row.get(key)) for key in ("config", "start")} for row in rows], out)
 
     def find(self, run: Run) -> dict[str, Any] | None:
         """The row of ``run``, None before it has run with these settings."""
@@ -63,8 +63,11 @@ class Outcomes:
 
 
 def _completed(settings: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Settings that were saved, with those that came later, whose defaults change nothing."""
-    return None if settings is None else TrainConfig(**settings).trajectory()
+    """Settings that were saved, with those that came later, whose defaults change nothing.
+
+    Settings that this version does not know stay, so that the row is kept in the file, and is that of no run here.
+    """
+    return None if settings is None else TrainConfig().trajectory() | settings
 
 
 def perform(run: Run, folder: Path, *, keep: bool, texts: Texts) -> dict[str, Any]:

@@ -204,6 +204,27 @@ def test_outcomes_are_written_where_asked(study: Study, results: Path, tmp_path:
     assert not results.exists()
 
 
+def test_rows_of_other_versions_are_read_and_kept(study: Study, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    older, newer = list(plan(study, ("scratch",), range(1)))[:2]
+    for run in (older, newer):
+        Outcomes.read(path).add(run, {"validation_loss": 2.0})
+    rows = json.loads(path.read_text())
+    del rows["rows"][0]["start"], rows["rows"][0]["config"]["fsdp"]
+    rows["rows"][1]["config"]["dropout"] = 0.5
+    path.write_text(json.dumps(rows))
+    outcomes = Outcomes.read(path)
+    assert outcomes.find(older) is not None
+    assert outcomes.find(newer) is None  # it ran with a setting that no run has here
+    outcomes.add(newer, {"validation_loss": 3.0})
+    saved = json.loads(path.read_text())["rows"]
+    assert [(row["validation_loss"], row["config"].get("dropout")) for row in saved] == [
+        (2.0, None),
+        (2.0, 0.5),
+        (3.0, None),
+    ]
+
+
 def test_sweep_runs_the_reference_at_every_rate(study: Study) -> None:
     runs = list(sweep(study, PHASES, 0))
     assert [(run.phase, run.config.lr) for run in runs] == [

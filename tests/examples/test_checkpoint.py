@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,64 @@ def test_unfinished_files_of_killed_saves_are_removed(tmp_path: Path) -> None:
         assert names(tmp_path) == sorted([path.name, writing.name])
     run.save(2)
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_file_of_another_live_save_is_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    writing = tmp_path / f"step-000001-{run.folder.run}.unfinished"
+    with checkpoint._create_locked(writing):
+        with pytest.raises(FileExistsError):
+            run.save(1)
+        assert writing.exists()
+
+
+def test_file_is_made_again_if_removed_before_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step-000001-abc.unfinished"
+    flock, removed = fcntl.flock, [False]
+
+    def cleaned_first(file: Any, operation: int) -> None:
+        if not removed[0]:
+            removed[0] = True
+            checkpoint._recover(path, wait=False)
+            assert not path.exists()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", cleaned_first)
+    with checkpoint._create_locked(path):
+        checkpoint._recover(path, wait=False)
+        assert path.exists()
+
+
+def test_file_made_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaning run opens a file that is gone, and has another's name, before it has the lock."""
+    path = tmp_path / "step-000001-abc.unfinished"
+    path.touch()
+    flock = fcntl.flock
+
+    def made_again(file: Any, operation: int) -> None:
+        path.rename(tmp_path / "step-000001-abc.pt")
+        path.touch()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", made_again)
+    checkpoint._recover(path, wait=False)
+    assert path.exists()
+
+
+def test_load_waits_for_the_save_of_its_file(tmp_path: Path) -> None:
+    path = Run(tmp_path, run="abc").save(1)
+    content = path.read_bytes()
+    path.unlink()
+    unfinished = path.with_suffix(".unfinished")
+    with ThreadPoolExecutor(1) as loader:
+        with checkpoint._create_locked(unfinished) as file:
+            loading = loader.submit(load_checkpoint, path)
+            with pytest.raises(TimeoutError):
+                loading.result(timeout=0.5)
+            file.write(content)
+            file.flush()
+            unfinished.rename(path)
+        assert loading.result(timeout=60)["step"] == 1
 
 
 KILLED = """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from examples import checkpoint
 from examples.arguments import POLICIES, parse
 from examples.settings import TrainConfig
 from examples.stdlib_text import Text
@@ -91,6 +92,23 @@ def test_resume_refuses_other_settings(repeating_text: Text, tmp_path: Path) -> 
     assert config == replace(finished.config, resume=middle, out="elsewhere")
     with pytest.raises(SystemExit):
         parse(["--resume", middle, "--steps", "9"])
+
+
+def test_resume_names_settings_that_it_does_not_know(
+    repeating_text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(TINY, steps=4, out=str(tmp_path), save_every=2)
+    with monkeypatch.context() as newer:
+        newer.setattr(checkpoint, "asdict", lambda config: asdict(config) | {"dropout": 0.5})
+        train(config, text=repeating_text)
+    middle = str(next(tmp_path.glob("step-000002-*.pt")))
+    message = r"made with dropout=0\.5, which this version does not know; resume it with the version .*--start-from"
+    with pytest.raises(ValueError, match=message):
+        train(replace(config, resume=middle), text=repeating_text)
+    with pytest.raises(SystemExit):
+        parse(["--resume", middle])
+    assert "dropout=0.5" in capsys.readouterr().err
+    initial_model(replace(TINY, start_from=middle))
 
 
 def test_start_from_takes_only_the_weights(repeating_text: Text, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Runs every recipe of docs/integrations.md as it is written, on a small model."""
+"""Runs every recipe of docs/integrations.md as it is written, on a small model.
+
+``test_sharded_trainers`` runs the one of sharding, which needs several processes.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def _recipes() -> dict[str, str]:
 
 IMPORTS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)[0]
 RECIPES = _recipes()
+SHARDED = "Sharded by FSDP2"
 
 
 def _inputs() -> dict[str, Any]:
@@ -64,7 +68,7 @@ def _cases() -> list[Any]:
     """Mark the slow recipe: the Trainer passes no options to ``torch.compile``, so a backend's name means Inductor."""
     slow = [title for title, code in RECIPES.items() if "torch_compile_backend" in code]
     assert slow
-    return [pytest.param(title, marks=[pytest.mark.slow] * (title in slow)) for title in RECIPES]
+    return [pytest.param(title, marks=[pytest.mark.slow] * (title in slow)) for title in RECIPES if title != SHARDED]
 
 
 @pytest.mark.parametrize("title", _cases())
@@ -101,3 +105,4 @@ def test_every_framework_has_a_recipe() -> None:
     """Guard against sections whose code is not found."""
     titles = re.findall(r"^## (.+)$", DOCUMENT.read_text(), flags=re.MULTILINE)
     assert set(titles) - set(RECIPES) == {"In every framework", "Several devices"}
+    assert SHARDED in RECIPES

@@ -69,3 +69,9 @@ def test_nodes_add_up_and_the_network_is_slowest() -> None:
 def test_nodes_need_a_network() -> None:
     with pytest.raises(ValueError, match=r"network_bandwidth=None of hardware 'gh200' .* nodes=2"):
         hardware("gh200").across(2)
+
+
+@pytest.mark.parametrize("nodes", [0, -1])
+def test_fewer_than_one_node_is_refused(nodes: int) -> None:
+    with pytest.raises(ValueError, match=rf"nodes={nodes} must be an integer >= 1; 1 predicts a single node"):
+        hardware("8xh100-80g").across(nodes)

@@ -25,8 +25,8 @@ def sharded(build: Callable[[], nn.Module] = uneven, **keywords: Any) -> nn.Modu
 
 
 def whole(model: nn.Module) -> list[Tensor]:
-    """The weights, of all ranks together."""
-    return [param.full_tensor().detach().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+    """The weights, of all ranks together, with the updates that are on their way."""
+    return [value.full_tensor().detach().clone() for value in model.state_dict().values()]
 
 
 def train_sharded(

@@ -17,6 +17,8 @@ from tests.ranks.models import ALL_POLICIES, OFFLOAD, WINDOWED, batch, differenc
 from tests.ranks.sharded import sharded, train_sharded, whole
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile.runtime.ranks.rank_group import RankGroup
+from zenflow_compile.runtime.step.shard_calls import ShardCalls
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -112,6 +114,8 @@ def beside(rank: int, options: dict[str, Any] | None, clip: float) -> list[Tenso
                 nn.utils.clip_grads_with_norm_(each, clip, total)
         optimizer.step()
         optimizer.zero_grad()
+    if options is not None:
+        optimizer.synchronize()
     return [param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach() for param in own]
 
 
@@ -171,6 +175,21 @@ def test_inf_without_scaler_is_that_of_adamw(two_ranks: RankProcesses, name: str
     for weights, _ in results:
         for found, wanted in zip(weights, expected, strict=True):
             assert torch.equal(found.isnan(), wanted.isnan())
+
+
+def shard_factor(rank: int) -> float:
+    """The norm by which one of two ranks clips, where their whole gradients have other norms."""
+    calls = ShardCalls.__new__(ShardCalls)
+    calls.group = RankGroup(torch.distributed.group.WORLD, torch.device("cpu"))
+    try:
+        return float(calls.norm_of(torch.tensor(3.0 + rank), torch.tensor(2.0 + 2 * rank)))
+    finally:
+        calls.group.close()
+
+
+def test_ranks_clip_by_one_norm(two_ranks: RankProcesses) -> None:
+    """Parts of 3 and 4, and whole gradients of 2 and 4, of which the mean square counts."""
+    assert two_ranks.call(shard_factor) == pytest.approx([35.0**0.5] * 2)
 
 
 def hybrid(rank: int, change: str) -> list[Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, fsdp2_apply_ac, fsdp2_prepare_model
 from torch import nn
 
-from zenflow_compile.runtime.sharding import empty_on_a_rank
+from zenflow_compile.runtime.sharding import leaves_a_rank_empty
 
 _NAME = "ZENFLOW"
 
@@ -50,8 +53,8 @@ def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         ``model``.
 
     Raises:
-        ValueError: the accelerator does not shard by FSDP2; nothing has been changed then. Or two parameters have no
-            slice on one rank, because they have fewer rows than there are ranks: ``prepare()`` takes one for another.
+        ValueError: the accelerator does not shard by FSDP2. Or two parameters would have no slice on one rank, as with
+            fewer rows than there are ranks: ``prepare()`` would take one for another. Nothing has been changed then.
     """
     if not accelerator.is_fsdp2:
         raise ValueError(
@@ -59,17 +62,36 @@ def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
             "FullyShardedDataParallelPlugin(fsdp_version=2) under accelerate launch or torchrun, or leave out "
             "shard_model() and create the optimizer with process_group=False"
         )
+    ranks = _sharding_ranks(accelerator)
+    empty = [name for name, param in _to_shard(accelerator, model) if leaves_a_rank_empty(param.shape[0], ranks)]
+    if len(empty) > 1:
+        raise ValueError(
+            f"{', '.join(empty)} would have no slice on one of the {ranks} ranks, and Accelerate's prepare() cannot "
+            "tell them apart; use fewer ranks, or call fully_shard in a loop of your own, without Accelerate"
+        )
     plugin = accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(model)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
         plugin.activation_checkpointing = False
-    model = fsdp2_prepare_model(accelerator, model)
-    empty = [name for name, param in model.named_parameters() if empty_on_a_rank(param)]
-    if len(empty) > 1:
-        raise ValueError(
-            f"{', '.join(empty)} have no slice on one of the {accelerator.num_processes} ranks, and Accelerate's "
-            "prepare() cannot tell them apart; use fewer ranks, or call fully_shard in a loop of your own, without "
-            "Accelerate"
-        )
-    return model
+    sharded: nn.Module = fsdp2_prepare_model(accelerator, model)
+    return sharded
+
+
+def _sharding_ranks(accelerator: Accelerator) -> int:
+    """Over how many ranks ``fsdp2_prepare_model`` shards: without those of replicas."""
+    mesh = accelerator.torch_device_mesh
+    ranks: int = (
+        accelerator.num_processes if mesh is None else mesh[accelerator.parallelism_config.fsdp_dim_names[-1]].size()
+    )
+    return ranks
+
+
+def _to_shard(accelerator: Accelerator, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters, by name, that ``fsdp2_prepare_model`` shards by rows: all but those of ignored modules."""
+    ignored = accelerator.state.fsdp_plugin.ignored_modules or ()
+    if isinstance(ignored, str):
+        ignored = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
+    whole = {id(param) for module in ignored for param in module.parameters()}
+    # fully_shard refuses scalars.
+    return ((name, param) for name, param in model.named_parameters() if param.dim() and id(param) not in whole)

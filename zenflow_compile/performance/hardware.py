@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from zenflow_compile.checks.validate import check_integer
+
 LEFT_FREE = 2
 """Cores per device left to PyTorch by default: one for the training thread, one for autograd's."""
 
@@ -63,8 +65,10 @@ class Hardware:
         A ring goes over all devices, at the rate of its slowest link, which is the network's.
 
         Raises:
-            ValueError: the hardware lacks ``network_bandwidth``.
+            ValueError: ``nodes`` is below 1, or the hardware lacks ``network_bandwidth``.
+            TypeError: ``nodes`` is not an integer.
         """
+        nodes = check_integer("nodes", nodes, 1, remedy="; 1 predicts a single node")
         if nodes == 1:
             return self
         if self.network_bandwidth is None:

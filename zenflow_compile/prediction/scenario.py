@@ -95,10 +95,9 @@ def scenario_of(
     count = check_integer("tokens", tokens, 1)
     shape = _model(model, None if dtype is None else DTYPES[check_choice("dtype", dtype, tuple(DTYPES))])
     machine = _machine(hardware)
-    hosts = check_integer("nodes", nodes, 1)
     return Scenario(
         model=replace(shape, context=_sequence(sequence, count, shape)),
-        hardware=_in_use(machine, devices, device_bytes, host_bytes).across(hosts),
+        hardware=_in_use(machine, devices, device_bytes, host_bytes).across(nodes),
         policy=policy,
         options=_options(policy, machine, options),
         tokens=count,

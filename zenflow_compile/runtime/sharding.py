@@ -87,14 +87,8 @@ def _is_served(param: Any) -> bool:
     return shards == ["Shard"]
 
 
-def empty_on_a_rank(param: Tensor) -> bool:
-    """Whether ``param`` is sharded, and a rank of its mesh has no slice of it."""
-    if not _is_served(param):
-        return False
-    mesh, dim = _sharding(param)
-    placement: Any = param.placements[dim]  # type: ignore[attr-defined]
-    slices: int = param.shape[placement.dim]
-    ranks = mesh.size(dim)
+def leaves_a_rank_empty(slices: int, ranks: int) -> bool:
+    """Whether a rank has none of so many ``slices`` when they are sharded over ``ranks``."""
     return slices <= (ranks - 1) * -(-slices // ranks)  # the last rank has what chunks of this many leave
 
 

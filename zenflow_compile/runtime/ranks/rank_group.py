@@ -111,6 +111,7 @@ class RankGroup:
 
     Attributes:
         rank: of this process; size: number of ranks; both among those that exchange messages.
+        sharing: number of ranks that exchange tensors: of replicas of a sharded model, those of one.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         step: for errors: the number of the optimizer step.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
@@ -123,7 +124,7 @@ class RankGroup:
         self.recorder = Recorder()
         members = dist.get_process_group_ranks(group)
         everyone = sorted(members if replicated is None else replicated)
-        self.rank, self.size = everyone.index(dist.get_rank()), len(everyone)
+        self.rank, self.size, self.sharing = everyone.index(dist.get_rank()), len(everyone), len(members)
         self._timeout = torch_private.group_timeout(group, device)
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
         # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
@@ -167,10 +168,10 @@ class RankGroup:
     def all_gather(self, block: Tensor) -> Pending:
         """Start to gather ``block`` [n] of each rank: [ranks, n]."""
         self._count("all_gather", block)
-        out = torch.empty((self.size, *block.shape), dtype=block.dtype, device=block.device)
+        out = torch.empty((self.sharing, *block.shape), dtype=block.dtype, device=block.device)
         if block.device.type == "cpu":
             # gloo's own takes more than twice the time of the same bytes sent directly.
-            copies = block.expand(self.size, *block.shape).contiguous()
+            copies = block.expand(self.sharing, *block.shape).contiguous()
             direct = dist.all_to_all_single(out, copies, group=self._data, async_op=True)
             assert direct is not None
             return Pending(direct, out, self, (copies,))
@@ -178,7 +179,7 @@ class RankGroup:
         return Pending(work, out, self, (block,))
 
     def all_reduce(self, values: Tensor, *, mean: bool = False) -> Pending:
-        """Start the sum of ``values`` over ranks, or their mean, in place."""
+        """Start the sum of ``values`` over the ranks of ``group``, or their mean, in place."""
         self._count("all_reduce", values)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         work = dist.all_reduce(values, op=op, group=self._data, async_op=True)

@@ -60,11 +60,13 @@ class ShardCalls(StepMessages):
             each.device.norms = part
 
     def norm_of(self, parts: Tensor, whole: Tensor) -> Tensor:
-        """The L2 norm f32[] of all gradients.
+        """The L2 norm f32[] of all gradients, equal on all ranks that shard the model.
 
         Args:
             parts: f32[], the norm of the parts that this rank has of sharded parameters' gradients.
-            whole: f32[], that of parameters which are whole on each rank: it counts one time.
+            whole: f32[], that of parameters which are whole on each rank: it counts one time. Where ranks have other
+                gradients of these, their mean counts: ranks must scale their parts of a gradient by one factor.
         """
-        squares = self.group.all_reduce(parts.square()).wait("the norm of the gradients")
-        return squares.add_(whole.square()).sqrt_()
+        squares = torch.stack([parts, whole]).square_()
+        over_ranks = self.group.all_reduce(squares).wait("the norm of the gradients")
+        return (over_ranks[0] + over_ranks[1] / self.group.sharing).sqrt_()
