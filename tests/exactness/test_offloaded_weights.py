@@ -39,7 +39,7 @@ POLICIES = {
 
 
 class Seen(NamedTuple):
-    """Since the step before: the most bytes on the device, those of them that were held, and the loads."""
+    """Since the step before: the most bytes on the device, those that were held or not read by a graph yet, the loads."""
 
     peak_bytes: int
     held_bytes: int
@@ -54,7 +54,8 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     begin_step = HostWeights.begin_step
 
     def noting(self: HostWeights) -> None:
-        seen.append(Seen(self.peak_bytes, self.held_bytes, self.loads, self))
+        unread = sum(each.nbytes for each in self.weights.values() if not each.served)
+        seen.append(Seen(self.peak_bytes, self.held_bytes + unread, self.loads, self))
         begin_step(self)
         assert self.loaded_bytes == sum(each.nbytes for each in self.weights.values() if not each.offloaded)
 

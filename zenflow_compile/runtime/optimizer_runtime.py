@@ -352,7 +352,8 @@ class OptimizerRuntime:
         """
         marked = [self.offloaded[p] for p in reasons if p in self.offloaded]
         unwritten = [each for each in marked if each.weights.home and not each.weights.written_by_others]
-        self.weights.keep(reasons)
+        with torch_private.outside_of_transforms():  # a graph is being compiled, with fake tensors
+            self.weights.keep(reasons)
         for offloaded in unwritten:
             offloaded.weights.accept()  # it may have other memory now
 
