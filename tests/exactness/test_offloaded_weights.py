@@ -39,7 +39,7 @@ POLICIES = {
 
 
 class Seen(NamedTuple):
-    """Since the step before: the most bytes on the device, those that were held or not read by a graph yet, the loads."""
+    """Since the step before: most bytes on the device, those that were there at its begin or were held, and loads."""
 
     peak_bytes: int
     held_bytes: int
@@ -51,12 +51,13 @@ class Seen(NamedTuple):
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     """What each step finds, of small weights, too. Poisoned ones are not freed but NaN: a late read shows."""
     seen: list[Seen] = []
+    unread = [0]  # bytes of weights that no graph has read
     begin_step = HostWeights.begin_step
 
     def noting(self: HostWeights) -> None:
-        unread = sum(each.nbytes for each in self.weights.values() if not each.served)
-        seen.append(Seen(self.peak_bytes, self.held_bytes + unread, self.loads, self))
+        seen.append(Seen(self.peak_bytes, self.held_bytes + unread[-1], self.loads, self))
         begin_step(self)
+        unread.append(self.loaded_bytes)
         assert self.loaded_bytes == sum(each.nbytes for each in self.weights.values() if not each.offloaded)
 
     def poison(self: HostWeight) -> None:
