@@ -108,7 +108,7 @@ def test_step_keeps_its_updates(recording: Callable[..., RecordingEngine]) -> No
     engine = recording(model)
     capture = Capture(engine, UNFUSED)
     capture.run(model, inputs())
-    assert capture.counts[Phase.BACKWARD][-1] == ("update_parameters", 0)
+    assert dict(capture.counts[Phase.BACKWARD])["update_parameters"] == 0
     assert not engine.runs("update_on_host")
 
 
