@@ -54,7 +54,6 @@ class LazyEngine:
         self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None], ranks: RankGroup | None
     ) -> None:
         self.built: Engine | None = None
-        _check_offloaded_weights(given, optimizer.param_groups[0]["params"][0].device, alone=ranks is None)
         self._ranks = ranks
         self._alone = optimizer._trains_alone
         self._closed = False
@@ -66,7 +65,9 @@ class LazyEngine:
         # Number of groups after construction and after each add_param_group(). The groups of one call are planned
         # together, before and after the engine is built, so that a resumed run gets the plan of the saved one.
         self._calls = [len(self._groups)]
-        self._check_plan([param for group in self._groups for param in group["params"]])
+        params = [param for group in self._groups for param in group["params"]]
+        _check_offloaded_weights(given, params[0].device, alone=ranks is None)
+        self._check_plan(params)
         self.claim = Claim(optimizer)
 
     @property

@@ -42,9 +42,6 @@ class Serving(RecordingEngine):
     def offloaded_weights(self) -> OffloadedWeights | None:  # type: ignore[override]
         return OffloadedWeights(frozenset(self.home), self.budget_bytes)
 
-    def hold_weights(self, params: Any = None) -> None:
-        """No module is called outside of graphs here; the hook comes before those."""
-
     def keep_weights(self, reasons: Any) -> None:
         for p, reason in reasons.items():
             with outside_of_transforms():
@@ -252,6 +249,19 @@ def test_weights_that_leave_the_graph_are_kept(close: list[Serving]) -> None:
         "limited.weight": "the forward writes it",
     }
     assert set(engine.loads) >= {engine.index_of(model.read)}
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_no_cast_of_a_weight_is_saved(inner: str, close: list[Serving]) -> None:
+    """Under autocast, too, the backward reads the weights themselves: all but that of the first layer."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    engine = Serving(model)
+    close.append(engine)
+    call = torch.compile(model, backend="zenflow", options={"inner": inner})
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(torch.randn(4, 16))
+    out.float().sum().backward()
+    assert engine.loads == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 def test_explanation_says_what_is_loaded(close: list[Serving]) -> None:

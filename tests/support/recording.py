@@ -149,6 +149,8 @@ class RecordingEngine:
 
     def keep_weights(self, reasons: Mapping[int, str]) -> None: ...
 
+    def hold_weights(self, params: Iterable[Tensor] | None = None) -> None: ...
+
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
         self._note("load_weight_", p)
 
