@@ -31,3 +31,11 @@ def three_ranks() -> Iterator[RankProcesses]:
     ranks = RankProcesses(3)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankProcesses]:
+    """Four processes: two replicas of two shards."""
+    ranks = RankProcesses(4)
+    yield ranks
+    ranks.close()
