@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from tests.ranks.models import ALL_POLICIES, OFFLOAD, WINDOWED, batch, difference, optimizer_over, uneven
+from tests.ranks.models import ALL_POLICIES, OFFLOAD, WINDOWED, batch, difference, optimizer_over, train, uneven
 from tests.ranks.sharded import sharded, train_sharded, whole
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses, messages
@@ -89,7 +90,7 @@ def test_inf_of_a_rank_raises_on_all(two_ranks: RankProcesses, name: str, order:
         assert sum(changed) == 1, "a gradient is scaled before the error"
 
 
-def beside(rank: int, options: dict[str, Any] | None, clip: float) -> list[Tensor]:
+def beside(rank: int, options: dict[str, Any] | None, clip: float | None, steps: int = 6) -> list[Tensor]:
     """Train with a module that is not sharded; its gradients are averaged by the loop."""
     model: Any = uneven()
     mesh = init_device_mesh("cpu", (2,))
@@ -99,19 +100,21 @@ def beside(rank: int, options: dict[str, Any] | None, clip: float) -> list[Tenso
     own = list(model.parameters())
     parts = [param for param in own if all(param is not each for each in plain)]
     optimizer = optimizer_over(model, options, "")
-    for step in range(6):
+    for step in range(steps):
         backward(model, step, rank)
         for param in plain:
             mean = param.grad / 2
             torch.distributed.all_reduce(mean)
             param.grad = mean
-        if options is None:
+        if options is None and clip is not None:
             norms = [nn.utils.get_total_norm([p.grad for p in each]) for each in (parts, plain)]
             total = torch.stack([norms[0].full_tensor(), norms[1]]).norm()
             for each in (parts, plain):
                 nn.utils.clip_grads_with_norm_(each, clip, total)
         optimizer.step()
         optimizer.zero_grad()
+    if options is not None:
+        optimizer.flush()
     return [param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach() for param in own]
 
 
@@ -120,6 +123,61 @@ def test_whole_parameters_count_once(two_ranks: RankProcesses, name: str) -> Non
     results = two_ranks.call(beside, {**ALL_POLICIES[name], "max_grad_norm": 0.1}, 0.1)
     assert_equal_ranks(results)
     assert difference(results[0], two_ranks.call(beside, None, 0.1)[0]) < EXACT
+
+
+def unlike(rank: int, options: dict[str, Any], case: str) -> list[Tensor]:
+    """Train with a module that is not sharded, and whose gradients differ between ranks, or are infinite on all.
+
+    Returns:
+        What this rank has of sharded weights.
+    """
+    shape = (2,) if case == "shards" else (2, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model: Any = uneven()
+    fully_shard(model, mesh=mesh, ignored_params=set(model.middle.parameters()))
+    optimizer = optimizer_over(model, {**options, "max_grad_norm": 0.1}, "")
+    for step in range(2):
+        backward(model, step, rank)
+        for param in model.middle.parameters():
+            if step == 0 or case in ("not finite", "rounded"):
+                torch.distributed.all_reduce(param.grad)
+            if case == "not finite":
+                param.grad.fill_(float("inf") if step == 0 else float("nan"))
+            elif case == "rounded" and rank == 1:
+                param.grad.mul_(1 + 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    found = [param.to_local().detach().clone() for param in model.parameters() if isinstance(param, DTensor)]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("case", ["shards", "replicas"])
+@pytest.mark.parametrize("name", ["resident", "zenflow"])
+def test_unlike_whole_gradients_are_refused(two_ranks: RankProcesses, name: str, case: str) -> None:
+    """Ranks would clip parts of one parameter by different factors."""
+    for text in messages(two_ranks.outcomes(unlike, ALL_POLICIES[name], case)):
+        assert "rank 0 and rank 1 have different gradients of the parameters that are not sharded in step 1" in text
+
+
+@pytest.mark.parametrize("case", ["not finite", "rounded"])
+def test_like_whole_gradients_are_accepted(two_ranks: RankProcesses, case: str) -> None:
+    """Both replicas clip by the same factor."""
+    first, second = two_ranks.call(unlike, ALL_POLICIES["zenflow"], case)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "drifting"])
+def test_whole_parameters_are_scheduled_once(two_ranks: RankProcesses, name: str) -> None:
+    """Their update windows and selections are those of one device: only one matrix is offloaded, and it is whole."""
+    options = WINDOWED[name] | {"min_offload_size": 66 * 33}
+    results = two_ranks.call(beside, options, None, 40)
+    assert_equal_ranks(results)
+    alone = train(options, steps=40)
+    assert difference(alone, train(None, steps=40)) > 1e-3, "the windows change nothing"
+    assert difference(results[0], alone) < EXACT
 
 
 def scaled(
