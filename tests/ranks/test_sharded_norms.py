@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -180,22 +181,27 @@ def test_whole_parameters_are_scheduled_once(two_ranks: RankProcesses, name: str
     assert difference(results[0], alone) < EXACT
 
 
+SCALERS: dict[str, Any] = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
+
+
 def scaled(
-    rank: int, options: dict[str, Any] | None, poisoned: int | None, *, scaler: bool
+    rank: int, options: dict[str, Any] | None, poisoned: int | None, scaler: str | None, replicated: bool = False
 ) -> tuple[list[Tensor], float]:
     """Train with a loss scale. In step 2, the loss of rank 1 alone, or of none, is inf."""
-    model = sharded()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if replicated else None
+    model = sharded(mesh=mesh)
     with tempfile.TemporaryDirectory() as folder:
         optimizer = optimizer_over(model, options, folder)
-        scale = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaler)
+        made = SCALERS[scaler or "GradScaler"]
+        scale = made(device="cpu", init_scale=1024.0, growth_interval=3, enabled=scaler is not None)
         for step in range(6):
             x, y = batch(step, rank, 2)
             loss = F.cross_entropy(model(x), y)
             if step == 2 and rank == poisoned:
                 loss = loss * float("inf")
             scale.scale(loss).backward()
-            scale.unscale_(optimizer)
             if step % 2:
+                scale.unscale_(optimizer)  # else step() does it
                 clip_grad_norm_(model.parameters(), 0.1)
             scale.step(optimizer)
             scale.update()
@@ -206,25 +212,28 @@ def scaled(
 
 
 @pytest.mark.parametrize("poisoned", [None, 1])
+@pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_scaler_skips_on_all_ranks(two_ranks: RankProcesses, policy: str, poisoned: int | None) -> None:
-    results = two_ranks.call(scaled, ALL_POLICIES[policy], poisoned, scaler=True)
+def test_scaler_skips_on_all_ranks(two_ranks: RankProcesses, policy: str, scaler: str, poisoned: int | None) -> None:
+    results = two_ranks.call(scaled, ALL_POLICIES[policy], poisoned, scaler)
     assert_equal_ranks([weights for weights, _ in results])
-    expected, scale = two_ranks.call(scaled, None, poisoned, scaler=True)[0]
+    expected, scale = two_ranks.call(scaled, None, poisoned, scaler)[0]
     assert [found for _, found in results] == [scale, scale]
     assert difference(results[0][0], expected) < EXACT
 
 
-def test_scaler_skips_windows_on_all_ranks(two_ranks: RankProcesses) -> None:
-    results = two_ranks.call(scaled, WINDOWED["re-selecting"], 1, scaler=True)
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_scaler_skips_windows_on_all_ranks(two_ranks: RankProcesses, scaler: str, replicated: bool) -> None:
+    results = two_ranks.call(scaled, WINDOWED["re-selecting"], 1, scaler, replicated)
     assert_equal_ranks([weights for weights, _ in results])
     assert all(bool(weight.isfinite().all()) for weight in results[0][0])
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_inf_without_scaler_is_that_of_adamw(two_ranks: RankProcesses, name: str) -> None:
-    results = two_ranks.call(scaled, OFFLOADED[name], 1, scaler=False)
-    expected = two_ranks.call(scaled, None, 1, scaler=False)[0][0]
+    results = two_ranks.call(scaled, OFFLOADED[name], 1, None)
+    expected = two_ranks.call(scaled, None, 1, None)[0][0]
     assert any(bool(weight.isnan().any()) for weight in expected)
     for weights, _ in results:
         for found, wanted in zip(weights, expected, strict=True):
