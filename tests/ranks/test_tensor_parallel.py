@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from tests.ranks.models import ADAM, ALL_POLICIES, BATCH, WINDOWED, difference, optimizer_over
@@ -41,12 +42,19 @@ def mlps() -> Any:
     return nn.Sequential(Mlp(), Mlp())
 
 
-def parallel(data: int, tensor: int) -> nn.Module:
-    """The model on a mesh of so many ranks in each dimension. The mesh of norms has the first one alone."""
+def parallel(data: int, tensor: int, layers: str = "both") -> nn.Module:
+    """The model on a mesh of so many ranks in each dimension. The mesh of norms has the first one alone.
+
+    Args:
+        layers: that are parallel: "rows" is the second one of each block, whose input is divided.
+    """
     model = mlps()
+    plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if layers == "rows":
+        plan = {"down": RowwiseParallel(input_layouts=Replicate())}
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
     for block in model:
-        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["data"])
     sharded: nn.Module = fully_shard(model, mesh=mesh["data"])
     return sharded
@@ -108,14 +116,17 @@ def test_local_tensor_parallelism_resumes(two_ranks: RankProcesses, name: str) -
     assert difference(expected[0], found[0]) == 0.0
 
 
-def made(rank: int, data: int, tensor: int) -> None:
-    optimizer_over(parallel(data, tensor), ALL_POLICIES["zenflow"], "")
+def made(rank: int, data: int, tensor: int, layers: str) -> None:
+    optimizer_over(parallel(data, tensor, layers), ALL_POLICIES["zenflow"], "")
 
 
+@pytest.mark.parametrize("layers", ["both", "rows"])
 @pytest.mark.parametrize(("data", "tensor"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
-def test_tensor_parallel_shards_are_refused(request: pytest.FixtureRequest, data: int, tensor: int) -> None:
+def test_tensor_parallel_shards_are_refused(
+    request: pytest.FixtureRequest, data: int, tensor: int, layers: str
+) -> None:
     """At construction, on all ranks."""
     ranks: RankProcesses = request.getfixturevalue("two_ranks" if data * tensor == 2 else "four_ranks")
-    for text in messages(ranks.outcomes(made, data, tensor)):
+    for text in messages(ranks.outcomes(made, data, tensor, layers)):
         assert "as under tensor parallelism" in text
         assert "process_group=torch.distributed.group.WORLD" in text
