@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
-from tests.ranks.sharded import sharded, whole
+from tests.ranks.sharded import by_columns, sharded, whole
 from tests.ranks.test_training import assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
@@ -140,11 +140,6 @@ ELSEWHERE = {"min_offload_size": 64}
 def ranks_of(kind: str) -> int:
     """The number of ranks in a kind of run, as "sharded 2x1", whose mesh replicates over two ranks."""
     return math.prod(int(size) for size in kind.split()[1].split("x"))
-
-
-def by_columns(param: nn.Parameter) -> Shard | None:
-    """Columns where these divide evenly: FSDP2 wants that."""
-    return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
 
 
 def made(kind: str, options: dict[str, Any], folder: str, rank: int) -> tuple[nn.Module, ZenFlowAdamW]:

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
-from tests.ranks.sharded import sharded, whole
+from tests.ranks.sharded import by_columns, sharded, whole
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
@@ -220,6 +221,36 @@ def verified_by_load(rank: int, options: dict[str, Any], shape: tuple[int, ...])
 def test_pytorchs_comparison_by_load_passes(two_ranks: RankProcesses, name: str, shape: tuple[int, ...]) -> None:
     """The row of one stays on the device, as shards leave it there."""
     two_ranks.call(verified_by_load, SETS[name] | {"min_offload_size": 64}, shape)
+
+
+def from_alone(rank: int, options: dict[str, Any], columns: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Behind ``flush()``: masters and moments of a whole model, and of shards that load its state dict as it is."""
+    alone = uneven()
+    reference = optimizer_over(alone, options, "", process_group=False)
+    steps(alone, reference, 0, 6, 0, 1)
+    state = copy.deepcopy(reference.state_dict())
+    model = sharded(shard_placement_fn=by_columns if columns else None)
+    with torch.no_grad():
+        for param, own in zip(model.parameters(), alone.parameters(), strict=True):
+            param.copy_(distribute_tensor(own.detach(), param.device_mesh, param.placements))  # type: ignore[attr-defined]
+    optimizer = optimizer_over(model, options, "")
+    optimizer.load_state_dict(state)
+    found = []
+    for each in (reference, optimizer):
+        each.flush()
+        entries = each.state_dict()["state"].values()
+        values = [entry[name] for entry in entries for name in ("master", "exp_avg", "exp_avg_sq") if name in entry]
+        found.append([value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in values])
+        each.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("name", SETS)
+def test_shards_load_whole_state_directly(two_ranks: RankProcesses, name: str, columns: bool) -> None:
+    """By ``load_state_dict``, in the middle of update windows."""
+    for expected, found in two_ranks.call(from_alone, SETS[name] | {"min_offload_size": 64}, columns):
+        assert difference(expected, found) < EXACT
 
 
 def frozen_left_out(rank: int) -> bool:
