@@ -35,7 +35,7 @@ def three_ranks() -> Iterator[RankProcesses]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankProcesses]:
-    """Four processes: replicas that are sharded."""
+    """Four processes: two replicas of two shards."""
     ranks = RankProcesses(4)
     yield ranks
     ranks.close()

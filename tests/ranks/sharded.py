@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from tests.ranks.models import batch, optimizer_over, uneven
@@ -22,6 +23,11 @@ def sharded(build: Callable[[], nn.Module] = uneven, **keywords: Any) -> nn.Modu
     for child in model.children():
         fully_shard(child, mesh=mesh, **keywords)
     return fully_shard(model, mesh=mesh, **keywords)
+
+
+def by_columns(param: nn.Parameter) -> Shard | None:
+    """Columns where two ranks divide these evenly: FSDP2 wants that."""
+    return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
 
 
 def whole(model: nn.Module) -> list[Tensor]:

@@ -61,30 +61,6 @@ def test_hybrid_shards_equal_adamw(two_ranks: RankProcesses) -> None:
     assert difference(results[0], train(None, clip=0.1)) < EXACT
 
 
-def two_replicas(rank: int, options: dict[str, Any] | None, steps: int) -> list[torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return train_sharded(rank, 4, options, steps=steps, clip=None, mesh=mesh)
-
-
-@pytest.mark.parametrize(
-    "policy", [name if name == "zenflow" else pytest.param(name, marks=pytest.mark.long) for name in ALL_POLICIES]
-)
-def test_sharded_replicas_equal_adamw(four_ranks: RankProcesses, policy: str) -> None:
-    """Two replicas of two shards each. The option clips by the norm of one replica."""
-    results = four_ranks.call(two_replicas, {**ALL_POLICIES[policy], "max_grad_norm": 0.1}, 6)
-    assert_equal_ranks(results)
-    assert difference(results[0], train(None, steps=6, clip=0.1)) < EXACT
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "re-selecting" else pytest.param(name, marks=pytest.mark.long) for name in WINDOWED]
-)
-def test_sharded_replicas_keep_windows_equal(four_ranks: RankProcesses, name: str) -> None:
-    results = four_ranks.call(two_replicas, WINDOWED[name], 13)
-    assert_equal_ranks(results)
-    assert all(bool(weight.isfinite().all()) for weight in results[0])
-
-
 @pytest.mark.parametrize("name", WINDOWED)
 def test_windows_of_shards_train(two_ranks: RankProcesses, name: str) -> None:
     """Rows are selected by the rank that has them, so that the run is not that of one device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
-from tests.ranks.sharded import sharded, whole
+from tests.ranks.sharded import by_columns, sharded, whole
 from tests.ranks.test_training import assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
@@ -136,14 +137,22 @@ ELSEWHERE = {"min_offload_size": 64}
 """The matrix of one row stays on the device where it is sharded, as ranks have no slices: so it must in both."""
 
 
+def ranks_of(kind: str) -> int:
+    """The number of ranks in a kind of run, as "sharded 2x1", whose mesh replicates over two ranks."""
+    return math.prod(int(size) for size in kind.split()[1].split("x"))
+
+
 def made(kind: str, options: dict[str, Any], folder: str, rank: int) -> tuple[nn.Module, ZenFlowAdamW]:
-    """The model and the optimizer of a run: over shards, over replicas, or in one process."""
-    ranks = int(kind.split()[1])
-    if kind.startswith("sharded"):
-        model = sharded(mesh=init_device_mesh("cpu", (ranks,)))
+    """The model and the optimizer of a run: over shards of rows or columns, over replicas, or in one process."""
+    form, shape = kind.split()
+    if form in ("sharded", "columns"):
+        sizes = tuple(int(size) for size in shape.split("x"))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        model = sharded(mesh=mesh, shard_placement_fn=by_columns if form == "columns" else None)
         return model, optimizer_over(model, options, folder)
     model = uneven()
-    return model, optimizer_over(model, options, folder, process_group=dist.group.WORLD if ranks > 1 else None)
+    group = dist.group.WORLD if ranks_of(kind) > 1 else None
+    return model, optimizer_over(model, options, folder, process_group=group)
 
 
 def flushed_state(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
@@ -160,7 +169,7 @@ def flushed_state(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
 def save_as(rank: int, kind: str, options: dict[str, Any], folder: str) -> list[Tensor]:
     """Train, save in the middle of update windows, and flush."""
     model, optimizer = made(kind, options, folder, rank)
-    steps(model, optimizer, 0, SAVED_AT, rank, int(kind.split()[1]))
+    steps(model, optimizer, 0, SAVED_AT, rank, ranks_of(kind))
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
     return closed_behind(optimizer, flushed_state(model, optimizer))
@@ -173,7 +182,7 @@ def load_as(rank: int, kind: str, options: dict[str, Any], folder: str) -> list[
     dcp.load(content, checkpoint_id=f"{folder}/saved")
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     found = flushed_state(model, optimizer)
-    steps(model, optimizer, SAVED_AT, STEPS, rank, int(kind.split()[1]))
+    steps(model, optimizer, SAVED_AT, STEPS, rank, ranks_of(kind))
     return closed_behind(optimizer, found)
 
 
@@ -221,6 +230,44 @@ def test_no_update_is_lost_on_other_ranks(
         return runners[kind[-1]].call(act, kind, options, str(tmp_path))[0]
 
     assert difference(run(save_as, there), run(load_as, back)) < 1e-6
+
+
+SAME_ROWS = [
+    ("sharded 2", "sharded 1x2"),
+    ("sharded 1x2", "sharded 2"),
+    ("columns 2", "columns 1x2"),
+    ("columns 1x2", "columns 2"),
+    ("sharded 2x1", "sharded 1x1"),
+]
+OTHER_ROWS = [
+    ("sharded 2", "columns 2"),
+    ("columns 2", "sharded 2"),
+    ("sharded 2", "sharded 2x1"),
+    ("sharded 2x1", "sharded 1x2"),
+    ("columns 2x1", "sharded 1x2"),
+    ("sharded 1x2", "columns 2x1"),
+]
+SHORT = {("sharded 2", "columns 2"), ("columns 2", "sharded 2"), ("sharded 2x1", "sharded 1x2")}
+
+
+@pytest.mark.parametrize(
+    ("there", "back"),
+    [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in (*SAME_ROWS, *OTHER_ROWS)],
+)
+@pytest.mark.parametrize("name", ["zenflow", "re-selecting", "late"])
+def test_no_update_is_lost_on_another_mesh(
+    two_ranks: RankProcesses, one_rank: RankProcesses, there: str, back: str, name: str, tmp_path: Path
+) -> None:
+    """As PyTorch's tests of DTensors in checkpoints: with other placements, and dimensions of the mesh."""
+    options = {**ALL_POLICIES, **WINDOWED}[name] | ELSEWHERE
+    runners = {1: one_rank, 2: two_ranks}
+    expected = runners[ranks_of(there)].call(save_as, there, options, str(tmp_path))
+    found = runners[ranks_of(back)].call(load_as, back, options, str(tmp_path))
+    assert_equal_ranks(found)
+    if (there, back) in SAME_ROWS:
+        assert difference(expected[0], found[0]) == 0.0
+    else:
+        assert difference(expected[0], found[0]) < 1e-6
 
 
 def test_open_windows_want_the_saved_weights(

@@ -172,7 +172,7 @@ class Profile:
         attachment.refresh()
         with calls.group.announcing():
             texts = calls.group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
-        if calls.group.rank == 0:
+        if calls.group.message_rank == 0:
             self.report(console, steps=steps)
             print_ranks([json.loads(text) for text in texts], console)
 

@@ -42,6 +42,11 @@ class Sharding(NamedTuple):
         ranks: list[int] = self.mesh.mesh.flatten().tolist()
         return ranks
 
+    @property
+    def members(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks of ``group``, and all ranks: the same ones in meshes that differ by dimensions of one rank."""
+        return tuple(torch.distributed.get_process_group_ranks(self.group)), tuple(self.ranks)
+
 
 def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
     """The mesh over which ``params`` are sharded; None if none of them is.
@@ -56,12 +61,14 @@ def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
             "a parameter is a DTensor, and no module that fully_shard (FSDP2) has sharded has it, as under tensor "
             f"parallelism alone, or after the model was changed: its gradients would not be averaged; {ALTERNATIVE}"
         )
-    if len(found) > 1:
+    meshes = {each.members: each for each in found}
+    if len(meshes) > 1:
+        shown = ", ".join(str(each.mesh) for each in meshes.values())
         raise TypeError(
-            f"parameters are sharded over {len(found)} meshes ({', '.join(str(each.mesh) for each in found)}); use one "
-            "optimizer for the parameters of each mesh"
+            f"parameters are sharded over {len(meshes)} meshes ({shown}); use one optimizer for the parameters of each "
+            "mesh"
         )
-    return next(iter(found), None)
+    return next(iter(meshes.values()), None)
 
 
 def local_part(param: Parameter) -> Parameter:
@@ -75,16 +82,25 @@ def local_part(param: Parameter) -> Parameter:
 
 def _sharding(param: Any) -> Sharding:
     refuse_sharded([param])
-    dim = next(dim for dim, placement in enumerate(param.placements) if placement.is_shard())
-    return Sharding(param.device_mesh, dim)
+    return Sharding(param.device_mesh, _shard_dims(param)[0])
+
+
+def _shard_dims(param: Any) -> list[int]:
+    """The dimensions of its mesh over which a DTensor is not replicated."""
+    return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
 
 
 def _is_served(param: Any) -> bool:
-    """Whether ``param`` is a DTensor in chunks over one dimension of its mesh, and replicated over the others."""
+    """Whether ``param`` is a DTensor in chunks over one dimension of its mesh.
+
+    It is replicated over the others, or they have one rank: tensor parallelism shards over a dimension behind that of
+    ``fully_shard``.
+    """
     if not torch_private.is_dtensor(param):
         return False
-    shards = [type(placement).__name__ for placement in param.placements if not placement.is_replicate()]
-    return shards == ["Shard"]
+    dims = _shard_dims(param)
+    in_chunks = all(type(param.placements[dim]).__name__ == "Shard" for dim in dims)
+    return bool(dims) and in_chunks and all(param.device_mesh.size(dim) == 1 for dim in dims[1:])
 
 
 def leaves_a_rank_empty(slices: int, ranks: int) -> bool:

@@ -110,8 +110,8 @@ class RankGroup:
             since they agree on all that they do; tensors are exchanged in ``group``.
 
     Attributes:
-        rank: of this process; size: number of ranks; both among those that exchange messages.
-        sharing: number of ranks that exchange tensors: of replicas of a sharded model, those of one.
+        rank: of this process; size: number of ranks; both among those of ``group``, which exchange tensors.
+        message_rank, message_size: the same among those that exchange messages: of all replicas.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         step: for errors: the number of the optimizer step.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
@@ -122,9 +122,11 @@ class RankGroup:
         self.number = next(_numbers)
         self.step = 0
         self.recorder = Recorder()
-        members = dist.get_process_group_ranks(group)
+        members = sorted(dist.get_process_group_ranks(group))
         everyone = sorted(members if replicated is None else replicated)
-        self.rank, self.size, self.sharing = everyone.index(dist.get_rank()), len(everyone), len(members)
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        self.message_rank, self.message_size = everyone.index(dist.get_rank()), len(everyone)
+        self._rows = [everyone.index(member) for member in members]  # of this group, in what messages gather
         self._timeout = torch_private.group_timeout(group, device)
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
         # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
@@ -168,10 +170,10 @@ class RankGroup:
     def all_gather(self, block: Tensor) -> Pending:
         """Start to gather ``block`` [n] of each rank: [ranks, n]."""
         self._count("all_gather", block)
-        out = torch.empty((self.sharing, *block.shape), dtype=block.dtype, device=block.device)
+        out = torch.empty((self.size, *block.shape), dtype=block.dtype, device=block.device)
         if block.device.type == "cpu":
             # gloo's own takes more than twice the time of the same bytes sent directly.
-            copies = block.expand(self.sharing, *block.shape).contiguous()
+            copies = block.expand(self.size, *block.shape).contiguous()
             direct = dist.all_to_all_single(out, copies, group=self._data, async_op=True)
             assert direct is not None
             return Pending(direct, out, self, (copies,))
@@ -179,7 +181,7 @@ class RankGroup:
         return Pending(work, out, self, (block,))
 
     def all_reduce(self, values: Tensor, *, mean: bool = False) -> Pending:
-        """Start the sum of ``values`` over the ranks of ``group``, or their mean, in place."""
+        """Start the sum of ``values`` over ranks, or their mean, in place."""
         self._count("all_reduce", values)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         work = dist.all_reduce(values, op=op, group=self._data, async_op=True)
@@ -190,10 +192,10 @@ class RankGroup:
         """Gather tensors of one shape in host memory, by rank; the host waits for it."""
         sent = values.contiguous().reshape(-1).view(torch.uint8)
         self._count("state", sent)
-        out = torch.empty((self.size, len(sent)), dtype=torch.uint8, device="cpu")
+        out = torch.empty((self.message_size, len(sent)), dtype=torch.uint8, device="cpu")
         if len(sent):
             self._wait(torch_private.start_all_gather(out.view(-1), sent, self._messages), what, polls=True)
-        return [row.view(values.dtype).view(values.shape) for row in out]
+        return [out[row].view(values.dtype).view(values.shape) for row in self._rows]
 
     # Messages.
 
@@ -212,7 +214,7 @@ class RankGroup:
             raise RankError("a rank of this process group has failed before; start all ranks again")
         header = bytes([call]) + self.step.to_bytes(8, "little")
         message = torch.frombuffer(bytearray((header + content).ljust(self._room + _HEADER, b"\0")), dtype=torch.uint8)
-        out = torch.empty((self.size, len(message)), dtype=torch.uint8, device="cpu")
+        out = torch.empty((self.message_size, len(message)), dtype=torch.uint8, device="cpu")
         self._count("message", message)
         work = torch_private.start_all_gather(out.view(-1), message, self._messages)
         self._wait(work, f"a message of the others, while it {call}", polls=True)
@@ -231,13 +233,15 @@ class RankGroup:
             self.exchange(call, own[first : first + self._room].ljust(self._room, b"\0"))
             for first in range(0, longest, self._room)
         ]
-        return [b"".join(each).rstrip(b"\0").decode() for each in zip(*parts, strict=True)] or [""] * self.size
+        if not parts:
+            return [""] * self.message_size
+        return [b"".join(each).rstrip(b"\0").decode() for each in zip(*parts, strict=True)]
 
     def _refuse_other_call(self, call: Call, rank: int, other: bytes) -> None:
         step = int.from_bytes(other[1:9], "little")
         theirs = str(Call(other[0])) if other[0] in set(Call) else "does something else"
         raise self.failure(
-            f"rank {self.rank} {call} in step {self.step}, and rank {rank} {theirs} in step {step}; with a "
+            f"rank {self.message_rank} {call} in step {self.step}, and rank {rank} {theirs} in step {step}; with a "
             "process_group every rank makes the same calls: backward(), step(), state_dict(), and reads of a "
             "gradient's values"
         )
@@ -254,7 +258,7 @@ class RankGroup:
         if not self.failed:
             self.failed = True
             with suppress(Exception):  # the process that has the store may be gone
-                self._store.set(_FAILED, f"{self.rank}\n{text}")
+                self._store.set(_FAILED, f"{self.message_rank}\n{text}")
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
@@ -284,7 +288,7 @@ class RankGroup:
             self._raise_failure_of_others()
             raise RankError(
                 f"step {self.step}: a rank is gone, or has not come within {self._timeout.total_seconds():g} s; rank "
-                f"{self.rank} waited for {what}: {error}"
+                f"{self.message_rank} waited for {what}: {error}"
             ) from error
 
     def _poll(self, work: dist.Work) -> None:

@@ -29,12 +29,10 @@ def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, 
     if shards is None:
         norm = _total_norm(norms, device)
     else:
-        named = list(zip([*away, *on_device], norms, strict=True))
-        parts, whole = (
-            _total_norm([norm for param, norm in named if isinstance(param, LocalShard) is sharded], device)
-            for sharded in (True, False)
-        )
-        norm = shards.norm_of(parts, whole)
+        sharded = [isinstance(param, LocalShard) for param in [*away, *on_device]]
+        parts = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if is_sharded]
+        whole = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if not is_sharded]
+        norm = shards.norm_of(_total_norm(parts, device), _total_norm(whole, device) if whole else None)
     if registry.gradients.factors.deferred:
         above = norm.double() + 1e-6
         # Not ``limit / above``: PyTorch multiplies by the reciprocal, which rounds two times. NaN stays NaN.

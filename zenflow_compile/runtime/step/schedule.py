@@ -171,6 +171,7 @@ class Schedule:
         self._joined: dict[int, _Joined] = {}
         self._coming: deque[_Coming] = deque()  # of the last steps, oldest first; at most ``LAG``
         self._readback = Readback(3, device_of(device), recorder, ranks)
+        self._first_rank = ranks is None or ranks.rank == 0
 
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
@@ -209,9 +210,13 @@ class Schedule:
             selected, total = (self._readback.cell(plan.index, column) for column in (_SELECTED, _TOTAL))
             device.selected_norm(out=selected)
             torch.sum(device.norms, 0, out=total)
-            if not plan.counted:
-                torch._foreach_zero_([selected, total])  # another rank counts this part
+            if not self._counts(plan):
+                torch._foreach_zero_([selected, total])
         return False
+
+    def _counts(self, plan: ParamPlan) -> bool:
+        """Whether this rank counts its part of a parameter in sums over ranks, and not another one that has it, too."""
+        return plan.counted if plan.share or plan.shard else self._first_rank
 
     def selection(self, plan: ParamPlan, device: DeviceState, step: int) -> Wanted | None:
         """Return the slices to select from a flush at ``step`` on; None if the selection stays.
@@ -261,8 +266,8 @@ class Schedule:
             states, selections = zip(*(self._drifts[index] for index in indices), strict=True)
             counts = count_leaving(states, selections, ENTRY_MARGIN)
             for count, state in zip(counts, states, strict=True):
-                if not state.plan.counted:
-                    count.zero_()  # another rank counts this part
+                if not self._counts(state.plan):
+                    count.zero_()
             torch._foreach_copy_([self._readback.cell(index, _LEAVING) for index in indices], counts)
         self._drifts.clear()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +13,9 @@ from torch import Tensor
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import Call
 from zenflow_compile.runtime.step.step_messages import StepMessages
+
+_ROUNDING = 1e-5
+"""Relative difference of f32 norms that are of the same values, on processors that add them up in another order."""
 
 
 class ShardCalls(StepMessages):
@@ -59,14 +64,33 @@ class ShardCalls(StepMessages):
         for each, part in zip(divided, torch.split(sums, [each.plan.slices for each in divided]), strict=True):
             each.device.norms = part
 
-    def norm_of(self, parts: Tensor, whole: Tensor) -> Tensor:
-        """The L2 norm f32[] of all gradients, equal on all ranks that shard the model.
+    def norm_of(self, parts: Tensor, whole: Tensor | None) -> Tensor:
+        """The L2 norm f32[] of all gradients, the same bits on all ranks.
 
         Args:
             parts: f32[], the norm of the parts that this rank has of sharded parameters' gradients.
-            whole: f32[], that of parameters which are whole on each rank: it counts one time. Where ranks have other
-                gradients of these, their mean counts: ranks must scale their parts of a gradient by one factor.
+            whole: f32[], that of parameters which are whole on each rank: it counts one time. None without any.
+
+        Raises:
+            RankError: ranks have other gradients of these, or one has failed.
         """
-        squares = torch.stack([parts, whole]).square_()
-        over_ranks = self.group.all_reduce(squares).wait("the norm of the gradients")
-        return (over_ranks[0] + over_ranks[1] / self.group.sharing).sqrt_()
+        squares = self.group.all_reduce(parts.square()).wait("the norm of the gradients")
+        if whole is not None:
+            squares.add_(self._agreed_norm(whole) ** 2)
+        return squares.sqrt_()
+
+    def _agreed_norm(self, own: Tensor) -> float:
+        """Return rank 0's norm of gradients that the loop averages. With other gradients, ranks would clip differently.
+
+        The host waits for it; models that are sharded as a whole have no such gradients.
+        """
+        rows = self.group.exchange(Call.STEP, struct.pack("<d", float(own)))
+        norms: list[float] = [struct.unpack("<d", row)[0] for row in rows]
+        for rank, norm in enumerate(norms):
+            if not (math.isclose(norms[0], norm, rel_tol=_ROUNDING) or (math.isnan(norms[0]) and math.isnan(norm))):
+                raise self.group.failure(
+                    f"rank 0 and rank {rank} have different gradients of the parameters that are not sharded in step "
+                    f"{self.group.step}, with norms of {norms[0]:.6g} and {norm:.6g}: the loop averages them over all "
+                    "ranks between backward() and step(), as by torch.distributed.all_reduce(p.grad)"
+                )
+        return norms[0]
