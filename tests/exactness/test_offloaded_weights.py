@@ -47,7 +47,7 @@ class Seen(NamedTuple):
     weights: HostWeights
 
 
-@pytest.fixture(params=["resized", "poisoned"])
+@pytest.fixture(params=[pytest.param("resized", marks=pytest.mark.long), "poisoned"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     """What each step finds, of small weights, too. Poisoned ones are not freed but NaN: a late read shows."""
     seen: list[Seen] = []
@@ -87,7 +87,10 @@ def test_offloaded_weights_change_no_number(member: Member, steps: list[Seen]) -
 
 
 @pytest.mark.slow
-@each_member(["mlp", "conv_batch_norm", "gpt_tied", "gpt_autocast", "llama"])
+@each_member(
+    ["mlp", "conv_batch_norm", "gpt_tied", "gpt_autocast", "llama"],
+    long=["mlp", "conv_batch_norm", "gpt_autocast", "llama"],
+)
 def test_inductor_reads_loaded_weights(member: Member, steps: list[Seen]) -> None:
     plain = train(member, "inductor", 6)
     offloaded = train(member, "inductor", 6, offload_weights=1.0)
@@ -96,7 +99,7 @@ def test_inductor_reads_loaded_weights(member: Member, steps: list[Seen]) -> Non
     assert largest_difference(offloaded, plain, member) == 0.0
 
 
-@each_member(["gpt_tied", "llama"])
+@each_member(["gpt_tied", "llama"], long=["llama"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_updates_weights_on_the_host(member: Member, policy: str, steps: list[Seen]) -> None:
     options = {**POLICIES[policy], "offload_weights": 1.0, "topk_ratio": 0.25}
@@ -109,7 +112,7 @@ def test_every_policy_updates_weights_on_the_host(member: Member, policy: str, s
     assert (offloaded.moved_slices > 0) is (policy in ("every step", "windows"))
 
 
-@each_member(["gpt_tied", "llama"])
+@each_member(["gpt_tied", "llama"], long=["llama"])
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "windows"])
 def test_exact_policies_train_as_adamw(member: Member, policy: str, steps: list[Seen]) -> None:
     options = {**POLICIES[policy], "topk_ratio": 0.25, "eps": 1e-4}

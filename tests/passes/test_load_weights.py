@@ -175,7 +175,7 @@ def results(call: Callable[..., Tensor], model: nn.Module, *, dtype: torch.dtype
 @pytest.mark.parametrize("poisons", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_graphs_read_loaded_weights(
     inner: str, name: str, dtype: torch.dtype | None, poisons: bool, close: list[Serving]
 ) -> None:
@@ -197,6 +197,13 @@ def test_graphs_read_loaded_weights(
     assert set(engine.loads) == set(engine.home)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["views", "tied"])
+def test_inductor_reads_before_it_unloads(name: str, close: list[Serving]) -> None:
+    """Casts, gathers and products, which Inductor would compute late."""
+    test_graphs_read_loaded_weights("inductor", name, torch.bfloat16, True, close)
 
 
 class Twice(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -201,11 +201,18 @@ def largest_difference(one: Trajectory, other: Trajectory, member: Member) -> fl
     return largest
 
 
-def each_member(names: list[str] | None = None) -> pytest.MarkDecorator:
-    """Parametrize a test by ``member``: the whole zoo, or those named."""
+def each_member(names: list[str] | None = None, long: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by ``member``: the whole zoo, or those named. Those in ``long`` are for the long run."""
     unavailable = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
     chosen = MEMBERS if names is None else [BY_NAME[name] for name in names]
     return pytest.mark.parametrize(
         "member",
-        [pytest.param(each, id=each.name, marks=[unavailable] if each.needs_transformers else []) for each in chosen],
+        [
+            pytest.param(
+                each,
+                id=each.name,
+                marks=[unavailable] * each.needs_transformers + [pytest.mark.long] * (each.name in long),
+            )
+            for each in chosen
+        ],
     )
