@@ -203,6 +203,19 @@ def test_weights_are_there_on_request(finish: str) -> None:
     pair.close()
 
 
+def test_flush_reaches_weights_that_are_loaded() -> None:
+    pair = Pair(update_interval=4)
+    pair.train(3)
+    pair.optimizer.synchronize()
+    before = nn.utils.parameters_to_vector(pair.model.parameters())
+    pair.optimizer.flush()
+    pair.other.flush()
+    after = nn.utils.parameters_to_vector(pair.model.parameters())
+    assert not torch.equal(before, after)
+    assert torch.equal(after, nn.utils.parameters_to_vector(pair.plain.parameters()))
+    pair.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_model_is_moved_with_its_weights(dtype: torch.dtype) -> None:
     pair = trained()
