@@ -19,7 +19,9 @@ from zenflow_compile.runtime.parameters import host_weights
 
 pytestmark = pytest.mark.timeout(120)
 
-ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0}
+ADAM: dict[str, Any] = {
+    "lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0, "min_offload_size": 1,
+}  # fmt: skip
 
 
 class Net(nn.Module):
@@ -80,6 +82,7 @@ def trained(steps: int = 3) -> Pair:
     pair = Pair()
     pair.train(steps)
     assert pair.absent >= 3
+    assert len(pair.optimizer.engine.offloaded) == 3
     return pair
 
 
@@ -153,6 +156,28 @@ def test_loaded_weights_are_trained_on(assigned: bool) -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("way", ["data", "no_grad"])
+def test_writes_by_hand_are_trained_on(way: str) -> None:
+    """``param.data = ...`` of a weight that is not on the device, and a write to one that is."""
+    pair = trained()
+    new = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)) / 8
+    if way == "data":
+        for model in (pair.model, pair.plain):
+            model.state_dict()  # no update is on its way behind it
+            model.up.weight.data = new.clone()  # type: ignore[union-attr]
+    else:
+        pair.optimizer.synchronize()
+        pair.other.synchronize()
+        with torch.no_grad():
+            pair.model.up.weight.copy_(new)  # type: ignore[operator, union-attr]
+            pair.plain.up.weight.copy_(new)  # type: ignore[operator, union-attr]
+    pair.train(3, first=3)
+    assert pair.absent >= 3
+    assert pair.optimizer.engine.weights.loaded_bytes == 0
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
 def test_uncompiled_forward_and_backward_read_weights() -> None:
     """The backward of the module itself, whose weights autograd saves, and in between one of the compiled module."""
     pair = trained()
@@ -205,7 +230,7 @@ def test_weights_are_there_on_request(finish: str) -> None:
 
 def test_flush_reaches_weights_that_are_loaded() -> None:
     pair = Pair(update_interval=4)
-    pair.train(3)
+    pair.train(2)
     pair.optimizer.synchronize()
     before = nn.utils.parameters_to_vector(pair.model.parameters())
     pair.optimizer.flush()

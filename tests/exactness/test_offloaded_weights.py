@@ -65,6 +65,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             self.adopt()
         self.param.data.fill_(float("nan"))
         self.offloaded, self.loaded, self.held = True, False, False
+        self._note(-self.nbytes)
 
     monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
     monkeypatch.setattr(HostWeights, "begin_step", noting)

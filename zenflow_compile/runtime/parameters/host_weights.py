@@ -11,7 +11,7 @@ backward: host updates are merged in front of a forward, and slices are updated 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -32,6 +32,9 @@ _NAMED = 4
 class HostWeight:
     """One weight.
 
+    Args:
+        note: called with each change of the bytes on the device.
+
     Attributes:
         values: of the parameter's shape and dtype, in host memory; valid if ``offloaded``.
         served: a compiled graph loads it for its uses.
@@ -40,7 +43,14 @@ class HostWeight:
         held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
     """
 
-    def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter, values: Tensor) -> None:
+    def __init__(
+        self,
+        plan: ParamPlan,
+        param: Parameter,
+        counter: VersionCounter,
+        values: Tensor,
+        note: Callable[[int], None],
+    ) -> None:
         self.plan = plan
         self.param = param
         self.values = values
@@ -49,6 +59,7 @@ class HostWeight:
         self.loaded = True
         self.held = False
         self._counter = counter
+        self._note = note
         self._storage = storage_identity(param.untyped_storage())
         self._bumps = 0  # external ones, at the last load
 
@@ -74,10 +85,12 @@ class HostWeight:
 
     def load(self) -> None:
         """Fill the device's memory. The version of the parameter does not move: its values are what they were."""
-        storage = self.param.untyped_storage()
-        storage.resize_(self.nbytes)
+        if self.replaced:
+            self.adopt()
+            return
+        self.param.untyped_storage().resize_(self.nbytes)
         self.param.data.copy_(self.values)  # ``.data`` has a version counter of its own
-        self.loaded, self._bumps = True, self._counter.external_bumps(self.param)
+        self._is_loaded()
 
     def unload(self) -> None:
         """Give the device's memory back. Values that other code has written are kept."""
@@ -85,15 +98,19 @@ class HostWeight:
             self.adopt()
         self.param.untyped_storage().resize_(0)
         self.offloaded, self.loaded, self.held = True, False, False
+        self._note(-self.nbytes)
 
     def adopt(self) -> None:
         """Copy the device's values to the host."""
         self.values.copy_(self.param.detach())
-        self._storage, self._bumps = (
-            storage_identity(self.param.untyped_storage()),
-            self._counter.external_bumps(self.param),
-        )
-        self.loaded = True
+        self._storage = storage_identity(self.param.untyped_storage())
+        self._is_loaded()
+
+    def _is_loaded(self) -> None:
+        self._bumps = self._counter.external_bumps(self.param)
+        if not self.loaded:
+            self.loaded = True
+            self._note(self.nbytes)
 
     def refresh(self) -> None:
         """Copy the host's values, which the optimizer has written, to the device, if it has some."""
@@ -145,7 +162,7 @@ class HostWeights:
         arena = HostArena(carved_bytes([(plan.shape, plan.dtype) for plan, _, _ in chosen]))
         self._arenas.append(arena)
         for plan, param, counter in chosen:
-            self.weights[plan.index] = HostWeight(plan, param, counter, arena.take(plan.shape, plan.dtype))
+            self.weights[plan.index] = HostWeight(plan, param, counter, arena.take(plan.shape, plan.dtype), self._count)
             self._count(param.nbytes)
 
     @property
@@ -193,7 +210,6 @@ class HostWeights:
         """Give a weight's device memory back, unless it is held."""
         if (weight := self.weights.get(p)) is not None and weight.loaded and not weight.held:
             weight.unload()
-            self._count(-weight.nbytes)
 
     def hold(self, ps: Iterable[int] | None = None) -> None:
         """Load weights for code that does not unload them, until the next optimizer step. None: all."""
@@ -261,7 +277,6 @@ class HostWeights:
         with self._recorder.compute("load", param=weight.plan.name):
             weight.load()
         self.loads += 1
-        self._count(weight.nbytes)
 
     def _count(self, change: int) -> None:
         self.loaded_bytes += change

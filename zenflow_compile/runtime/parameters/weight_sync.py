@@ -105,9 +105,9 @@ class Weights:
         param, mark = self._param, self._mark
         if self.unverified or mark is None or param._version - self.counter.own_bumps != mark.bumps:
             return True
-        if self.home is not None and self.home.offloaded:  # each load brings other memory
-            return self.home.replaced
         memory = mark.memory  # compared here: every forward and every step asks for every parameter
+        if self.home is not None and self.home.offloaded:  # each load brings another address
+            return storage_identity(param.untyped_storage()) != memory.storage
         return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
 
     def expect(self, shown: Tensor | None) -> None:
