@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,61 @@ def test_weights_that_leave_a_graph_stay_on_the_device() -> None:
     kept = {pair.optimizer.engine.plan.params[p].name: why for p, why in pair.optimizer.engine.weights.kept.items()}
     assert "writes" in kept["inner.written.weight"]
     assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def in_child(read: Callable[[], Any]) -> str:
+    """What ``read`` raises in a forked process; the signal that ends it, if one does."""
+    receiving, sending = os.pipe()
+    if (child := os.fork()) == 0:
+        text = "nothing"
+        try:
+            read()
+        except RuntimeError as error:
+            text = str(error)
+        finally:
+            os.write(sending, text.encode())
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving) as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    return text if status == 0 else f"signal {status}"
+
+
+def test_forked_process_is_told_that_it_has_no_weights() -> None:
+    pair = trained()
+    for read in (
+        pair.model.state_dict,
+        lambda: copy.deepcopy(pair.model),
+        lambda: pair.model(batch(1)),
+        lambda: pair.call(batch(1)),
+        lambda: pair.model.double(),
+    ):
+        assert "was forked from the one that trains" in in_child(read)
+    assert equal(pair.model.state_dict(), pair.expected())
+    pair.close()
+
+
+def test_threads_read_weights_at_the_same_time() -> None:
+    """What one graph unloads another one may still read."""
+    pair = trained()
+    pair.model.eval()
+    pair.plain.eval()
+    inputs = [torch.randn(256, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    with torch.no_grad():
+        pair.call(inputs[0])
+        expected = [pair.plain(x) for x in inputs]
+
+    def run(x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [pair.call(x) for _ in range(40)]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(run, inputs))
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.allclose(each, other, atol=1e-6) for each in one)
+    assert pair.absent >= 3
     pair.close()
 
 

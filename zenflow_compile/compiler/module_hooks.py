@@ -43,10 +43,8 @@ def _show_host_weights(engine_id: int, module: nn.Module, found: dict[str, Any],
     if (engine := live_engine(engine_id)) is None:
         return
     for name, param in module.named_parameters(recurse=False):
-        if (index := engine.index_of(param)) is not None and prefix + name in found:
-            values = engine.registry.weight_of(index)
-            if values.data_ptr() != param.data_ptr():
-                found[prefix + name] = values
+        if prefix + name in found and (values := engine.weight_on_host(param)) is not None:
+            found[prefix + name] = values
 
 
 def _apply_before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:

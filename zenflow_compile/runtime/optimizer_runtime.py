@@ -361,9 +361,24 @@ class OptimizerRuntime:
         """Load weights for code that is no graph of ours, until the next optimizer step. None: all."""
         if not self.weights.weights:
             return
+        self._check_host_weights_in_child()
         ps = None if params is None else [p for param in params if (p := self.index_of(param)) is not None]
         with torch_private.outside_of_transforms():
             self.weights.hold(ps)
+
+    def weight_on_host(self, param: Tensor) -> Tensor | None:
+        """The values of a weight that is in host memory, of the parameter's shape; None of any other tensor."""
+        if (index := self.index_of(param)) is None:
+            return None
+        home = self.weights.weights.get(index)
+        if home is None or not home.offloaded:
+            return None
+        self._check_host_weights_in_child()
+        return self.registry.weight_of(index)
+
+    def _check_host_weights_in_child(self) -> None:
+        if self.in_child and any(each.offloaded for each in self.weights.weights.values()):
+            errors.refuse_in_child("weights are in host memory, which it does not have")
 
     def release_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Unload weights that are held. None: all."""

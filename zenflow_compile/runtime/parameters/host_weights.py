@@ -10,6 +10,7 @@ backward: host updates are merged in front of a forward, and slices are updated 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class HostWeight:
         served: a compiled graph loads it for its uses.
         offloaded: the host's copy counts, and the device may have another one.
         loaded: the device has the values.
+        readers: graphs that have loaded it, and not unloaded: several run at a time in threads, or inside each other.
         held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
     """
 
@@ -57,6 +59,7 @@ class HostWeight:
         self.served = False
         self.offloaded = False
         self.loaded = True
+        self.readers = 0
         self.held = False
         self._counter = counter
         self._note = note
@@ -141,6 +144,7 @@ class HostWeights:
         self._steps = 0
         self._option = option
         self._recorder = recorder
+        self._lock = threading.RLock()
         self._arenas: list[HostArena] = []
 
     def add(self, params: Sequence[tuple[ParamPlan, Parameter, VersionCounter]]) -> None:
@@ -203,19 +207,26 @@ class HostWeights:
                 f"the compiled graph reads a copy of {weight.plan.name}, which is in host memory; please report this, "
                 "and train with offload_weights=False until then"
             )
-        weight.served = True
-        self._bring_in(weight)
+        with self._lock:
+            weight.served = True
+            weight.readers += 1
+            self._bring_in(weight)
 
     def unload(self, p: int) -> None:
-        """Give a weight's device memory back, unless it is held."""
-        if (weight := self.weights.get(p)) is not None and weight.loaded and not weight.held:
-            weight.unload()
+        """Give a weight's device memory back, unless other code reads it."""
+        if (weight := self.weights.get(p)) is None:
+            return
+        with self._lock:
+            weight.readers = max(0, weight.readers - 1)
+            if weight.loaded and not weight.readers and not weight.held:
+                weight.unload()
 
     def hold(self, ps: Iterable[int] | None = None) -> None:
         """Load weights for code that does not unload them, until the next optimizer step. None: all."""
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None:
-                self._bring_in(weight)
+                with self._lock:
+                    self._bring_in(weight)
                 self.held_bytes += 0 if weight.held else weight.nbytes
                 weight.held = True
 
@@ -223,7 +234,7 @@ class HostWeights:
         """Unload weights that are held, or that were left behind by a forward that failed. None: all."""
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None and weight.served:
-                weight.held = False
+                weight.held, weight.readers = False, 0
                 self.unload(p)
 
     @contextmanager
