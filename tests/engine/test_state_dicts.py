@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
+from zenflow_compile.integrations.checkpoint import StateStager
 from zenflow_compile.runtime.checkpoint.format import ADAMW, layout
 
 # A single process may save and load without a process group.
@@ -189,6 +190,31 @@ def test_async_save_keeps_the_state_of_its_call(make: Make, group: None, tmp_pat
     future = dcp.async_save(everything, checkpoint_id=tmp_path / "saved")
     expected = training.run(STEP, END).weights()
     future.result()
+    resumed = make(SETTINGS["windows"])
+    dcp.load({"model": resumed.model, "optimizer": resumed.optimizer}, checkpoint_id=tmp_path / "saved")
+    assert_equal_states(resumed.optimizer.state_dict(), before)
+    assert_same(resumed.run(STEP, END).weights(), expected)
+
+
+@in_both
+def test_stager_copies_weights_only(make: Make, group: None, tmp_path: Path) -> None:
+    training = make(SETTINGS["windows"]).run(0, STEP)
+    stager = StateStager(training.optimizer)
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    other = torch.zeros(3)
+    staged = stager.stage({"model": model, "optimizer": optimizer, "other": other})
+    for name, entry in optimizer["state"].items():
+        for key, value in entry.items():
+            assert staged["optimizer"]["state"][name][key] is value
+    assert staged["other"] is not other
+    assert all(staged["model"][name].data_ptr() != value.data_ptr() for name, value in model.items())
+
+    before = training.optimizer.state_dict()
+    everything = {"model": training.model, "optimizer": training.optimizer}
+    future = dcp.async_save(everything, checkpoint_id=tmp_path / "saved", async_stager=stager)
+    expected = training.run(STEP, END).weights()
+    future.result()
+    stager.close()
     resumed = make(SETTINGS["windows"])
     dcp.load({"model": resumed.model, "optimizer": resumed.optimizer}, checkpoint_id=tmp_path / "saved")
     assert_equal_states(resumed.optimizer.state_dict(), before)
