@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +30,7 @@ from zenflow_compile.runtime.parameters.host_weights import HostWeight, HostWeig
 
 pytestmark = pytest.mark.timeout(240)
 
-POLICIES = {
+POLICIES: dict[str, dict[str, Any]] = {
     "resident": {"policy": "resident"},
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.5},
@@ -111,6 +112,33 @@ def test_every_policy_updates_weights_on_the_host(member: Member, policy: str, s
     assert offloaded.evaluations == plain.evaluations
     assert largest_difference(offloaded, plain, member) == 0.0
     assert (offloaded.moved_slices > 0) is (policy in ("every step", "windows"))
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "adaptive": {"update_interval": "auto", "max_update_interval": 4, "min_update_interval": 1},
+    "late": {"update_interval": 3, "staleness": 1},
+    "summed": {"update_interval": 4, "accumulate_on_device": True},
+    "int8": {"update_interval": 4, "gradient_compression": "int8"},
+    "warming up": {"full_warm_up_rounds": 5},
+    "in step": {"overlap_step": False},
+    "clipping": {"max_grad_norm": 0.1},
+    "files": {"update_interval": 2, "offload_device": "nvme", "host_window_bytes": 1 << 17},
+    "all files": {"policy": "zero_infinity", "host_window_bytes": 1 << 17},
+}
+
+
+@pytest.mark.long
+@each_member(["gpt_tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_updates_weights_on_the_host(
+    member: Member, schedule: str, steps: list[Seen], tmp_path: Path
+) -> None:
+    options = {**SCHEDULES[schedule], **({"nvme_path": tmp_path} if "files" in schedule else {})}
+    plain = train(member, "eager", 14, **options)
+    offloaded = train(member, "eager", 14, offload_weights=1.0, **options)
+    assert steps[-1].loads > 0
+    assert offloaded.losses == plain.losses
+    assert largest_difference(offloaded, plain, member) == 0.0
 
 
 @each_member(["gpt_tied", "llama"], long=["llama"])
