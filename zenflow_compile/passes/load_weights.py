@@ -44,7 +44,7 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
     if ctx.weights is None or find(graph, ops.BEGIN_WEIGHTS, ctx.engine_id) is not None:
         return 0
     inputs = inputs_by_weight(graph, ctx)
-    of_storage = {private.storage_of(nodes[0]): p for p, nodes in inputs.items()}
+    of_storage = weights_by_storage(inputs)
     found = {node: ps for node in graph.nodes if (ps := weights_read_by(node, of_storage))}
     if not found:
         return 0
@@ -168,4 +168,13 @@ def _leaving(ctx: PassContext) -> Iterator[tuple[int, str]]:
 
 def storages_of_weights(graph: Graph, ctx: PassContext) -> dict[int | None, int]:
     """The storages of the offloaded weights' example values, by which the backward knows saved views of them."""
-    return {private.storage_of(nodes[0]): p for p, nodes in inputs_by_weight(graph, ctx).items()}
+    return weights_by_storage(inputs_by_weight(graph, ctx))
+
+
+def weights_by_storage(inputs: Mapping[int, list[Node]]) -> dict[int | None, int]:
+    """The weights by the storages of their inputs' example values.
+
+    Hazard: the inputs of one weight may have different ones. A graph that Dynamo captured with two weights may be
+    called with one weight for both.
+    """
+    return {private.storage_of(node): p for p, nodes in inputs.items() for node in nodes}
