@@ -132,12 +132,12 @@ class ServedGraph:
         rewrite = rewriter(owned, self._captured.compile_id) if owned else None
 
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            offloaded = offloaded_inputs(owned)
+            recomputed = recomputed_inputs(owned, args)
             if options.inner == "eager":
-                return private.compile_with_aot(graph, inputs, rewrite, offloaded)
+                return private.compile_with_aot(graph, inputs, rewrite, recomputed)
             if rewrite is not None:
                 private.register_write_lowerings(ops.MUTATING)
-            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash(), offloaded)
+            return private.compile_with_inductor(graph, inputs, rewrite, options.inductor, source_hash(), recomputed)
 
         code = private.compile_again(self._captured, compiler) if gm is None else compiler(gm, args)
         variant = Variant(code, frozenset(owned))
@@ -155,13 +155,14 @@ class Variant:
     engines: frozenset[int]
 
 
-def offloaded_inputs(owned: OwnedInputs) -> set[int]:
-    """The inputs of Dynamo's graph that are offloaded weights, by index."""
-    found = set()
+def recomputed_inputs(owned: OwnedInputs, args: Sequence[Any]) -> private.Recomputed:
+    """What the backward recomputes: everything that is computed from offloaded weights and other parameters."""
+    weights: set[int] = set()
     for engine_id, params in owned.items():
-        if (weights := cast("Engine", ops.engine(engine_id)).offloaded_weights) is not None:
-            found |= {index for p, index in params if p in weights.ps}
-    return found
+        if (offloaded := cast("Engine", ops.engine(engine_id)).offloaded_weights) is not None:
+            weights |= {index for p, index in params if p in offloaded.ps}
+    present = weights | {i for i, value in enumerate(args) if isinstance(value, nn.Parameter)}
+    return private.Recomputed(frozenset(weights), frozenset(present))
 
 
 def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:

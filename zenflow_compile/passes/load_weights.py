@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zenflow_compile.passes.base import PassContext
+from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.graph_edits import find, insert, weight_token
 from zenflow_compile.planning.weight_schedule import schedule_weights
 from zenflow_compile.runtime import ops
@@ -144,26 +144,18 @@ def weights_to_keep(graph: Graph, ctx: PassContext) -> dict[int, str]:
     """Weights that must stay on the device because of this graph, with the reason."""
     if ctx.weights is None:
         return {}
-    weights = ctx.weights.ps
-    reasons = {p: reason for p, reason in _leaving(ctx) if p in weights}
-    for node in graph.nodes:
-        if private.calls_subgraph(node):
-            inputs = {
-                private.storage_of(each): p for p, nodes in inputs_by_weight(graph, ctx).items() for each in nodes
-            }
-            for each in node.all_input_nodes:
-                if (p := inputs.get(private.storage_of(each))) is not None:
-                    reasons[p] = "a nested compiled region reads it"
-    return reasons
+    found = [(node, "a nested compiled region reads it") for node in read_by_subgraphs(graph)]
+    if ctx.phase is not Phase.BACKWARD:
+        found += [(node, "the forward returns a view of it") for node in private.returned_nodes(graph)]
+        found += [(node, "the forward writes it") for node in private.written_by_forward(graph)]
+    of_storage = storages_of_weights(graph, ctx)
+    pairs = [(of_storage.get(private.storage_of(node)), reason) for node, reason in found]
+    return {p: reason for p, reason in pairs if p is not None}
 
 
-def _leaving(ctx: PassContext) -> Iterator[tuple[int, str]]:
-    aliased, written = private.inputs_beyond_graph()
-    for p, index in ctx.params:
-        if index in written:
-            yield p, "the forward writes it"
-        elif index in aliased:
-            yield p, "the forward returns a view of it"
+def read_by_subgraphs(graph: Graph) -> list[Node]:
+    """What nested compiled regions get."""
+    return [each for node in graph.nodes if private.calls_subgraph(node) for each in node.all_input_nodes]
 
 
 def storages_of_weights(graph: Graph, ctx: PassContext) -> dict[int | None, int]:

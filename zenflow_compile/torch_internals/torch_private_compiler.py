@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -346,54 +347,98 @@ def calls_subgraph(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "invoke_subgraph"
 
 
-def inputs_beyond_graph() -> tuple[set[int], set[int]]:
-    """Inputs of Dynamo's graph that outputs share memory with, and those that the graph writes to, by index.
+def returned_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The results of a forward, without what it saves for the backward.
 
-    AOTAutograd does both outside of the graph that it compiles, and tells of it here only. Empty outside of a
-    compilation, as in a backward that is compiled late. Seen in torch 2.13, written for 2.11 too.
+    AOTAutograd makes results that are views of inputs again outside of the graph, but the graph returns them, too. Seen
+    in torch 2.13, written for 2.11 too.
     """
-    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._functorch._aot_autograd import descriptors
+
+    saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    output = graph.output_node()
+    values: Any = output.args[0]
+    pairs = zip(values, output.meta["desc"], strict=True)
+    return [node for node, desc in pairs if isinstance(node, torch.fx.Node) and not isinstance(desc, saved)]
+
+
+def written_by_forward(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The inputs that the model writes to in a forward; empty outside of a compilation.
+
+    AOTAutograd writes to inputs with gradients outside of the graph. Its metadata tells of these. It numbers the inputs
+    of this graph, not of Dynamo's: where some of those are views of one tensor that is written, AOTAutograd replaces
+    them by that tensor, in front of all others. Seen in torch 2.13, written for 2.11 too.
+    """
+    from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    if metadata is None:
-        return set(), set()
-    shared = (OutputType.alias_of_input, OutputType.is_input)
-    aliased = {info.base_idx for info in metadata.output_info if info.output_type in shared}
-    written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
-    return {index for index in aliased if index is not None}, written
+    if context is None or context.fw_metadata is None:
+        return []
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs = [node for node in placeholders if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput)]
+    return [node for node, info in zip(inputs, context.fw_metadata.input_info, strict=False) if info.mutates_data]
 
 
-def recompute_in_backward(gm: torch.fx.GraphModule, inputs: Collection[int]) -> int:
-    """Have the partitioner recompute in the backward whatever a joint graph computes from some of its inputs alone.
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What ``recompute_in_backward`` starts from: indices of inputs of Dynamo's graph.
 
-    Casts and scaled copies of a weight would be saved for the backward, as large as the weight. Seen in torch 2.13,
-    written for 2.11 too.
+    Attributes:
+        weights: what is computed from them is recomputed.
+        params: inputs that are there in the backward without being saved, among them ``weights``.
+    """
 
-    Args:
-        inputs: indices of inputs of Dynamo's graph.
+    weights: frozenset[int] = frozenset()
+    params: frozenset[int] = frozenset()
+
+
+def recompute_in_backward(graph: torch.fx.Graph, chosen: Recomputed) -> int:
+    """Have the partitioner recompute in the backward whatever a joint graph computes from weights.
+
+    Casts and scaled copies of a weight would be saved for the backward, as large as the weight. Only operators with
+    inputs that the backward has anyway (weights, other parameters, constants) are recomputed, and only those of
+    PyTorch: an operator of the user's may return something else the next time. Seen in torch 2.13, written for 2.11
+    too.
 
     Returns:
         How many operators are recomputed.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    of_inputs: set[torch.fx.Node] = {node for index, node in aot_inputs(gm.graph).items() if index in inputs}
-    marked = 0
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not node.all_input_nodes or not of_inputs.issuperset(node.all_input_nodes):
+    if not any("desc" in node.meta for node in graph.find_nodes(op="placeholder")):
+        return 0  # the branch of a torch.cond, for which Inductor calls joint passes, too
+    inputs = aot_inputs(graph)
+    available = {node for index, node in inputs.items() if index in chosen.params}
+    derived = {node for index, node in inputs.items() if index in chosen.weights}
+    for node in graph.nodes:
+        if available.issuperset(node.all_input_nodes) and _repeatable(node):
+            available.add(node)
+            if not derived.isdisjoint(node.all_input_nodes):
+                derived.add(node)
+    # Of regions that a user checkpoints, the partitioner saves what a later region reads, by these numbers.
+    region = max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
+    marked: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node not in available:
             continue
-        schema = schema_of(node)
-        random = (
-            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        )
-        if schema is None or schema.is_mutable or random or node.meta.get("partitioner_tag") == "is_backward":
-            continue
-        of_inputs.add(node)
-        node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
-        marked += 1
-    return marked
+        if node in derived or not marked.isdisjoint(node.users):
+            marked.add(node)
+            node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, region
+    return len(marked)
+
+
+def _repeatable(node: torch.fx.Node) -> bool:
+    """Whether a node of the forward returns the same when it runs again."""
+    if node.meta.get("partitioner_tag") == "is_backward":
+        return False
+    if node.target is operator.getitem:
+        return True
+    schema = schema_of(node)
+    if schema is None or schema.is_mutable:
+        return False
+    op: Any = node.target
+    return op.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> None:
@@ -528,16 +573,16 @@ def compile_with_inductor(
     rewrite: Rewrite | None,
     config_patches: dict[str, Any],
     version: str,
-    recomputed: Collection[int] = (),
+    recomputed: Recomputed = Recomputed(),
 ) -> Callable[..., Any]:
     """Compile with Inductor and call ``rewrite(graph, phase)``, if given, on each AOTAutograd graph.
-
-    Args:
-        recomputed: see ``recompute_in_backward``.
 
     AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation: it is off for ours.
     The FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
     ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
+
+    Args:
+        recomputed: see ``recompute_in_backward``.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -560,40 +605,49 @@ def compile_with_inductor(
     settings = {
         # Inductor would move all weight gradients, and what follows them, to the end of the backward: no overlap left.
         "reorder_for_peak_memory": False,
-        **({"joint_custom_post_pass": _JointPass(frozenset(recomputed))} if recomputed else {}),
         **config_patches,
     }
+    if recomputed.weights:
+        others = settings.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
+        settings["joint_custom_post_pass"] = _joint_pass(recomputed, version, others)
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=settings)
     return compiled
 
 
-class _JointPass:
-    """``recompute_in_backward`` in the form that Inductor takes."""
+def _joint_pass(chosen: Recomputed, version: str, others: Any) -> Any:
+    """``recompute_in_backward`` in the form that Inductor takes and its FX graph cache accepts.
 
-    def __init__(self, inputs: frozenset[int]) -> None:
-        self._inputs = inputs
+    Args:
+        others: the passes of this kind that a user has set; they run first.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        recompute_in_backward(graph.owning_module, self._inputs)  # type: ignore[arg-type]
+    class JointPass(CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            recompute_in_backward(graph, chosen)
 
-    def uuid(self) -> str:
-        return f"zenflow {sorted(self._inputs)}"
+        def uuid(self) -> str:
+            return f"zenflow {version} {sorted(chosen.weights)} {sorted(chosen.params)}"
+
+    if others is None:
+        return JointPass()
+    return [*(others if isinstance(others, (list, tuple)) else [others]), JointPass()]
 
 
 def compile_with_aot(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     rewrite: Rewrite | None,
-    recomputed: Collection[int] = (),
+    recomputed: Recomputed = Recomputed(),
 ) -> Callable[..., Any]:
     """Run AOTAutograd's graphs, rewritten, node by node, without code generation. Seen in torch 2.11 and 2.13.
 
-    Args:
-        recomputed: see ``recompute_in_backward``.
-
     It uses Inductor's partitioner, which saves weights themselves. AOTAutograd's default would save transposed views of
     them: the passes could not tell which parameter's memory these read.
+
+    Args:
+        recomputed: see ``recompute_in_backward``.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -608,14 +662,14 @@ def compile_with_aot(
         return compile_graph
 
     def partition(joint: torch.fx.GraphModule, *arguments: Any, **keywords: Any) -> Any:
-        recompute_in_backward(joint, recomputed)
+        recompute_in_backward(joint.graph, recomputed)
         return min_cut_rematerialization_partition(joint, *arguments, **keywords)
 
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
-        partition_fn=partition if recomputed else min_cut_rematerialization_partition,
+        partition_fn=partition if recomputed.weights else min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled
