@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.served_weights import Serving
 from tests.support.training import EAGER_BACKEND
@@ -200,6 +201,31 @@ def test_weights_that_leave_the_graph_are_kept(close: list[Serving]) -> None:
         "limited.weight": "the forward writes it",
     }
     assert set(engine.loads) >= {engine.index_of(model.read)}
+
+
+class LeavingRegion(nn.Module):
+    """Returns a view of a weight that a checkpointed region reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned = nn.Parameter(torch.randn(8, 8))
+        self.read = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = checkpoint(lambda hidden: torch.tanh(hidden @ self.returned) @ self.read, x, use_reentrant=False)
+        return out, self.returned.t()
+
+
+def test_weights_that_leave_a_checkpointed_graph_are_kept(close: list[Serving]) -> None:
+    model = LeavingRegion()
+    engine = Serving(model)
+    close.append(engine)
+    out, view = torch.compile(model, **EAGER_BACKEND)(torch.randn(3, 8))
+    (out.sum() + view.sum()).backward()
+    assert {engine.plan.params[p].name for p in engine.kept} == {"returned"}
+    read = engine.index_of(model.read)
+    assert read is not None
+    assert engine.loads[read] == 2
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -354,12 +354,17 @@ def returned_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     in torch 2.13, written for 2.11 too.
     """
     from torch._functorch._aot_autograd import descriptors
+    from torch._guards import TracingContext
 
     saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
     output = graph.output_node()
     values: Any = output.args[0]
-    pairs = zip(values, output.meta["desc"], strict=True)
-    return [node for node, desc in pairs if isinstance(node, torch.fx.Node) and not isinstance(desc, saved)]
+    if (described := output.meta.get("desc")) is not None:
+        values = [value for value, desc in zip(values, described, strict=True) if not isinstance(desc, saved)]
+    elif (context := TracingContext.try_get()) is not None and context.fw_metadata is not None:
+        # The partitioner has recomputed parts of the forward, and made the output anew.
+        values = values[: len(context.fw_metadata.tokens) + context.fw_metadata.num_forward_returns]
+    return [value for value in values if isinstance(value, torch.fx.Node)]
 
 
 def written_by_forward(graph: torch.fx.Graph) -> list[torch.fx.Node]:
