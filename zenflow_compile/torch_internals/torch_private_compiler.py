@@ -358,7 +358,10 @@ def returned_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
     output = graph.output_node()
     values: Any = output.args[0]
-    pairs = zip(values, output.meta["desc"], strict=True)
+    described = output.meta["desc"]
+    if len(described) > len(values):  # tokens of effects, which are not in Inductor's graphs
+        described = [desc for desc in described if not isinstance(desc, descriptors.ForwardTokenAOTOutput)]
+    pairs = zip(values, described, strict=True)
     return [node for node, desc in pairs if isinstance(node, torch.fx.Node) and not isinstance(desc, saved)]
 
 
