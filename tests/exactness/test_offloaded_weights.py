@@ -89,10 +89,8 @@ def test_offloaded_weights_change_no_number(member: Member, steps: list[Seen]) -
 
 
 @pytest.mark.slow
-@each_member(
-    ["mlp", "conv_batch_norm", "gpt_tied", "gpt_autocast", "llama"],
-    long=["mlp", "conv_batch_norm", "gpt_autocast", "llama"],
-)
+@pytest.mark.long
+@each_member(["mlp", "conv_batch_norm", "gpt_tied", "gpt_autocast", "llama"])
 def test_inductor_reads_loaded_weights(member: Member, steps: list[Seen]) -> None:
     plain = train(member, "inductor", 6)
     offloaded = train(member, "inductor", 6, offload_weights=1.0)
@@ -183,7 +181,7 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_llama_trains_within_a_fraction_of_its_weights(recomputes: bool) -> None:
     """Two backwards a step, with an evaluation in between, within 4% of the bytes of the weights."""
     budget = 600_000

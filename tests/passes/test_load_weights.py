@@ -195,7 +195,7 @@ def test_graphs_read_loaded_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["views", "tied"])
+@pytest.mark.parametrize("name", [pytest.param("views", marks=pytest.mark.long), "tied"])
 def test_inductor_reads_before_it_unloads(name: str, close: list[Serving]) -> None:
     """Casts, gathers and products, which Inductor would compute late."""
     test_graphs_read_loaded_weights("inductor", name, torch.bfloat16, True, close)
