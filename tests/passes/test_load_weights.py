@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import zenflow_compile.passes.load_weights as load_weights
+from tests.support.recording import RecordingEngine
 from tests.support.served_weights import Serving
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile.passes.base import Phase
+from zenflow_compile.planning.weight_schedule import Turn, peak_bytes, schedule_weights
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -85,12 +89,60 @@ class Custom(nn.Module):
         return self.conv(found[:, None]).sum(1)
 
 
+class Convolved(nn.Module):
+    """Convolutions, which Inductor gives other layouts."""
+
+    def __init__(self, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 8, 3, padding=1), nn.ConvTranspose2d(8, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8, track_running_stats=False)
+        self.format = memory_format
+        self.to(memory_format=memory_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 2, 2, 2).contiguous(memory_format=self.format)
+        return torch.tanh(self.second(torch.relu(self.norm(self.first(image)))))
+
+
+class Recomputed(nn.Module):
+    """Two regions that the backward computes again, with one weight in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def region(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.region, x, use_reentrant=False)
+        return x
+
+
+class Adapted(nn.Module):
+    """A frozen matrix, and its change as a product of two thin ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)),
     "views": Views,
     "tied": Tied,
     "graph break": Broken,
     "custom function": Custom,
+    "convolutions": lambda: Convolved(torch.contiguous_format),
+    "channels last": lambda: Convolved(torch.channels_last),
+    "checkpoint": Recomputed,
+    "adapter": Adapted,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
 }
 
 
@@ -127,11 +179,9 @@ def test_graphs_read_loaded_weights(
     torch.manual_seed(0)
     model = MODELS[name]()
     options = {"backend": "zenflow", "options": {"inner": inner}}
-    close.append(Serving(model, budget_bytes=1 << 30, poisons=poisons))
-    close[0].restore()
+    recording = RecordingEngine(model.named_parameters())  # without offloaded weights
     expected = results(torch.compile(model, **options), model, dtype=dtype)
-    close[0].restore()
-    close.pop().close()
+    recording.close()
     torch._dynamo.reset()
 
     engine = Serving(model, poisons=poisons)
@@ -176,6 +226,48 @@ def test_budget_saves_loads(close: list[Serving]) -> None:
         engine.close()
         torch._dynamo.reset()
     assert loads == {1: 11, 2: 8, 3: 6}
+
+
+@pytest.mark.parametrize("largest", [1, 2, 100])
+@pytest.mark.parametrize("name", ["views", "tied", "checkpoint", "weight norm", "convolutions"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])])
+def test_graphs_run_as_scheduled(
+    inner: str, name: str, largest: int, close: list[Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads and the peak of bytes are those of the schedules, whatever the compiler does with the operators."""
+    scheduled: list[tuple[list[Turn], Mapping[int, int]]] = []
+
+    def note(uses: Sequence[frozenset[int]], sizes: Mapping[int, int], budget_bytes: int) -> list[Turn]:
+        scheduled.append((schedule_weights(uses, sizes, budget_bytes), sizes))
+        return scheduled[-1][0]
+
+    monkeypatch.setattr(load_weights, "schedule_weights", note)
+    model = MODELS[name]()
+    budget = largest * max(param.nbytes for param in model.parameters())
+    close.append(engine := Serving(model, budget))
+    out = torch.compile(model, backend="zenflow", options={"inner": inner})(torch.randn(5, 8, requires_grad=True))
+    out.square().sum().backward()
+    assert len(scheduled) == 2, "a forward and a backward"
+    assert engine.peak_bytes == max(peak_bytes(turns, sizes) for turns, sizes in scheduled)
+    assert sum(engine.loads.values()) == sum(len(turn.loaded) for turns, _ in scheduled for turn in turns)
+    assert not engine.present
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_shapes_may_change(inner: str, close: list[Serving]) -> None:
+    """Weights are loaded by graphs of symbolic shapes, and traced while they have no memory."""
+    model = MODELS["layers"]()
+    reference = copy.deepcopy(model)
+    close.append(engine := Serving(model, poisons=False))
+    call = torch.compile(model, backend="zenflow", options={"inner": inner})
+    for batch in (5, 3, 7):
+        x = torch.randn(batch, 8, requires_grad=True)
+        out, expected = call(x), reference(x)
+        torch.testing.assert_close(out, expected)
+        (grad,), (expected_grad,) = (torch.autograd.grad(each.sum(), x) for each in (out, expected))
+        torch.testing.assert_close(grad, expected_grad)
+        assert not engine.present
+    assert sum(record.phase is Phase.FORWARD for record in engine.graphs) == 2, "one is dynamic"
 
 
 class Leaving(nn.Module):

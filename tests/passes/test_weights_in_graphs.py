@@ -100,9 +100,10 @@ class Leaving(nn.Module):
 
     def forward(self, shifted: Tensor, x: Tensor, overlapping: Tensor) -> tuple[Tensor, ...]:
         shifted.add_(1)
+        x = x + overlapping.sum()
         if not torch.is_grad_enabled():  # with gradients, AOTAutograd fails to trace both writes
             self.written.clamp_(-0.5, 0.5)
-        out = (x + overlapping.sum()) @ self.read @ self.transposed @ self.detached @ self.written
+        out = x @ self.read @ self.transposed @ self.detached @ self.written
         return out, self.transposed.t(), self.detached.detach()
 
 
@@ -192,6 +193,41 @@ def test_branches_of_cond_read_loaded_weights(inner: str, serve: Callable[..., S
     torch.testing.assert_close(xs[0].grad, model.left.new_ones(2, 8) @ engine.home[0])
     assert not engine.kept
     assert not engine.present
+
+
+@torch.library.custom_op("zenflow_tests::noted", mutates_args=())
+def noted(x: Tensor) -> Tensor:
+    """Has an effect that must stay in order: AOTAutograd gives its graphs a token for it, in front of all inputs."""
+    return x.clone()
+
+
+@noted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+noted.register_effect(torch.library.EffectType.ORDERED)
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.read = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written.clamp_(-0.5, 0.5)
+        found: Tensor = noted(x @ self.written) @ self.read
+        return found
+
+
+@EACH_INNER
+@torch.no_grad()
+def test_tokens_of_effects_are_no_inputs(inner: str, serve: Callable[..., Serving]) -> None:
+    model, x = Noting(), torch.randn(2, 8)
+    reference = copy.deepcopy(model)
+    engine = serve(model)
+    torch.testing.assert_close(compiled(model, inner)(x), reference(x))
+    assert engine.kept == {0: "the forward writes it"}
 
 
 # What the backward recomputes.

@@ -360,6 +360,8 @@ def returned_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     output = graph.output_node()
     values: Any = output.args[0]
     if (described := output.meta.get("desc")) is not None:
+        if len(described) > len(values):  # tokens of effects, which are not in Inductor's graphs
+            described = [desc for desc in described if not isinstance(desc, descriptors.ForwardTokenAOTOutput)]
         values = [value for value, desc in zip(values, described, strict=True) if not isinstance(desc, saved)]
     elif (context := TracingContext.try_get()) is not None and context.fw_metadata is not None:
         # The partitioner has recomputed parts of the forward, and made the output anew.
