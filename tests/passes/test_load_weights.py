@@ -169,8 +169,15 @@ def results(call: Callable[..., Tensor], model: nn.Module, *, dtype: torch.dtype
     return [*found, *(each.detach() for each in outputs), *(each.grad for each in x if each.grad is not None)]
 
 
-@pytest.mark.parametrize("poisons", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "poisons"),
+    [
+        (None, False),
+        (torch.bfloat16, True),
+        pytest.param(None, True, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_graphs_read_loaded_weights(
