@@ -30,6 +30,19 @@ def by_columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
 
 
+def crosswise() -> nn.Module:
+    """Matrices of 40, 66, 66 and 40 slices; see ``across_slices``."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(40, 32), nn.Linear(32, 66), nn.Tanh(), nn.Linear(66, 34), nn.Tanh(), nn.Linear(34, 40)
+    )
+
+
+def across_slices(param: nn.Parameter) -> Shard | None:
+    """Shard each matrix of ``crosswise`` so that a rank has a part of every slice."""
+    return Shard(1) if param.dim() == 2 and param.shape[0] > param.shape[1] else None
+
+
 def whole(model: nn.Module) -> list[Tensor]:
     """The weights, of all ranks together, with the updates that are on their way."""
     return [value.full_tensor().detach().clone() for value in model.state_dict().values()]

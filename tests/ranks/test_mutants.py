@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks.models import ALL_POLICIES, WINDOWED, difference, train
+from tests.ranks.models import ALL_POLICIES, WINDOWED, backward, difference, optimizer_over, train, uneven
+from tests.ranks.sharded import across_slices, crosswise, sharded, train_sharded
+from tests.ranks.test_sharded_norms import beside, unlike
 from tests.support.rank_processes import RankProcesses
+from zenflow_compile import lazy_engine
+from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Share
 from zenflow_compile.runtime.device.readback import Readback
 from zenflow_compile.runtime.device_updates import selection_groups
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.ranks.agreement import agreed
+from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
+from zenflow_compile.runtime.sharding import Sharding
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
+from zenflow_compile.runtime.step.schedule import Schedule
+from zenflow_compile.runtime.step.shard_calls import ShardCalls
+from zenflow_compile.runtime.step.step_messages import StepMessages
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 
 pytestmark = pytest.mark.timeout(120)
@@ -122,3 +138,255 @@ def is_right(ranks: RankProcesses, name: str | None, mutant: Mutant) -> bool:
 def test_defects_between_ranks_are_found(two_ranks: RankProcesses, name: str) -> None:
     assert is_right(two_ranks, None, MUTANTS[name])
     assert not is_right(two_ranks, name, MUTANTS[name])
+
+
+# Sharded models: sums over ranks, waits for them, and the messages in which ranks agree.
+
+
+def _unawaited(method: Any) -> Any:
+    """``method`` without waits for its collectives."""
+
+    def defect(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pending, "wait", lambda pending, what: pending.result.clone())
+            patch.setattr(RankGroup, "_wait", lambda *_, **__: None)
+            return method(self, *arguments, **keywords)
+
+    return defect
+
+
+def _own_parts(self: ShardCalls, parts: Tensor, whole: Tensor | None) -> Tensor:
+    """Each rank clips by the norm of its own parts."""
+    squares = parts.square()
+    return (squares if whole is None else squares + whole.square()).sqrt()
+
+
+def _parts_only(self: ShardCalls, parts: Tensor, whole: Tensor | None) -> Tensor:
+    """Parameters that are not sharded do not count."""
+    return _NORM_OF(self, parts, None)
+
+
+def _whole_on_each_rank(self: ShardCalls, parts: Tensor, whole: Tensor | None) -> Tensor:
+    """Parameters that are not sharded count as often as there are ranks."""
+    assert whole is not None
+    return _NORM_OF(self, (parts.square() + whole.square()).sqrt(), None)
+
+
+_NORM_OF = ShardCalls.norm_of
+
+
+class ShardMutant(NamedTuple):
+    """A defect, and a training of shards that notices it.
+
+    Attributes:
+        beside: a module is not sharded, and the loop averages its gradients.
+        ends: it may end ranks: without waits, messages and sums mix.
+    """
+
+    owner: Any
+    name: str
+    defect: Any
+    options: dict[str, Any]
+    steps: int = 24
+    beside: bool = False
+    ends: bool = False
+
+
+CLIPPING = {**ZENFLOW, "max_grad_norm": 0.1}
+ADAPTIVE, DRIFTING = WINDOWED["adaptive"], WINDOWED["drifting"]
+ONE_WHOLE = {**DRIFTING, "min_offload_size": 66 * 33}
+SUMS = {
+    "norms of slices are not summed": ShardMutant(ShardCalls, "sum_norms", lambda *_: None, RESELECTING),
+    "norms of slices are not awaited": ShardMutant(
+        ShardCalls, "sum_norms", _unawaited(ShardCalls.sum_norms), RESELECTING, ends=True
+    ),
+    "norms of gradients are not summed": ShardMutant(ShardCalls, "norm_of", _own_parts, CLIPPING),
+    "norms of gradients are not awaited": ShardMutant(ShardCalls, "norm_of", _unawaited(_NORM_OF), CLIPPING, ends=True),
+    "whole gradients do not count": ShardMutant(ShardCalls, "norm_of", _parts_only, CLIPPING, beside=True),
+    "whole gradients count on each rank": ShardMutant(
+        ShardCalls, "norm_of", _whole_on_each_rank, CLIPPING, beside=True
+    ),
+    "scheduling inputs are not summed": ShardMutant(Readback, "__init__", _not_summed, ADAPTIVE),
+    "scheduling inputs are not awaited": ShardMutant(
+        Readback, "start", _unawaited(Readback.start), ADAPTIVE, ends=True
+    ),
+    "parts count on each rank": ShardMutant(Schedule, "_counts", lambda *_: True, DRIFTING, steps=60),
+    "whole parameters count on each rank": ShardMutant(
+        Schedule, "_counts", lambda _, plan: plan.counted, ONE_WHOLE, steps=40, beside=True
+    ),
+    "messages are not awaited": ShardMutant(RankGroup, "exchange", _unawaited(RankGroup.exchange), ZENFLOW, ends=True),
+}
+
+
+def shards_with_defect(rank: int, name: str | None, mutant: str) -> list[Tensor]:
+    options, steps, beside_another = SUMS[mutant].options, SUMS[mutant].steps, SUMS[mutant].beside
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            patch.setattr(SUMS[name].owner, SUMS[name].name, SUMS[name].defect)
+        if beside_another:
+            return beside(rank, options, None, steps)
+        return train_sharded(rank, 2, options, steps=steps, build=crosswise, shard_placement_fn=across_slices)
+
+
+def shards_are_right(ranks: RankProcesses, name: str | None, mutant: str) -> bool:
+    """Whether two ranks of shards train as one process does."""
+    chosen = SUMS[mutant]
+    results = ranks.outcomes(shards_with_defect, name, mutant, timeout=60)
+    if any(isinstance(each, BaseException) for each in results):
+        assert name is not None, results
+        assert chosen.ends, results
+        return False
+    first, second = results
+    expected = train(chosen.options, steps=chosen.steps, build=uneven if chosen.beside else crosswise)
+    return difference(first, second) == 0 and difference(first, expected) < 1e-6
+
+
+def differing(rank: int, what: str) -> None:
+    """Train shards, of which rank 1 has or does something else."""
+    mesh = None
+    if what == "replicas":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    options = dict(WINDOWED["re-selecting"])
+    if what == "options" and rank == 1:
+        options["topk_ratio"] = 0.5
+    model = sharded(mesh=mesh)
+    optimizer = optimizer_over(model, options, "")
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(2):
+            alone = rank == step == 1
+            if alone and what in ("rates", "replicas"):
+                optimizer.param_groups[0]["lr"] = 0.5
+            if alone and what == "an error":
+                patch.setattr(StepMessages, "_step_message", _fail)
+            backward(model, step, rank)
+            if alone and what == "gradients":
+                next(model.parameters()).grad = None
+            (optimizer.flush if alone and what == "calls" else optimizer.step)()
+            optimizer.zero_grad()
+    if what == "state":
+        state = optimizer.state_dict()
+        if rank == 1:
+            state["state"][1]["exp_avg"].fill_(float("nan"))
+        optimizer.load_state_dict(state)
+    if what == "ends":
+        (optimizer.close if rank else optimizer.flush)()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("the lane is on fire")
+
+
+def whole_gradients(rank: int, what: str) -> None:
+    unlike(rank, ZENFLOW, "shards")
+
+
+def chosen_alike(rank: int, what: str) -> None:
+    """Ranks measure other values, and raise unless both use those of rank 0."""
+    model = sharded()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(lazy_engine, "_resolve", lambda given, *_, **__: replace(given, topk_ratio=0.5))
+        optimizer = optimizer_over(model, {**ADAPTIVE, "min_update_interval": None}, "")
+        engine = optimizer.engine
+    assert engine.shards is not None
+    engine.shards.measured_window = 3 - rank
+    backward(model, 0, rank)
+    optimizer.step()
+    found = {"choices": engine.options.topk_ratio == 0.25, "measured": engine.schedule.shortest_window == 3}
+    optimizer.close()
+    raise ValueError(f"alike: {found[what]}")
+
+
+class Disagreement(NamedTuple):
+    """A defect in how ranks agree, and a training that differs between ranks.
+
+    Attributes:
+        scene: called with what differs; text: what all ranks raise without the defect.
+    """
+
+    owner: Any
+    name: str
+    defect: Any
+    scene: Any
+    what: str
+    text: str
+
+
+def _own_choice(ranks: RankGroup, given: Options, resolved: Options, *others: Any) -> Options:
+    agreed(ranks, given, resolved, *others)
+    return resolved
+
+
+@contextmanager
+def _alone(*_: object) -> Iterator[None]:
+    """Nothing is sent."""
+    yield
+
+
+AGREEMENTS = {
+    "options are not compared": Disagreement(
+        lazy_engine, "agreed", lambda ranks, given, resolved, *_: resolved, differing, "options", "different options"
+    ),
+    "each rank uses its own choices": Disagreement(
+        lazy_engine, "agreed", _own_choice, chosen_alike, "choices", "alike: True"
+    ),
+    "each rank uses its own measurement": Disagreement(
+        ShardCalls, "_check_step", lambda self, *_, **__: self.measured_window, chosen_alike, "measured", "alike: True"
+    ),
+    "replicas are not asked": Disagreement(
+        Sharding, "ranks", property(lambda mesh: dist.get_process_group_ranks(mesh.group)), differing, "replicas",
+        "different values in param_groups",
+    ),
+    "rates are not compared": Disagreement(
+        ShardCalls, "_digest_of_groups", lambda _: bytes(4), differing, "rates", "different values in param_groups"
+    ),
+    "gradients are not compared": Disagreement(
+        ShardCalls, "_digest_of_gradients", lambda _: bytes(4), differing, "gradients", "different gradients in .grad"
+    ),
+    "whole gradients are not compared": Disagreement(
+        ShardCalls, "_agreed_norm", lambda _, own: float(own), whole_gradients, "", "that are not sharded"
+    ),
+    "steps are not announced": Disagreement(ShardCalls, "step", _alone, differing, "calls", "calls flush()"),
+    "ends are not announced": Disagreement(ShardCalls, "ending", _alone, differing, "ends", "calls flush()"),
+    "loads are not announced": Disagreement(
+        ShardCalls, "agree_on_load", lambda *_: None, differing, "state", "the state dict has 'exp_avg"
+    ),
+    "errors are not announced": Disagreement(
+        RankGroup, "announce", lambda *_: None, differing, "an error", "the lane is on fire"
+    ),
+}  # fmt: skip
+
+
+def scene_with_defect(rank: int, name: str | None, mutant: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            patch.setattr(AGREEMENTS[name].owner, AGREEMENTS[name].name, AGREEMENTS[name].defect)
+        AGREEMENTS[mutant].scene(rank, AGREEMENTS[mutant].what)
+
+
+def all_ranks_raise(ranks: RankProcesses, name: str | None, mutant: str) -> bool:
+    """Whether all ranks raise what they should."""
+    outcomes = ranks.outcomes(scene_with_defect, name, mutant, timeout=60)
+    return all(isinstance(each, BaseException) and AGREEMENTS[mutant].text in str(each) for each in outcomes)
+
+
+IN_EVERY_RUN = 3
+
+
+def sampled(names: Iterable[str]) -> list[Any]:
+    """All of ``names``, of which a few are in every run."""
+    ordered = sorted(names)
+    drawn = random.Random(0).sample(ordered, IN_EVERY_RUN)
+    return [pytest.param(name, marks=() if name in drawn else pytest.mark.long) for name in ordered]
+
+
+@pytest.mark.parametrize("name", sampled(SUMS))
+def test_defects_in_sums_of_shards_are_found(two_ranks: RankProcesses, name: str) -> None:
+    assert shards_are_right(two_ranks, None, name)
+    assert not shards_are_right(two_ranks, name, name)
+
+
+@pytest.mark.parametrize("name", sampled(AGREEMENTS))
+def test_defects_in_agreement_of_shards_are_found(two_ranks: RankProcesses, name: str) -> None:
+    assert all_ranks_raise(two_ranks, None, name)
+    assert not all_ranks_raise(two_ranks, name, name)

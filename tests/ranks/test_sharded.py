@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tests.ranks.models import ALL_POLICIES, WINDOWED, difference, train
-from tests.ranks.sharded import train_sharded
+from tests.ranks.sharded import across_slices, crosswise, train_sharded
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 
@@ -68,6 +68,17 @@ def test_windows_of_shards_train(two_ranks: RankProcesses, name: str) -> None:
     assert_equal_ranks(results)
     windowed = difference(train(WINDOWED[name], steps=24, clip=0.1), train(None, steps=24, clip=0.1))
     assert 1e-3 < difference(results[0], train(None, steps=24, clip=0.1)) < 3 * windowed
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "int8"])  # its scales are those of parts
+def test_undivided_slices_train_as_one_device(two_ranks: RankProcesses, name: str) -> None:
+    """Each rank has a part of every slice: slices are selected and scheduled by norms over all ranks."""
+    settings: dict[str, Any] = {"steps": 24, "clip": 0.1, "build": crosswise}
+    results = two_ranks.call(train_sharded, 2, WINDOWED[name], shard_placement_fn=across_slices, **settings)
+    assert_equal_ranks(results)
+    alone = train(WINDOWED[name], **settings)
+    assert difference(results[0], alone) < EXACT
+    assert difference(alone, train(None, **settings)) > 1e-3, "the windows change nothing"
 
 
 def test_three_shards_equal_adamw(three_ranks: RankProcesses) -> None:
