@@ -133,6 +133,17 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
+class Late(nn.Module):
+    """The backward reads the weight again when its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ self.first) @ self.weight.detach().t()) @ self.weight
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)),
     "views": Views,
@@ -143,6 +154,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "channels last": lambda: Convolved(torch.channels_last),
     "checkpoint": Recomputed,
     "adapter": Adapted,
+    "late read": Late,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
 }
 
@@ -217,7 +229,7 @@ def test_saved_convolution_weights_keep_their_layout(close: list[Serving]) -> No
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["layers", "tied", "checkpoint"])
+@pytest.mark.parametrize("name", ["layers", "tied", "late read"])
 def test_weights_are_updated_behind_their_last_load(inner: str, name: str, close: list[Serving]) -> None:
     """An optimizer in the backward: no load may find a weight of the next step."""
     model = MODELS[name]()
