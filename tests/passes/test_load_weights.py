@@ -17,6 +17,7 @@ from tests.support.recording import RecordingEngine
 from tests.support.served_weights import Serving
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile.passes.base import Phase
+from zenflow_compile.planning.plan import Placement
 from zenflow_compile.planning.weight_schedule import Turn, peak_bytes, schedule_weights
 
 pytestmark = pytest.mark.timeout(120)
@@ -132,6 +133,17 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
+class Late(nn.Module):
+    """The backward reads the weight again when its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ self.first) @ self.weight.detach().t()) @ self.weight
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)),
     "views": Views,
@@ -142,6 +154,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "channels last": lambda: Convolved(torch.channels_last),
     "checkpoint": Recomputed,
     "adapter": Adapted,
+    "late read": Late,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
 }
 
@@ -206,6 +219,35 @@ def test_graphs_read_loaded_weights(
 def test_inductor_reads_before_it_unloads(name: str, close: list[Serving]) -> None:
     """Casts, gathers and products, which Inductor would compute late."""
     test_graphs_read_loaded_weights("inductor", name, torch.bfloat16, True, close)
+
+
+@pytest.mark.slow
+def test_saved_convolution_weights_keep_their_layout(close: list[Serving]) -> None:
+    """Inductor would load a converted copy. With resident state no other node writes to the weight."""
+    model = MODELS["convolutions"]()
+    reference = copy.deepcopy(model)
+    close.append(engine := Serving(model, poisons=True, placement=Placement.DEVICE))
+    x = torch.randn(5, 8, requires_grad=True)
+    found, expected = torch.compile(model, backend="zenflow")(x), reference(x)
+    torch.testing.assert_close(found, expected)
+    (grad,), (expected_grad,) = (torch.autograd.grad(each.square().sum(), x) for each in (found, expected))
+    torch.testing.assert_close(grad, expected_grad)
+    assert not engine.present
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["layers", "tied", "late read"])
+def test_weights_are_updated_behind_their_last_load(inner: str, name: str, close: list[Serving]) -> None:
+    """An optimizer in the backward: no load may find a weight of the next step."""
+    model = MODELS[name]()
+    close.append(engine := Serving(model, finalizes_in_backward=True))
+    out = torch.compile(model, backend="zenflow", options={"inner": inner})(torch.randn(5, 8, requires_grad=True))
+    out.square().sum().backward()
+    positions = {event: position for position, event in enumerate(engine.trace)}  # the last ones
+    updated = engine.runs("update_parameters")
+    assert updated
+    for p in updated:
+        assert positions["load_weight_", p] < positions["update_parameters", p]
 
 
 class Twice(nn.Module):

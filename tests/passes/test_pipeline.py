@@ -5,6 +5,7 @@ import pytest
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.fetch_parameters import fetch_parameters
 from zenflow_compile.passes.group_nodes import group_nodes
+from zenflow_compile.passes.load_weights import load_weights
 from zenflow_compile.passes.pipeline import PIPELINES, check_order
 from zenflow_compile.passes.update_parameters import update_parameters
 
@@ -22,6 +23,13 @@ def test_pass_in_the_wrong_phase() -> None:
 def test_pass_without_the_nodes_it_needs() -> None:
     with pytest.raises(ValueError, match="update_parameters needs the nodes of offload_gradients"):
         check_order((update_parameters,), Phase.BACKWARD)
+
+
+def test_loads_come_behind_fetches_and_updates() -> None:
+    with pytest.raises(ValueError, match="load_weights needs the nodes of fetch_parameters"):
+        check_order((load_weights, fetch_parameters), Phase.FORWARD)
+    with pytest.raises(ValueError, match="load_weights needs the nodes of update_parameters"):
+        check_order((load_weights,), Phase.BACKWARD)
 
 
 def test_pass_after_grouping() -> None:

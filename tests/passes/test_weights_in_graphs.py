@@ -195,6 +195,36 @@ def test_branches_of_cond_read_loaded_weights(inner: str, serve: Callable[..., S
     assert not engine.present
 
 
+class Nested(nn.Module):
+    """A region that is compiled one time and called twice, with views of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.outside = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    @torch.compiler.nested_compile_region
+    def region(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(x @ weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.region(self.region(x, self.first.t()), self.second.t()) @ self.outside
+        return found
+
+
+@EACH_INNER
+def test_weights_of_nested_regions_are_kept(inner: str, serve: Callable[..., Serving]) -> None:
+    model = Nested()
+    x = torch.randn(2, 8, requires_grad=True)
+    expected = model(x)
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    engine = serve(model)
+    out = compiled(model, inner)(x)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], gradient)
+    assert engine.kept == dict.fromkeys([0, 1], "a nested compiled region reads it")
+    assert not engine.present
+
+
 @torch.library.custom_op("zenflow_tests::noted", mutates_args=())
 def noted(x: Tensor) -> Tensor:
     """Has an effect that must stay in order: AOTAutograd gives its graphs a token for it, in front of all inputs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,8 +20,8 @@ class Serving(RecordingEngine):
         peak_bytes: of loaded weights; kept: reasons by parameter; loads: by parameter.
     """
 
-    def __init__(self, model: nn.Module, budget_bytes: int = 0, *, poisons: bool = False) -> None:
-        super().__init__(model.named_parameters())
+    def __init__(self, model: nn.Module, budget_bytes: int = 0, *, poisons: bool = False, **keywords: Any) -> None:
+        super().__init__(model.named_parameters(), **keywords)
         self.home = {p: param.detach().clone() for p, param in enumerate(self.params)}
         self.budget_bytes, self.poisons = budget_bytes, poisons
         self.present = set(self.home)
@@ -45,6 +46,7 @@ class Serving(RecordingEngine):
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
         own = self.params[p].untyped_storage()
         assert all(each.untyped_storage()._cdata == own._cdata for each in inputs), "other memory"
+        self._note("load_weight_", p)
         if p in self.home and p not in self.present:
             own.resize_(self.home[p].nbytes)
             self.params[p].data.copy_(self.home[p])

@@ -36,11 +36,13 @@ PIPELINES: Mapping[Phase, tuple[GraphPass, ...]] = {
     ),
 }
 
-READS_NODES_OF: Mapping[GraphPass, GraphPass] = {
-    offload_gradients: select_columns,
-    update_parameters: offload_gradients,
+READS_NODES_OF: Mapping[GraphPass, tuple[GraphPass, ...]] = {
+    offload_gradients: (select_columns,),
+    update_parameters: (offload_gradients,),
+    load_weights: (fetch_parameters, update_parameters),
 }
-"""A pass that looks for the nodes of another one, which must run before it."""
+"""A pass that looks for the nodes of others, those of its phase, which must run before it. Loads have to be behind the
+fetch of a weight, and an update behind the last unload: the host may write a weight when no later node loads it."""
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +117,9 @@ def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:
                 f"pass {graph_pass.__name__} comes after group_nodes, which replaces the nodes that it looks for; "
                 f"put it before group_nodes, the last pass of the {phase} pipeline"
             )
-        needed = READS_NODES_OF.get(graph_pass)
-        if needed is not None and needed not in passes[:position]:
-            raise ValueError(
-                f"pass {graph_pass.__name__} needs the nodes of {needed.__name__}: "
-                f"put {needed.__name__} before it in the {phase} pipeline"
-            )
+        for needed in READS_NODES_OF.get(graph_pass, ()):
+            if needed in PIPELINES[phase] and needed not in passes[:position]:
+                raise ValueError(
+                    f"pass {graph_pass.__name__} needs the nodes of {needed.__name__}: "
+                    f"put {needed.__name__} before it in the {phase} pipeline"
+                )
