@@ -362,6 +362,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of ``state_dict``. Weights may be loaded before or after; gradients are discarded.
 
+        Of a state that another number of ranks saved in the middle of update windows, these are flushed, and the
+        weights must be loaded before: other ones are refused here, and later ones by their first use.
+
         Args:
             state_dict: of a ZenFlowAdamW with the same options, or of a ``torch.optim.AdamW``, whose update windows
                 are empty. Parameters are matched by their order in the param groups, whatever they are called there.

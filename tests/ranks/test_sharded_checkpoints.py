@@ -24,6 +24,7 @@ from tests.ranks.sharded import by_columns, sharded, whole
 from tests.ranks.test_training import assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.errors import LostUpdateError
 
 pytestmark = pytest.mark.timeout(180)
 SAVED_AT, STEPS = 6, 13
@@ -288,6 +289,111 @@ def load_over_others(rank: int, options: dict[str, Any], folder: str) -> None:
     content = {"optimizer": get_state_dict(model, optimizer)[1]}
     dcp.load(content, checkpoint_id=f"{folder}/saved")
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
+
+
+def loaded(kind: str, options: dict[str, Any], folder: str) -> tuple[nn.Module, ZenFlowAdamW, dict[str, Any]]:
+    """A model, its optimizer, and what was saved, which has not been set yet."""
+    model, optimizer = made(kind, options, folder, 0)
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(content, checkpoint_id=f"{folder}/saved")
+    return model, optimizer, content
+
+
+def set_both(model: nn.Module, optimizer: ZenFlowAdamW, content: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+
+
+def one_step(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
+    steps(model, optimizer, SAVED_AT, SAVED_AT + 1, 0, 1)
+
+
+def flushes(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
+    optimizer.flush()
+
+
+def synchronizes(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("name", ["re-selecting", "late"])
+@pytest.mark.parametrize("call", [one_step, flushes, synchronizes])
+def test_weights_after_a_flushed_state_are_refused(
+    two_ranks: RankProcesses, call: Callable[[nn.Module, ZenFlowAdamW], None], name: str, tmp_path: Path
+) -> None:
+    """They are older than the masters, whose update would be lost. In the other order both are as after flush()."""
+    options = WINDOWED[name] | ELSEWHERE
+    expected = two_ranks.call(save_as, "sharded 2", options, str(tmp_path))[0]
+    model, optimizer, content = loaded("alone 1", options, str(tmp_path))
+    # Copies: dcp has loaded into the memory of the model, which set_state_dict() would copy onto itself.
+    content["model"] = {key: value.clone() for key, value in content["model"].items()}
+    set_both(model, optimizer, content)  # the optimizer's state first
+    with pytest.raises(LostUpdateError, match=r"load the model's weights first"):
+        call(model, optimizer)
+    model.load_state_dict(content["model"])
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
+    assert difference(expected, closed_behind(optimizer, flushed_state(model, optimizer))) < 1e-6
+
+
+def test_weights_are_written_after_a_flushed_state(two_ranks: RankProcesses, tmp_path: Path) -> None:
+    """By hand, behind ``synchronize()``."""
+    options = WINDOWED["re-selecting"] | ELSEWHERE
+    two_ranks.call(save_as, "sharded 2", options, str(tmp_path))
+    model, optimizer, content = loaded("alone 1", options, str(tmp_path))
+    set_both(model, optimizer, content)
+    optimizer.synchronize()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    written = [param.detach().clone() for param in model.parameters()]
+    optimizer.synchronize()
+    assert difference(written, [param.detach() for param in model.parameters()]) == 0.0
+    optimizer.close()
+
+
+def test_open_windows_load_over_replaced_memory(
+    one_rank: RankProcesses, two_ranks: RankProcesses, tmp_path: Path
+) -> None:
+    options = WINDOWED["re-selecting"] | ELSEWHERE
+    expected = two_ranks.call(save_as, "sharded 2", options, str(tmp_path))[0]
+    assert difference(expected, one_rank.call(load_over_replaced, options, str(tmp_path))[0]) < 1e-6
+
+
+def load_over_replaced(rank: int, options: dict[str, Any], folder: str) -> list[Tensor]:
+    """Load the weights as new memory of the shards."""
+    model, optimizer, content = loaded("sharded 1", options, folder)
+    for name, param in model.named_parameters():
+        param._local_tensor = content["model"][name].to_local().clone()  # type: ignore[attr-defined]
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
+    return closed_behind(optimizer, flushed_state(model, optimizer))
+
+
+@pytest.mark.parametrize("adamw", [False, True])
+def test_state_of_shards_is_refused_elsewhere(one_rank: RankProcesses, adamw: bool, tmp_path: Path) -> None:
+    """As ``state_dict()`` returned it: nothing has changed then, and training goes on."""
+    refusal, unchanged = one_rank.call(load_dtensors, adamw, WINDOWED["re-selecting"], str(tmp_path))[0]
+    assert "as a DTensor of a sharded model, and here this parameter is not sharded" in refusal
+    assert unchanged
+
+
+def load_dtensors(rank: int, adamw: bool, options: dict[str, Any], folder: str) -> tuple[str, bool]:
+    model = sharded()
+    saved: Any = optimizer_over(model, None if adamw else options | ELSEWHERE, folder)
+    steps(model, saved, 0, SAVED_AT, rank, 1)
+    whole_model = uneven()
+    optimizer = optimizer_over(whole_model, options | ELSEWHERE, folder)
+    steps(whole_model, optimizer, 0, 3, rank, 1)
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="DTensor") as refused:
+        optimizer.load_state_dict(saved.state_dict())
+    after = optimizer.state_dict()
+    unchanged = all(
+        torch.equal(value, after["state"][i][key]) for i, e in before["state"].items() for key, value in e.items()
+    )
+    steps(whole_model, optimizer, 3, 5, rank, 1)
+    optimizer.close()
+    if not adamw:
+        saved.close()
+    return str(refused.value), unchanged
 
 
 @pytest.mark.parametrize("kind", ["sharded 2", "replicated 2"])

@@ -55,7 +55,8 @@ def reshard(plan: ParamPlan, entry: Mapping[str, Any], weight: Tensor, eps: floa
             raise ValueError(
                 f"the state dict was saved by another number of ranks, in the middle of an update window of "
                 f"{plan.name!r}, and that weight is not the one that was saved with it: load the model's weights "
-                "first, or call optimizer.flush() before the state is saved"
+                "first, as by set_model_state_dict() before set_optimizer_state_dict(), or call optimizer.flush() "
+                "before the state is saved"
             )
         found |= _flushed(plan, entry, eps)
         new_weight = found["master"].to(plan.dtype)

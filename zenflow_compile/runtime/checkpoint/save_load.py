@@ -165,7 +165,8 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
             entry = own_entry(plan, entry)
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
-            _load_offloaded(engine, offloaded, {**_untrained(offloaded), **(entry or {})})
+            full = {**_untrained(offloaded), **(entry or {})}
+            _load_offloaded(engine, offloaded, full, flushed_at_load=index in checked.weights)
         else:
             engine.registry.device_updated.load(index, _whole_state(plan, param, entry))
 
@@ -306,8 +307,14 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     }
 
 
-def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[str, Any]) -> None:
-    """Load ``entry``: all entries of the layout, or only those of ``_untrained``."""
+def _load_offloaded(
+    engine: Engine, offloaded: OffloadedParam, entry: Mapping[str, Any], *, flushed_at_load: bool
+) -> None:
+    """Load ``entry``: all entries of the layout, or only those of ``_untrained``.
+
+    Args:
+        flushed_at_load: its update window was not empty, and was flushed into the weight.
+    """
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
     selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
     device.selection = Selection.of(selected.to(torch.int32), plan.slices, engine.device)
@@ -336,7 +343,7 @@ def _load_offloaded(engine: Engine, offloaded: OffloadedParam, entry: Mapping[st
         schedule = [None if value == NONE else value for value in entry["schedule"].tolist()]
         engine.schedule.restore(plan.index, schedule)
     shown = in_slices(plan, entry["shown"].cpu())[on_host_side] if flushed else None
-    offloaded.weights.expect(shown)
+    offloaded.weights.expect(shown, flushed_at_load=flushed_at_load)
 
 
 def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: Tensor, count: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.checkpoint.format import (
     ADAMW,
     CHOSEN,
@@ -29,6 +30,7 @@ from zenflow_compile.runtime.checkpoint.sharded import local_entry
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.param_groups import check_group
+from zenflow_compile.torch_internals import torch_private
 
 # Options of torch.optim.AdamW's kernels, which a group of ours does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
@@ -108,6 +110,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
                 raise ValueError(f"the state dict has no state for {plan.name!r}; it is not complete")
             continue  # get_optimizer_state_dict() leaves out those that take no gradient
         if isinstance(param := engine.params[index], LocalShard):
+            param.follow()  # its weight is compared below, and may have been loaded as other memory
             _check_model_shape(_Part(entries[index], repr(plan.name)), plan)
             entries[index] = local_entry(own, param, entries[index])
             plan = own
@@ -323,6 +326,9 @@ def _check_window(part: _Part, gradients: int) -> None:
         part.refuse(f"open={count} with places for {len(coefficients)} gradients and step={gradients}")
     if not bool(coefficients[:count].isfinite().all()):
         part.refuse("'coefficients' with values that are not finite")
+    for each in map(StepCoefficients._make, coefficients[:count].tolist()):
+        if not (each.lr >= 0 and each.weight_decay >= 0 and 0 <= each.beta1 < 1 and 0 <= each.beta2 < 1):
+            part.refuse(f"'coefficients' that no step has ({each})")
 
 
 def _check_schedule(part: _Part) -> None:
@@ -388,8 +394,14 @@ class _Part:
             self.refuse(f"an unknown entry {unknown[0]!r}")
 
     def check_tensor(self, key: str, field: Field) -> None:
-        """Check shape and dtype."""
+        """Check shape and dtype, and that it is no ``DTensor``: ``local_entry`` takes the parts out of these."""
         value = self.tensor(key)
+        if torch_private.is_dtensor(value):
+            raise ValueError(
+                f"the state dict has {key!r} of {self.name} as a DTensor of a sharded model, and here this parameter "
+                "is not sharded: load what get_optimizer_state_dict() returns with "
+                "StateDictOptions(full_state_dict=True), or save and load by torch.distributed.checkpoint"
+            )
         if tuple(value.shape) != field.shape or value.dtype != field.dtype:
             self.refuse(
                 f"{key!r} of shape {list(value.shape)} and {value.dtype}, not {list(field.shape)} and {field.dtype},"

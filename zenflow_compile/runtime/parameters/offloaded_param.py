@@ -712,7 +712,7 @@ class OffloadedParam(IncomingGradient):
         """
         if not self.weights.written_by_others:
             return False
-        arriving = self.arriving is not None
+        arriving, flushed_at_load = self.arriving is not None, self.weights.flushed_at_load
         self.receive_weights()
         # Jobs, and exchanges of slices, write the masters that are compared and re-seeded below.
         self._wait_for_state()
@@ -726,6 +726,13 @@ class OffloadedParam(IncomingGradient):
             raise errors.LostUpdateError(
                 f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
                 "optimizer.synchronize() before weights are read or written outside of the compiled model"
+            )
+        if changed and flushed_at_load:
+            raise errors.LostUpdateError(
+                f"{self.plan.name} was written or loaded after a state that another number of ranks had saved in the "
+                "middle of an update window. That window was flushed at loading, and its update is lost now: load the "
+                "model's weights first and the optimizer's state after them, as by set_model_state_dict() and "
+                "set_optimizer_state_dict(); before weights are written by hand, call optimizer.synchronize()"
             )
         return changed
 

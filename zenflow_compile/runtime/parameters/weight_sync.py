@@ -24,12 +24,14 @@ class Weights:
         counter: the parameter's version counter, which other parameters may share.
         unverified: a state was loaded. Weights may be loaded before or after it, so they are compared with the masters
             at the first step, or at the first use while an update is in flight.
+        flushed_at_load: that state was flushed into these weights while it was loaded: others cannot come after it.
         home: the weight in host memory, if it may be there.
     """
 
     def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:
         self.counter = VersionCounter() if counter is None else counter
         self.unverified = False
+        self.flushed_at_load = False
         self.home: HostWeight | None = None
         self._plan = plan
         self._param = param
@@ -110,14 +112,15 @@ class Weights:
             return storage_identity(param.untyped_storage()) != memory.storage
         return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
 
-    def expect(self, shown: Tensor | None) -> None:
+    def expect(self, shown: Tensor | None, *, flushed_at_load: bool) -> None:
         """Compare weights and masters when they are used next: weights and state may be loaded in any order.
 
         Args:
             shown: the deferred weights, [deferred, length] on the host, if an update that is not applied yet leaves
                 them behind their masters.
+            flushed_at_load: see the attribute.
         """
-        self.unverified, self._shown = True, shown
+        self.unverified, self.flushed_at_load, self._shown = True, flushed_at_load, shown
 
     def shown(self, selection: Selection) -> Tensor:
         """Copy the deferred weights that belong to the current state: [deferred, length] on the host."""
@@ -133,7 +136,7 @@ class Weights:
 
     def accept(self) -> None:
         """Note that the current weights belong to the state."""
-        self.unverified = False
+        self.unverified = self.flushed_at_load = False
         self._mark = self.counter.mark(self._param)
 
     def reseed(self, device: DeviceState, host: HostState) -> bool:

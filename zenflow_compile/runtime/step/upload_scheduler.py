@@ -122,7 +122,8 @@ class UploadScheduler:
         chosen = self.by_deadline() if only is None else [every[p] for p in sorted(only) if p in every]
         for offloaded in chosen:
             offloaded.raise_failures()
-            if not offloaded.weights.unverified:  # the weights of a loaded state may come after it
+            # The weights of a loaded state may come after it, unless it was flushed into those that were there.
+            if not offloaded.weights.unverified or offloaded.weights.flushed_at_load:
                 offloaded.notice_external_write(now)
             self.apply(offloaded, offloaded.due(now))
             offloaded.receive_weights()
