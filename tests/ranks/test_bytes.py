@@ -74,17 +74,34 @@ def test_only_changed_slices_are_gathered(two_ranks: RankProcesses) -> None:
     assert sum(sent["all_gather"] > matrix // 2 for sent in steps) >= 4
 
 
-def test_counted_bytes_are_those_of_the_model(two_ranks: RankProcesses) -> None:
-    """Of the last four steps, which are as long as an update window, and in which no selection changes."""
-    options = {"topk_ratio": 0.25, "update_interval": 4}
+WAYS: dict[str, dict[str, Any]] = {
+    "zenflow": {"topk_ratio": 0.25, "update_interval": 4},
+    "all selected": {"topk_ratio": 1.0, "update_interval": 4},
+    "zero_offload": {"policy": "zero_offload"},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 1},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_counted_bytes_are_those_of_the_model(
+    two_ranks: RankProcesses, three_ranks: RankProcesses, ranks: int, way: str
+) -> None:
+    """Of the last four steps, which are as long as an update window, and in which no selection changes.
+
+    Three ranks divide no groups of slices: each of them has all that one device would have.
+    """
+    options = WAYS[way]
     specs = [ParamSpec(name, tuple(param.shape), param.dtype) for name, param in model().named_parameters()]
-    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), 2, Exchange.CHANGED_SLICES)
-    for steps, *_ in two_ranks.call(counted, options, 9):
-        last = steps[-4:]
+    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), ranks, Exchange.CHANGED_SLICES)
+    found = {2: two_ranks, 3: three_ranks}[ranks].call(counted, options, 9)
+    assert sum(host for _, host, _, _ in found) == pytest.approx(expected.host_bytes, rel=0.02)
+    for steps, *_ in found:
+        last = [Counter(sent) for sent in steps[-4:]]
         assert sum(sent["reduce_scatter"] for sent in last) == 4 * expected.reduced
-        assert sum(sent["all_gather"] for sent in last) == 4 * expected.gathered / 2, "a rank puts in its half"
-        norms = 2 * FP32
-        assert all(sent["all_reduce"] - norms >= expected.all_reduced for sent in last)
+        assert ranks * sum(sent["all_gather"] for sent in last) == 4 * expected.gathered, "a rank puts in its part"
+        norms = 0 if way == "streamed" else 2 * FP32  # of the parameters that are divided by slices
+        assert all(sent["all_reduce"] == expected.all_reduced + norms for sent in last)
 
 
 def test_ranks_divide_state_and_cores(two_ranks: RankProcesses) -> None:

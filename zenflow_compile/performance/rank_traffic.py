@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from zenflow_compile.performance.traffic import Traffic, traffic_of
-from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.partition import divide
+from zenflow_compile.planning.plan import Plan
 
 _INDEX_BYTES = 4
 
@@ -37,7 +38,7 @@ class RankTraffic:
         all_reduced: of gradients that each rank gets whole.
         reduced: of gradients of which each rank gets its part.
         gathered: of weights that all ranks get from the ones that have updated them.
-        to_host, to_device: that one rank copies over its link.
+        to_host, to_device: that one rank copies over its link; the one that has most, if they are not equal.
         host_bytes: memory of the node for state, gradients and uploads.
         selection_bytes: that all ranks gather when every parameter re-selects; 0 if selections are not exchanged.
     """
@@ -65,37 +66,49 @@ def rank_traffic(plan: Plan, ranks: int, exchange: Exchange) -> RankTraffic:
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1; give the number of devices of the node")
+    if exchange is Exchange.CHANGED_SLICES:
+        return _traffic_of_shares(plan, ranks)
     own = traffic_of(plan) or Traffic()
     alone = exchange is Exchange.ALL_REDUCE
-    changed = exchange is Exchange.CHANGED_SLICES
     divided = 1 if alone else ranks
-    all_reduced = reduced = gathered = 0.0
-    for param in plan.params:
-        if alone or (changed and not (param.offloaded and param.deferred) and not param.streamed):
-            all_reduced += param.weight_bytes
-        elif changed and param.streamed:  # its gradient is averaged whole on each rank
-            all_reduced += param.weight_bytes
-            gathered += param.weight_bytes
-        else:
-            reduced += param.weight_bytes
-            gathered += _gathered(param, exchange)
+    weights = sum(param.weight_bytes for param in plan.params)
+    gathers = 0 if alone else 2 if exchange is Exchange.SHARDED else 1
+    return RankTraffic(
+        ranks=ranks,
+        all_reduced=weights if alone else 0,
+        reduced=0 if alone else weights,
+        gathered=gathers * weights,
+        to_host=own.to_host / divided,
+        to_device=own.to_device / divided,
+        host_bytes=plan.host_bytes * (ranks if alone else 1),
+        selection_bytes=0,
+    )
+
+
+def _traffic_of_shares(plan: Plan, ranks: int) -> RankTraffic:
+    """The traffic under ``process_group=``, where several ranks may have the same share: see ``parts_of``."""
+    shares = [divide(replace(plan, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    first = traffic_of(shares[0]) or Traffic()  # no share is larger
+    all_reduced = reduced = selections = 0
+    gathered = 0.0
+    for param in shares[0].params:
+        if (share := param.share) is None:  # its gradient is averaged whole on each rank
+            all_reduced += param.whole.weight_bytes
+            if param.flat is not None:
+                gathered += ranks * param.flat.most_elements * param.dtype.itemsize
+            continue
+        slice_bytes = param.length * param.dtype.itemsize
+        deferred = share.most_slices - share.most_selected
+        reduced += ranks * share.most_slices * slice_bytes
+        gathered += ranks * (share.most_selected + deferred / param.interval) * slice_bytes
+        selections += ranks * share.most_selected if param.selects else 0
     return RankTraffic(
         ranks=ranks,
         all_reduced=all_reduced,
         reduced=reduced,
         gathered=gathered,
-        to_host=own.to_host / divided,
-        to_device=own.to_device / divided,
-        host_bytes=plan.host_bytes * (ranks if alone else 1),
-        selection_bytes=_INDEX_BYTES * sum(param.k for param in plan.params if param.selects) if changed else 0,
+        to_host=first.to_host,
+        to_device=first.to_device,
+        host_bytes=sum(share.host_bytes for share in shares),
+        selection_bytes=_INDEX_BYTES * selections,
     )
-
-
-def _gathered(param: ParamPlan, exchange: Exchange) -> float:
-    """Bytes of weights that come back in a step, of a parameter that ranks divide."""
-    if exchange is Exchange.SHARDED:
-        return 2 * param.weight_bytes
-    if exchange is Exchange.WHOLE_WEIGHTS:
-        return param.weight_bytes
-    selected = param.k * param.length * param.dtype.itemsize
-    return selected + param.upload_bytes / param.interval
