@@ -171,12 +171,26 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a process with everything that it started, in any process group, and wait for it."""
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGSTOP)  # so that it starts no more; orphans of a killed one are no descendants
-    family = psutil.Process(process.pid)
-    for each in [*family.children(recursive=True), family]:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
+    _kill(psutil.Process(process.pid))
     process.wait()
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()  # so that it starts no more; orphans of a killed one are no descendants
+        for each in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def _terminate(signum: int, frame: object) -> None:
+    """Exit on a signal, without leaving a process."""
+    # From the list of children: the signal may arrive while `Popen` starts one that nobody holds yet.
+    children = psutil.Process().children()
+    for child in children:
+        _kill(child)
+    psutil.wait_procs(children)
+    sys.exit(128 + signum)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -228,5 +242,5 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     # Python would end at once: the part's processes would stay.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(main())

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,17 +136,42 @@ def test_missing_runs_what_is_not_done(acted: Path, capsys: pytest.CaptureFixtur
     assert results(acted, "last")["part"] == "last"
 
 
-def test_terminated_run_leaves_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "gpu_evidence", "--tiny", "--device", "cpu", "--part", "machine"]
+def measures(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return "benchmarks.evidence.child" in process.cmdline()
+    return False
+
+
+# The part's process runs, and `Popen` does not return.
+SLOW_START = """
+import runpy, subprocess, time
+class Slow(subprocess.Popen):
+    def __init__(self, command, **keywords):
+        super().__init__(command, **keywords)
+        if "benchmarks.evidence.child" in command:
+            time.sleep(600)
+subprocess.Popen = Slow
+runpy.run_module("benchmarks.gpu_evidence", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [("-m", "benchmarks", "gpu_evidence"), ("-c", SLOW_START)], ids=["running", "starting"]
+)
+def test_terminated_run_leaves_no_process(tmp_path: Path, command: tuple[str, ...]) -> None:
+    arguments = [*command, "--tiny", "--device", "cpu", "--part", "machine", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*command, "--out", str(tmp_path)], cwd=ROOT, env=environment) as process:
+    with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment) as process:
+        started: list[psutil.Process] = []
         for _ in range(600):
-            if children := psutil.Process(process.pid).children():
+            started = [each for each in psutil.Process(process.pid).children() if measures(each)]
+            if started:
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-    assert all(gone(child.pid) for child in children)
+    assert started
+    assert all(gone(each.pid) for each in started)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
