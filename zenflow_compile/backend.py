@@ -18,7 +18,7 @@ from zenflow_compile.explanation import rewrite_and_record
 from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
 from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
-from zenflow_compile.passes.load_weights import storages_of_weights, weights_to_keep
+from zenflow_compile.passes.load_weights import loads_of, storages_of_weights, weights_to_keep
 from zenflow_compile.passes.offload_gradients import gradient_places
 from zenflow_compile.passes.source_hash import source_hash
 from zenflow_compile.runtime import ops
@@ -193,6 +193,7 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
                     weight_grad_bytes=engine.weight_grad_bytes,
                     weights=engine.offloaded_weights,
                     weight_storages=weight_storages.get(engine_id, {}),
+                    number=len(engine.graphs),
                 )
                 if reasons := weights_to_keep(gm.graph, ctx):
                     engine.keep_weights(reasons)
@@ -201,6 +202,8 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
                     weight_storages[engine_id] = storages_of_weights(gm.graph, ctx)
                     examples.extend(node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
                 engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
+                if ctx.weights is not None:
+                    engine.declare_loads(ctx.number, loads_of(gm, ctx))
                 if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
                     forward_order[engine_id] = order
                     engine.declare_forward_order(order)

@@ -17,7 +17,6 @@ from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.nvme.state_file import existing_directory
@@ -66,7 +65,7 @@ class LazyEngine:
         # together, before and after the engine is built, so that a resumed run gets the plan of the saved one.
         self._calls = [len(self._groups)]
         params = [param for group in self._groups for param in group["params"]]
-        _check_offloaded_weights(given, params[0].device, alone=ranks is None)
+        _check_offloaded_weights(given, alone=ranks is None)
         self._check_plan(params)
         self.claim = Claim(optimizer)
 
@@ -175,7 +174,7 @@ class LazyEngine:
         device = self.claim.params[0].device
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
-        _check_offloaded_weights(self._given, device, alone=self._ranks is None)
+        _check_offloaded_weights(self._given, alone=self._ranks is None)
         options = _resolve(self._given, named, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
@@ -233,23 +232,16 @@ def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
             )
 
 
-def _check_offloaded_weights(options: Options, device: torch.device, *, alone: bool) -> None:
+def _check_offloaded_weights(options: Options, *, alone: bool) -> None:
     """Refuse ``offload_weights`` where this version does not serve it.
 
     Raises:
-        ValueError: several ranks train, or the device has streams.
+        ValueError: several ranks train.
     """
-    if options.offload_weights is False:
-        return
-    if not alone:
+    if options.offload_weights is not False and not alone:
         raise ValueError(
             f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
             "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too"
-        )
-    if device_of(device).streams is not None:
-        raise ValueError(
-            f"offload_weights={options.offload_weights!r} on {device} is not supported in this version, which serves "
-            "the CPU; pass offload_weights=False"
         )
 
 

@@ -34,6 +34,7 @@ from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.host_state import WindowJob
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob
 
@@ -67,6 +68,16 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Options of the optimizer, by name: each takes other ways through the runtime."""
 
+WEIGHT_SETS = {
+    f"weights {name}": {**OPTION_SETS[name], "offload_weights": 1.0}
+    for name in (
+        "exact", "windows", "staleness", "late every step", "no overlap", "summed", "int8", "reselect often",
+        "reselect stale", "zero_offload", "twinflow", "files", "zenflow files", "max_grad_norm", "python workers",
+        "one upload buffer",
+    )
+} | {"weights resident": {"policy": "resident", "offload_weights": 1.0}}  # fmt: skip
+"""With weights in host memory, which graphs load around their uses."""
+
 HABITS = ("plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled")
 """What a training loop does besides forward, backward and step."""
 
@@ -82,7 +93,7 @@ class Case:
     """One run.
 
     Attributes:
-        options: a key of ``OPTION_SETS``.
+        options: a key of ``OPTION_SETS`` or ``WEIGHT_SETS``.
         model: a key of ``MODELS``.
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``.
@@ -190,7 +201,9 @@ class Loop:
         self.device = device
         self.model = RANK_MODELS[case.model]().to(device)
         self.rank = dist.get_rank() if case.ranks > 1 else 0
-        options = {"host_kernel": "native", "min_offload_size": 100, **OPTION_SETS[case.options]}
+        options = {"host_kernel": "native", "min_offload_size": 100, **{**OPTION_SETS, **WEIGHT_SETS}[case.options]}
+        if "offload_weights" in options:
+            host_weights.SMALLEST_WEIGHT_BYTES = 1
         if case.model == "gpt" and "staging_bytes" in options:
             options["staging_bytes"] = 12288  # its largest upload
         if options.get("policy", "zenflow") == "zenflow":
@@ -285,6 +298,7 @@ class Loop:
 
             for engine in ops.live_engines():
                 engine.synchronize()  # type: ignore[attr-defined]
+                engine.hold_weights()  # type: ignore[attr-defined]
         weights = [param.detach() for param in self.model.parameters()]
         return [each.cpu().clone() for each in (*weights, *self.reads)]
 

@@ -196,6 +196,27 @@ MUTANTS = {
     ),
 }  # fmt: skip
 
+WEIGHT = "parameters.host_weight:HostWeight."
+WEIGHT_MUTANTS = {
+    "load before its copy": without(
+        WEIGHT + "_fill", "staged.ticket.wait_on_device()", Case("weights exact", delays="H2D late")
+    ),
+    "copy of a weight before its job": without(
+        WEIGHT + "stage", "after=job", Case("weights exact", delays="jobs late"), "after=None"
+    ),
+    "memory freed while it is written back": without(
+        WEIGHT + "unload", "self._written_back.wait_on_device()", Case("weights resident", delays="D2H late")
+    ),
+    "load before the masters of new slices": without(
+        WEIGHT + "_fill", "exchange.finish()", Case("weights reselect often", delays="H2D late")
+    ),
+    "copy of a weight before the rows of an exchange": without(
+        PARAM + "OffloadedParam._reselect", "self.host.shown_by = self.host.last_job",
+        Case("weights reselect often", delays="jobs late"),
+    ),
+}  # fmt: skip
+"""Hazards of weights in host memory."""
+
 GATHER = "step.weight_gather:WeightGather."
 RANK_MUTANTS = {
     "weights before the other ranks' slices": without(

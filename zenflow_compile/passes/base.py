@@ -36,6 +36,7 @@ class PassContext:
         forward_order: parameters by first use in the forward, as far as known.
         weight_grad_bytes: device memory that a new order of the weight gradients may keep alive; 0 keeps the order.
         weights: those that are offloaded; None: all are on the device.
+        number: of this graph among those of the engine.
         weight_storages: their indices by the storage of their example values in the forward: of views that it saves.
     """
 
@@ -47,6 +48,7 @@ class PassContext:
     forward_order: tuple[int, ...] = ()
     weight_grad_bytes: int = 0
     weights: OffloadedWeights | None = None
+    number: int = 0
     weight_storages: Mapping[int | None, int] = field(default_factory=dict)
 
     def in_forward_order(self) -> list[int]:

@@ -59,13 +59,11 @@ def token(graph: Graph, engine_id: int) -> Node:
         return insert(graph, ops.BEGIN_BACKWARD, (engine_id,))
 
 
-def weight_token(graph: Graph, engine_id: int) -> Node:
-    """Return the token that orders the engine's loads and unloads. Inserts it where the graph has none."""
-    if (found := find(graph, ops.BEGIN_WEIGHTS, engine_id)) is not None:
-        return found
+def begin_weights(graph: Graph, engine_id: int, number: int) -> Node:
+    """Insert the token that orders the engine's loads and unloads. It also tells the engine which graph runs."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        return insert(graph, ops.BEGIN_WEIGHTS, (engine_id,))
+        return insert(graph, ops.BEGIN_WEIGHTS, (engine_id, number))
 
 
 def written_inputs(graph: Graph) -> set[Node]:

@@ -9,9 +9,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from zenflow_compile.passes.base import PassContext, Phase
-from zenflow_compile.passes.graph_edits import find, insert, weight_token
+from zenflow_compile.passes.graph_edits import begin_weights, insert
 from zenflow_compile.planning.weight_schedule import schedule_weights
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.parameters.weight_prefetch import GraphLoads
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
@@ -27,7 +28,7 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
 
     After::
 
-        token = zenflow.begin_weights(engine)
+        token = zenflow.begin_weights(engine, graph)
         zenflow.load_weight_([w], token, engine, p)
         transposed = permute(w, [1, 0])
         y = mm(x, transposed)
@@ -41,16 +42,18 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
     own. Each use gets its own views, behind the load: eager operators make no view of an empty storage.
     """
     graph = gm.graph
-    if ctx.weights is None or find(graph, ops.BEGIN_WEIGHTS, ctx.engine_id) is not None:
+    if ctx.weights is None or any(node.args[0] == ctx.engine_id for node in begun(graph)):
         return 0
     inputs = inputs_by_weight(graph, ctx)
     of_storage = weights_by_storage(inputs)
     found = {node: ps for node in graph.nodes if (ps := weights_read_by(node, of_storage))}
     if not found:
         return 0
-    start = weight_token(graph, ctx.engine_id)
     sizes = {p: ctx.plan.params[p].weight_bytes for p in inputs}
-    turns = schedule_weights(list(found.values()), sizes, ctx.weights.budget_bytes)
+    if ctx.weights.strict:
+        check_together(found, sizes, ctx)
+    start = begin_weights(graph, ctx.engine_id, ctx.number)
+    turns = schedule_weights(list(found.values()), sizes, ctx.weights.ring_bytes)
     count = 0
     for node, turn in zip(found, turns, strict=True):
         before = [(ops.UNLOAD_WEIGHT_, turn.evicted), (ops.LOAD_WEIGHT_, turn.loaded)]
@@ -61,6 +64,43 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
             count += insert_calls(graph, [(ops.UNLOAD_WEIGHT_, turn.ended)], inputs, start, ctx.engine_id, node)
     erase_unused_views(graph, of_storage)
     return count
+
+
+def begun(graph: Graph) -> list[Node]:
+    """The nodes of all engines that begin loads."""
+    return list(graph.find_nodes(op="call_function", target=ops.BEGIN_WEIGHTS))
+
+
+def loads_of(gm: GraphModule, ctx: PassContext) -> GraphLoads:
+    """What the graph loads, in order, and its most bytes of loaded weights."""
+    order: list[int] = []
+    now = peak = 0
+    for node in gm.graph.nodes:
+        if node.target not in (ops.LOAD_WEIGHT_, ops.UNLOAD_WEIGHT_) or node.args[2] != ctx.engine_id:
+            continue
+        size = ctx.plan.params[p := node.args[3]].weight_bytes
+        if node.target is ops.LOAD_WEIGHT_:
+            order.append(p)
+            peak = max(peak, now := now + size)
+        else:
+            now -= size
+    return GraphLoads(tuple(order), peak, reads_updates=ctx.phase is not Phase.BACKWARD)
+
+
+def check_together(uses: Mapping[Node, frozenset[int]], sizes: Mapping[int, int], ctx: PassContext) -> None:
+    """
+    Raises:
+        ValueError: an operator reads more weights together than the budget has room for.
+    """
+    assert ctx.weights is not None
+    for node, ps in uses.items():
+        if (needed := sum(sizes[p] for p in ps)) > ctx.weights.ring_bytes:
+            names = ", ".join(ctx.plan.params[p].name for p in sorted(ps))
+            raise ValueError(
+                f"offload_weights={ctx.weights.ring_bytes} bytes must be at least {needed}: {node.target} reads "
+                f"{names} together; pass more, or a share such as 1.0, which loads as few weights at a time as "
+                "operators read"
+            )
 
 
 def insert_calls(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.model_blocks import parts_without_slack
 from zenflow_compile.planning.partition import ShardedBy, divide, shard_of
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 
@@ -244,18 +244,10 @@ def _kept_resident(plans: _Plans, options: Options) -> set[int]:
 
 
 def _without_slack(plans: _Plans, device_share: float) -> set[int]:
-    """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements.
-
-    In order: first block, the parameters before it (embeddings), the parameters after the last block (head). This is
-    the order of the measured damage from late updates (the project's convergence study).
-    """
-    blocks = repeated_blocks([plan.shape for plan in plans])
-    if blocks is None:
-        return set()
-    start, period, stop = blocks
+    """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements."""
     budget = device_share * sum(plan.numel for plan in plans)
     kept: set[int] = set()
-    for part in (range(start, start + period), range(start), range(stop, len(plans))):
+    for part in parts_without_slack([plan.shape for plan in plans]):
         size = sum(plans[index].numel for index in part)
         if size <= budget:
             kept.update(part)

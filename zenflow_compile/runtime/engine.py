@@ -353,7 +353,7 @@ class Engine(StepRunner):
             self.recorder.begin_phase("forward")
         step, own, uploads = self.step, self.params, self.uploads
         for p, param in zip(ps, params, strict=True):
-            if param.data_ptr() != own[p].data_ptr():
+            if param is not own[p]:
                 self.registry.check_storage(p, param)
             offloaded = self.offloaded[p]
             offloaded.uses += 1
@@ -364,6 +364,14 @@ class Engine(StepRunner):
                 if self.order is not None:
                     self.order.follow()
                 uploads.before_use(offloaded, step)
+
+    def begin_weights(self, graph: int) -> None:
+        """A graph that loads weights begins: start the copies of those that it loads first."""
+        if self.in_child or self._closing or self.failure is not None:
+            return
+        if self.order is not None:
+            self.order.follow()
+        self.weights.begin(graph)
 
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
         """Load a weight that a graph is about to read, unless the device has it.

@@ -54,6 +54,7 @@ class EngineOps(Protocol):
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
+    def begin_weights(self, graph: int) -> None: ...
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None: ...
     def unload_weight_(self, p: int) -> None: ...
     def inference(self) -> AbstractContextManager[None]: ...
@@ -263,7 +264,9 @@ def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[in
         found.fetch_parameters_(ps, params)
 
 
-def _begin_weights(engine_id: int) -> Tensor:
+def _begin_weights(engine_id: int, graph: int) -> Tensor:
+    if (found := _LIVE.get(engine_id)) is not None:  # see _copy_to_device_
+        found.begin_weights(graph)
     return torch.zeros(1, device="cpu")  # as in ``begin_backward``
 
 
@@ -309,7 +312,7 @@ _NODES = (
     ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
     # [Note: order of loads] Only the token orders the load of one weight behind the unload of another one.
     # Without it the byte budget would hold by luck.
-    ("begin_weights(int engine) -> Tensor", _begin_weights, lambda engine_id: torch.empty(1, device="cpu")),
+    ("begin_weights(int engine, int graph) -> Tensor", _begin_weights, lambda *_: torch.empty(1, device="cpu")),
     # ``inputs`` are all inputs of the graph that have the weight's memory, so that readers of each stay in place.
     ("load_weight_(Tensor(a!)[] inputs, Tensor(b!) token, int engine, int p) -> ()", _load_weight_, None),
     ("unload_weight_(Tensor(a!)[] inputs, Tensor(b!) token, int engine, int p) -> ()", _unload_weight_, None),

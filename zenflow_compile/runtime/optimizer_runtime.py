@@ -22,6 +22,7 @@ from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.parameters.weight_prefetch import GraphLoads
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass
@@ -303,6 +304,11 @@ class OptimizerRuntime:
             with torch_private.outside_of_transforms():
                 self.uploads.apply_due(self.step, only)
 
+    def apply_due_of(self, index: int) -> None:
+        """Make due updates of one parameter visible, which a graph is going to fetch."""
+        if (offloaded := self.offloaded.get(index)) is not None and offloaded.host.flushed:
+            self.uploads.before_use(offloaded, self.step)
+
     def before_unshard(self, sharded: Sequence[Tensor]) -> None:
         """Make due updates of parameters that FSDP2 is about to gather visible, and start the uploads that follow.
 
@@ -351,11 +357,16 @@ class OptimizerRuntime:
             reasons: by index of the parameter.
         """
         marked = [self.offloaded[p] for p in reasons if p in self.offloaded]
-        unwritten = [each for each in marked if each.weights.home and not each.weights.written_by_others]
         with torch_private.outside_of_transforms():  # a graph is being compiled, with fake tensors
+            self.uploads.apply_due(self.step, reasons.keys())
+            unwritten = [each for each in marked if each.weights.home and not each.weights.written_by_others]
             self.weights.keep(reasons)
         for offloaded in unwritten:
             offloaded.weights.accept()  # it may have other memory now
+
+    def declare_loads(self, graph: int, loads: GraphLoads) -> None:
+        """Note the loads of a compiled graph, in their order."""
+        self.weights.declare(graph, loads)
 
     def hold_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Load weights for code that is no graph of ours, until the next optimizer step. None: all."""
@@ -371,7 +382,7 @@ class OptimizerRuntime:
         if (index := self.index_of(param)) is None:
             return None
         home = self.weights.weights.get(index)
-        if home is None or not home.offloaded:
+        if home is None or home.is_on_device():
             return None
         self._check_host_weights_in_child()
         return self.registry.weight_of(index)
@@ -388,9 +399,10 @@ class OptimizerRuntime:
 
     def write_weight(self, index: int, values: Tensor) -> None:
         """Overwrite a weight, where it is, below autograd."""
-        self.registry.weight_of(index).data.copy_(values)
-        if (home := self.weights.weights.get(index)) is not None and home.offloaded:
-            home.refresh()
+        if (home := self.weights.weights.get(index)) is not None:
+            home.write(values)
+        else:
+            self.params[index].data.copy_(values)
 
     # Lifetime.
 

@@ -210,6 +210,8 @@ class StepRunner(OptimizerRuntime):
         self.schedule.end_step()
         among_ranks = None if self.ranks is None else partial(self.ranks.gather_weights, self.step, updated)
         self.uploads.end_step(self.step, among_ranks)
+        if self.weights.weights:
+            self.weights.end_step()
         for offloaded in self.offloaded.values():
             offloaded.uses = 0
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end

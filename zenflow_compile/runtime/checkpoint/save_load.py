@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.checkpoint.format import (
@@ -159,16 +158,18 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     engine.schedule.continue_with(checked.shortest_window)
     for index, weight in checked.weights.items():
         engine.write_weight(index, weight)  # of a flushed window; compared with the masters at the first use
-    for index, param in enumerate(engine.params):
+    for index in range(len(engine.params)):
         entry, plan = checked.entries.get(index), engine.plan.params[index]
         if entry is not None and plan.shard is None and plan is not plan.whole:  # of a shard, it is local already
             entry = own_entry(plan, entry)
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
+            if (home := offloaded.weights.home) is not None:
+                home.detach_from_state()
             full = {**_untrained(offloaded), **(entry or {})}
             _load_offloaded(engine, offloaded, full, flushed_at_load=index in checked.weights)
         else:
-            engine.registry.device_updated.load(index, _whole_state(plan, param, entry))
+            engine.registry.device_updated.load(index, _whole_state(engine, index, entry))
 
 
 def _own(value: Any) -> Any:
@@ -200,13 +201,15 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
 
 
-def _whole_state(plan: ParamPlan, param: Tensor, entry: Mapping[str, Any] | None) -> ResidentState | None:
+def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) -> ResidentState | None:
     """The state to load; None for a parameter that has had no gradient."""
+    plan = engine.plan.params[index]
     if entry is None or float(entry["step"]) == 0.0:
         return None
     master = None
     if plan.dtype != state_dtype(plan):
-        weight = param.detach() if plan.flat is None else plan.flat.view(param.detach())
+        weight = engine.registry.weight_of(index)
+        weight = weight if plan.flat is None else plan.flat.view(weight)
         master = entry["master"] if "master" in entry else weight.to(state_dtype(plan))
     step = torch.tensor(float(entry["step"]), dtype=torch.float32)
     return ResidentState(entry["exp_avg"], entry["exp_avg_sq"], step, master)
@@ -292,7 +295,7 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     The master is the weight, nothing has been selected, and the update window is empty.
     """
     plan, zeros = offloaded.plan, torch.zeros(()).expand(offloaded.plan.shape)
-    weight = offloaded.weights.matrix.view(plan.shape) if plan.share is None else offloaded.weights.matrix
+    weight = offloaded.weights.values.view(plan.shape) if plan.share is None else offloaded.weights.matrix
     return {
         "step": 0.0,
         "exp_avg": zeros,

@@ -96,6 +96,7 @@ class CudaDevice(Device):
             torch_device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(torch_device)
         self.streams: CudaStreams = CudaStreams(torch_device)
+        self._weights: torch.cuda.MemPool | None = None
         self.has_triton = importlib.util.find_spec("triton") is not None  # its wheels are for Linux only
 
     @classmethod
@@ -112,6 +113,12 @@ class CudaDevice(Device):
 
     def free_bytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def memory_of_weights(self) -> AbstractContextManager[object]:
+        # The pool outlives its tensors: equal weights take each other's place.
+        if self._weights is None:
+            self._weights = torch.cuda.MemPool()
+        return torch.cuda.use_mem_pool(self._weights, self.torch_device)
 
     def unused_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)

@@ -11,7 +11,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -149,6 +149,14 @@ class Device(ABC):
     @abstractmethod
     def unused_bytes(self) -> int:
         """Memory that PyTorch's allocator has reserved and no tensor uses."""
+
+    def memory_of_weights(self) -> AbstractContextManager[object]:
+        """The context in which memory of weights is allocated that come and go.
+
+        An allocator that gives pieces of larger blocks away would fill the place of a weight with activations, which
+        stay until the backward.
+        """
+        return nullcontext()
 
     @property
     @abstractmethod

@@ -34,6 +34,7 @@ class DeviceState:
         steps: number of gradients in the moments.
         selects: whether the selection may change.
         selected_at: step of the last re-selection; None before the first.
+        in_order: see ``rows_in_order``.
     """
 
     plan: ParamPlan
@@ -47,6 +48,7 @@ class DeviceState:
     selects: bool
     steps: int = 0
     selected_at: int | None = None
+    in_order: Selection | None = None
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> DeviceState:
@@ -98,6 +100,12 @@ class DeviceState:
         The sum runs in the order of slices, not of the state's rows: its rounding depends on the set of slices alone.
         """
         return torch.sum(self.norms.masked_fill(~self.selection.mask, 0.0), 0, out=out)
+
+    def rows_in_order(self) -> Selection:
+        """The selection by which row i of a block [k, length] is slice i."""
+        if self.in_order is None:
+            self.in_order = Selection.of(torch.arange(self.plan.k), self.plan.k, self.master.device)
+        return self.in_order
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the fp32 master and moments."""

@@ -1,12 +1,4 @@
-"""Weights in host memory, each on the device only while something reads it.
-
-The storage of such a weight is empty in between. It is resized in place: autograd may have saved the parameter, or
-views of it, and finds them loaded in the backward. A weight stays on the device until a compiled graph, which loads it
-for its uses, unloads it for the first time.
-
-The host's copy is what the optimizer reads and writes (``Weights.matrix``). Nothing writes it between a forward and its
-backward: host updates are merged in front of a forward, and slices are updated in ``step()``.
-"""
+"""The weights of an engine that are in host memory, each on the device only while something reads it."""
 
 from __future__ import annotations
 
@@ -14,111 +6,33 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES, OffloadedWeights, weight_budget
-from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.planning.offloaded_weights import (
+    SMALLEST_WEIGHT_BYTES,
+    Candidate,
+    OffloadedWeights,
+    divide_budget,
+    weight_budget,
+)
+from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.torch_internals.torch_private import storage_identity
+from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStates
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.parameters.weight_prefetch import GraphLoads, WeightPrefetch
+from zenflow_compile.runtime.parameters.weight_sync import Weights
 
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
 _NAMED = 4
-
-
-class HostWeight:
-    """One weight.
-
-    Args:
-        note: called with each change of the bytes on the device.
-
-    Attributes:
-        values: of the parameter's shape and dtype, in host memory; valid if ``offloaded``.
-        served: a compiled graph loads it for its uses.
-        offloaded: the host's copy counts, and the device may have another one.
-        loaded: the device has the values.
-        readers: graphs that have loaded it, and not unloaded: several run at a time in threads, or inside each other.
-        held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
-    """
-
-    def __init__(
-        self,
-        plan: ParamPlan,
-        param: Parameter,
-        counter: VersionCounter,
-        values: Tensor,
-        note: Callable[[int], None],
-    ) -> None:
-        self.plan = plan
-        self.param = param
-        self.values = values
-        self.served = False
-        self.offloaded = False
-        self.loaded = True
-        self.readers = 0
-        self.held = False
-        self._counter = counter
-        self._note = note
-        self._storage = storage_identity(param.untyped_storage())
-        self._bumps = 0  # external ones, at the last load
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return self.values.nbytes
-
-    @property
-    def matrix(self) -> Tensor:
-        """View the host's copy as [rows, columns]."""
-        return self.values.view(self.values.shape[0], -1)
-
-    @property
-    def replaced(self) -> bool:
-        """Whether the parameter has other memory than at the last look (``param.data = ...``)."""
-        return storage_identity(self.param.untyped_storage()) != self._storage
-
-    def is_read_by(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether these tensors have the parameter's memory: are the parameter, or views of it."""
-        own = storage_identity(self.param.untyped_storage())
-        return all(storage_identity(each.untyped_storage()) == own for each in inputs)
-
-    def load(self) -> None:
-        """Fill the device's memory. The version of the parameter does not move: its values are what they were."""
-        if self.replaced:
-            self.adopt()
-            return
-        self.param.untyped_storage().resize_(self.nbytes)
-        self.param.data.copy_(self.values)  # ``.data`` has a version counter of its own
-        self._is_loaded()
-
-    def unload(self) -> None:
-        """Give the device's memory back. Values that other code has written are kept."""
-        if not self.offloaded or self.replaced or self._counter.external_bumps(self.param) != self._bumps:
-            self.adopt()
-        self.param.untyped_storage().resize_(0)
-        self.offloaded, self.loaded, self.held = True, False, False
-        self._note(-self.nbytes)
-
-    def adopt(self) -> None:
-        """Copy the device's values to the host."""
-        self.values.copy_(self.param.detach())
-        self._storage = storage_identity(self.param.untyped_storage())
-        self._is_loaded()
-
-    def _is_loaded(self) -> None:
-        self._bumps = self._counter.external_bumps(self.param)
-        if not self.loaded:
-            self.loaded = True
-            self._note(self.nbytes)
-
-    def refresh(self) -> None:
-        """Copy the host's values, which the optimizer has written, to the device, if it has some."""
-        if self.loaded:
-            self.load()
+_WITHIN_BUDGET = "the budget of offload_weights has room for it"
 
 
 class HostWeights:
@@ -126,70 +40,145 @@ class HostWeights:
 
     Args:
         option: ``offload_weights``; False: there are none.
+        apply_due: makes due updates of a parameter visible, by index.
 
     Attributes:
         weights: by index in the plan.
         kept: why a weight stays on the device all the time, by index.
-        budget_bytes: of loaded weights.
+        ring_bytes: of loaded weights.
         loaded_bytes: of weights that may be unloaded, now; peak_bytes: at most since the last optimizer step began.
         held_bytes: of those that are held, since then.
         loads: since then.
     """
 
-    def __init__(self, option: float | bool, recorder: Recorder) -> None:
+    def __init__(
+        self, option: float | bool, transport: Transport, device: Device, apply_due: Callable[[int], None]
+    ) -> None:
         self.weights: dict[int, HostWeight] = {}
         self.kept: dict[int, str] = {}
-        self.budget_bytes = 0
+        self.ring_bytes = 0
         self.loaded_bytes = self.peak_bytes = self.held_bytes = self.loads = 0
+        self.prefetch = WeightPrefetch(transport.up_ring, self.weights, apply_due)
         self._steps = 0
         self._option = option
-        self._recorder = recorder
+        self._transport = transport
+        self._device = device
         self._lock = threading.RLock()
         self._arenas: list[HostArena] = []
 
-    def add(self, params: Sequence[tuple[ParamPlan, Parameter, VersionCounter]]) -> None:
-        """Allocate host memory for those of ``params`` that can be offloaded.
+    def add(
+        self,
+        plan: Plan,
+        new: Sequence[tuple[ParamPlan, Parameter, VersionCounter]],
+        offloaded: Mapping[int, OffloadedParam],
+        staging_bytes: int | None,
+    ) -> None:
+        """Offload those of the ``new`` parameters that can be, as far as the budget does not keep them on the device.
+
+        Args:
+            plan: of all parameters.
+            offloaded: the parameters with host state.
+            staging_bytes: the option.
 
         Raises:
-            ValueError: see ``weight_budget``.
+            ValueError: see ``weight_budget``, or ``staging_bytes`` is less than the largest weight.
         """
         if self._option is False:
             return
         chosen = []
-        for plan, param, counter in params:
-            if (reason := _refusal(plan, param, counter)) is None:
-                chosen.append((plan, param, counter))
+        for each, param, counter in new:
+            if (reason := _refusal(each, param, counter)) is None:
+                chosen.append((each, param, counter))
             else:
-                self.kept[plan.index] = reason
-        known = {each.plan.name: each.nbytes for each in self.weights.values()}
-        self.budget_bytes = weight_budget(self._option, known | {plan.name: param.nbytes for plan, param, _ in chosen})
-        arena = HostArena(carved_bytes([(plan.shape, plan.dtype) for plan, _, _ in chosen]))
+                self.kept[each.index] = reason
+        candidates = [Candidate(each.plan.index, each.plan.name, each.nbytes) for each in self.weights.values()]
+        candidates += [Candidate(each.index, each.name, each.weight_bytes) for each, _, _ in chosen]
+        if not candidates:
+            return
+        kept_before = sum(plan.params[p].weight_bytes for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
+        budget = weight_budget(self._option, candidates) - kept_before
+        ring_bytes, kept = divide_budget(budget, candidates, [each.shape for each in plan.params])
+        staying = [each for each in self.weights.values() if each.plan.index not in kept]
+        added = [(each, param, counter) for each, param, counter in chosen if each.index not in kept]
+        largest = max([each.staged_bytes for each in staying], default=0)
+        largest = max([largest, *(_staged_bytes(each, offloaded) for each, _, _ in added)])
+        count = self._ring_size(largest, len(staying) + len(added), staging_bytes)
+        arena = HostArena(
+            carved_bytes([(each.shape, each.dtype) for each, _, _ in added if each.index not in offloaded]),
+            None if self._device.streams is None else self._device,
+        )
+        self.prefetch.drop()
+        self._transport.up_ring.fit(count, largest)
+        # Nothing below can fail.
         self._arenas.append(arena)
-        for plan, param, counter in chosen:
-            self.weights[plan.index] = HostWeight(plan, param, counter, arena.take(plan.shape, plan.dtype), self._count)
-            self._count(param.nbytes)
+        if arena.total_bytes and self._device.streams is not None:
+            arena.pin(self._device, "a larger offload_weights, which keeps more weights on the device")
+        self.ring_bytes = self.prefetch.ring_bytes = ring_bytes
+        self.keep(dict.fromkeys(kept & self.weights.keys(), _WITHIN_BUDGET))
+        self.kept.update(dict.fromkeys(kept, _WITHIN_BUDGET))
+        for each, param, counter in added:
+            if (on_host := offloaded.get(each.index)) is None:
+                whole = arena.take(each.shape, each.dtype)
+                weight = HostWeight(each, param, counter, self._transport, whole, self._count)
+            else:
+                weight = HostWeight(each, param, counter, self._transport, None, self._count)
+                weights = on_host.weights
+                weight.attach(SliceStates(on_host.host, on_host.device, partial(_written_by_others, weights)))
+                weights.home = weight
+            self.weights[each.index] = weight
+            self._count(weight.nbytes)
+
+    def _ring_size(self, largest: int, weights: int, staging_bytes: int | None) -> int:
+        """Number of upload buffers.
+
+        Args:
+            largest: bytes of the largest load.
+            weights: number of weights.
+            staging_bytes: the option.
+        """
+        if staging_bytes is None or not largest:
+            return len(self._transport.up_ring.buffers)
+        if staging_bytes < largest:
+            raise ValueError(
+                f"staging_bytes={staging_bytes} must be at least {largest}, the size of the largest load of a weight; "
+                "raise it, or leave it at None for three times that"
+            )
+        return min(staging_bytes // largest, weights + 1)
 
     @property
     def offloaded(self) -> OffloadedWeights | None:
         """What graphs load and unload; None without any."""
         ps = frozenset(self.weights)
-        return OffloadedWeights(ps, self.budget_bytes) if ps else None
+        strict = isinstance(self._option, int)
+        return OffloadedWeights(ps, self.ring_bytes, strict) if ps else None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the weights."""
+        """Host memory of weights without host state: those of the others are in upload buffers."""
         return sum(arena.total_bytes for arena in self._arenas)
 
     def keep(self, reasons: Mapping[int, str]) -> None:
-        """Keep these on the device from now on. They may be loaded or not."""
+        """Keep these on the device from now on. They may be loaded or not, without due updates."""
         for p, reason in reasons.items():
-            if (weight := self.weights.pop(p, None)) is not None:
-                self.kept[p] = reason
+            if (weight := self.weights.get(p)) is not None:
                 self._bring_in(weight)
-                weight.offloaded = False
+                self.weights.pop(p)
+                self.kept[p] = reason
+                weight.stay()
                 self._count(-weight.nbytes)
 
     # Around uses.
+
+    def declare(self, graph: int, loads: GraphLoads) -> None:
+        """Note the loads of a compiled graph, in their order."""
+        with self._lock:
+            self.prefetch.declare(graph, loads)
+
+    def begin(self, graph: int) -> None:
+        """A graph with loads begins to run."""
+        with self._lock:
+            for p in self.prefetch.begin(graph):
+                self.unload(p)
 
     def load(self, p: int, inputs: Sequence[Tensor]) -> None:
         """Load a weight, unless the device has it.
@@ -211,6 +200,7 @@ class HostWeights:
             weight.served = True
             weight.readers += 1
             self._bring_in(weight)
+            self.prefetch.go_on()
 
     def unload(self, p: int) -> None:
         """Give a weight's device memory back, unless other code reads it."""
@@ -219,7 +209,10 @@ class HostWeights:
         with self._lock:
             weight.readers = max(0, weight.readers - 1)
             if weight.loaded and not weight.readers and not weight.held:
-                weight.unload()
+                if self.prefetch.carries(p):
+                    self.prefetch.carried.add(p)
+                else:
+                    weight.unload()
 
     def hold(self, ps: Iterable[int] | None = None) -> None:
         """Load weights for code that does not unload them, until the next optimizer step. None: all."""
@@ -235,7 +228,9 @@ class HostWeights:
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None and weight.served:
                 weight.held, weight.readers = False, 0
-                self.unload(p)
+                with self._lock:
+                    if weight.loaded:
+                        weight.unload()
 
     @contextmanager
     def loaded(self, ps: Iterable[int]) -> Iterator[None]:
@@ -245,19 +240,20 @@ class HostWeights:
             self._bring_in(weight)
         yield
         for weight in chosen:
-            weight.adopt()
+            weight.write_back()
+        for weight in chosen:
             self.unload(weight.plan.index)
 
     def in_turns(self, ps: Sequence[int]) -> Iterator[Sequence[int]]:
         """Cut parameters into runs whose weights fit the budget, or are one."""
         run: list[int] = []
-        room = self.budget_bytes
+        room = self.ring_bytes
         for p in ps:
             weight = self.weights.get(p)
             size = weight.nbytes if weight is not None and weight.offloaded else 0
             if run and size > room:
                 yield run
-                run, room = [], self.budget_bytes
+                run, room = [], self.ring_bytes
             run.append(p)
             room -= size
         if run:
@@ -282,12 +278,18 @@ class HostWeights:
                 stacklevel=user_stacklevel(),
             )
 
+    def end_step(self) -> None:
+        """An optimizer step has ended: the next forward's first loads may begin."""
+        with self._lock:
+            self.prefetch.end_step()
+
     def _bring_in(self, weight: HostWeight) -> None:
-        if weight.loaded:
-            return
-        with self._recorder.compute("load", param=weight.plan.name):
-            weight.load()
-        self.loads += 1
+        staged = self.prefetch.take(weight.plan.index)
+        if not weight.loaded:
+            weight.load(staged)
+            self.loads += 1
+        elif staged is not None:
+            weight.drop(staged)
 
     def _count(self, change: int) -> None:
         self.loaded_bytes += change
@@ -296,13 +298,27 @@ class HostWeights:
     # The end.
 
     def restore(self) -> None:
-        """Load all weights for good. Idempotent."""
-        self.keep(dict.fromkeys(self.weights, "the optimizer is closed"))
+        """Load all weights for good; those that the device has no room for move to the host. Idempotent."""
+        self.prefetch.drop()
+        for p in tuple(self.weights):
+            try:
+                self.keep({p: "the optimizer is closed"})
+            except torch.OutOfMemoryError:
+                self.weights.pop(p).move_to_host()
 
     def free(self) -> None:
         """Free the host memory, behind ``restore``. Idempotent."""
         for arena in self._arenas:
             arena.close()
+
+
+def _staged_bytes(plan: ParamPlan, offloaded: Mapping[int, OffloadedParam]) -> int:
+    """Bytes of a load: selected slices are on the device."""
+    return plan.upload_bytes if plan.index in offloaded else plan.weight_bytes
+
+
+def _written_by_others(weights: Weights) -> bool:
+    return weights.written_by_others
 
 
 def _refusal(plan: ParamPlan, param: Parameter, counter: VersionCounter) -> str | None:
@@ -316,4 +332,6 @@ def _refusal(plan: ParamPlan, param: Parameter, counter: VersionCounter) -> str 
         return "it shares memory with other tensors"
     if type(param) is not Parameter or plan is not plan.whole:
         return "it is sharded, or a tensor subclass"
+    if plan.streamed:
+        return "its optimizer state is streamed through the device"
     return None

@@ -41,6 +41,7 @@ from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, Pending
 from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
+from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -574,8 +575,8 @@ class OffloadedParam(IncomingGradient):
         """
         transport, window = self.transport, self.host.flushed[0]
         job = window.job
-        if (home := self.weights.home) is not None and home.offloaded:
-            return False  # the update is merged where it is, in host memory
+        if (home := self.weights.home) is not None and home.place is Place.SLICES:
+            return False  # the next load of the weight brings the update
         if job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job)):
             return False
         buffer = transport.up_ring.next_free(self._block)
@@ -607,13 +608,17 @@ class OffloadedParam(IncomingGradient):
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
+        if (home := self.weights.in_slices) is not None:
+            self._show_in_host_memory(window, home)
+            return window
         if self.upload is None and not self.start_upload():
             with recorder.compute("wait", param=self.plan.name, on_host=True):
                 window.job.wait()
             self.start_upload()
         upload = self.upload
+        assert upload is not None
         try:
-            if upload is not None and not upload.ticket.done():
+            if not upload.ticket.done():
                 self._wait_on_device(upload.ticket)
         except CopyError:
             self._drop_upload()
@@ -627,25 +632,40 @@ class OffloadedParam(IncomingGradient):
         return window
 
     @annotated("apply", lambda offloaded, *_: (offloaded.plan.name,))
-    def _merge(self, window: FlushedWindow, upload: Upload | None) -> None:
-        """Write the update into the weight; the update window and the selection follow it.
-
-        Args:
-            upload: that has brought it to the device; None: the weight is in host memory, as the update is.
-        """
-        recorder, host, weights = self.transport.recorder, self.host, self.weights
-        source = window.upload if upload is None else upload.buffer.tensor
+    def _merge(self, window: FlushedWindow, upload: Upload) -> None:
+        """Write the update into the weight; the update window and the selection follow it."""
+        recorder, weights = self.transport.recorder, self.weights
+        if weights.home is not None:
+            weights.home.begin_write()
         with recorder.compute("merge", param=self.plan.name):
-            column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, source)
+            column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, upload.buffer.tensor)
             weights.written()
         self.merged = True
-        if upload is not None:
-            # The device may not have merged yet: the next copy into the buffer waits for the stream that is current
-            # here.
-            self.upload, upload.buffer.in_use = None, False
+        # The device may not have merged yet: the next copy into the buffer waits for the stream that is current here.
+        self.upload, upload.buffer.in_use = None, False
+        self.host.applied = upload.ticket
+        self._end_window(window)
+
+    @annotated("apply", lambda offloaded, *_: (offloaded.plan.name,))
+    def _show_in_host_memory(self, window: FlushedWindow, home: HostWeight) -> None:
+        """Have the next load of the weight bring the update, which nothing waits for here."""
+        try:
+            self._drop_upload()  # of the time when the device had the weight
+            self.host.show(window)
+            self.weights.written()
+            self._end_window(window)
+            if home.loaded:
+                home.load()
+        except BaseException as error:
+            self._note_half_done(error)
+            raise
+
+    def _end_window(self, window: FlushedWindow) -> None:
+        """Let the selection follow an update window whose update is visible."""
+        recorder, host, weights = self.transport.recorder, self.host, self.weights
         host.flushed.pop(0)
         # The job is kept: if a stream has waited for it, and no thread, its error is still to be raised.
-        host.applied, host.applied_job = None if upload is None else upload.ticket, window.job
+        host.applied_job = window.job
         if host.flushed and (weights.counter.shared or weights.counter.exposed):
             weights.remember(self.device.selection)
         if window.selection is not None:
@@ -662,10 +682,18 @@ class OffloadedParam(IncomingGradient):
             # a step has waited for this one.
             self._kept = wanted, before
             change = reselect(before, wanted)
+            home = self.weights.home
+            uploads = self.host.shown_upload if home is not None and home.place is Place.SLICES else None
             if exchange is None:
-                self._exchange_now(change)
+                self._exchange_now(change, uploads)
             else:
-                exchange.start(device, self.host, change, step=window.flushed_at, deadline=self.deadline)
+                reads = None if uploads is None else self.host.applied
+                exchange.start(
+                    device, self.host, change,
+                    step=window.flushed_at, deadline=self.deadline, weights=uploads, reads=reads,
+                )  # fmt: skip
+                if uploads is not None:
+                    self.host.shown_by = self.host.last_job
             device.selection = change.selection
         except BaseException as error:
             self._note_half_done(error)
@@ -673,14 +701,20 @@ class OffloadedParam(IncomingGradient):
         if self.pending is not None:
             self.pending.slices_changed(before.deferred != device.selection.deferred)
 
-    def _exchange_now(self, change: Reselection) -> None:
-        """Move the state of slices that change sides, in the calling thread."""
+    def _exchange_now(self, change: Reselection, weights: Tensor | None) -> None:
+        """Move the state of slices that change sides, in the calling thread.
+
+        Args:
+            weights: see ``exchange_rows``.
+        """
         # A job of this parameter may still update the rows that change sides.
         self.host.wait()
+        if weights is not None and self.host.applied is not None:
+            self.host.applied.settle()  # a load reads the weights
         begin = time.perf_counter_ns()
         host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
         with self.host.acquire(write=True) as state:
-            moved = exchange_rows(self.device.state(), state, change.device_rows, host_rows)
+            moved = exchange_rows(self.device.state(), state, change.device_rows, host_rows, weights)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     def _wait_for_state(self) -> None:
@@ -744,6 +778,8 @@ class OffloadedParam(IncomingGradient):
         for window in self.host.flushed:
             if window.selection is not None:
                 self._reselect(window, window.selection)
+        if (home := self.weights.home) is not None:
+            home.updates_dropped()
         self.host.flushed.clear()
         self._wait_for_state()  # for the exchanges that were started above
         differs = self.weights.reseed(self.device, self.host)
@@ -795,6 +831,8 @@ class OffloadedParam(IncomingGradient):
         self._drop_upload()
         if self.pending is not None:
             self.pending.abandon()
+        if (home := self.weights.home) is not None:
+            home.updates_dropped()
         self.host.clear_windows()
 
     @property

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.torch_internals.torch_private import storage_identity
 
 
 class ParamRegistry:
@@ -72,7 +74,9 @@ class ParamRegistry:
         self.memory = EngineMemory(options, device, recorder)
         self.transport = self.memory.transport
         self.streamed = self.memory.streamed
-        self.weights = HostWeights(options.offload_weights, recorder)
+        self.weights = HostWeights(
+            options.offload_weights, self.transport, device_of(device), partial(_apply_due, engine)
+        )
         self.device_updated = DeviceUpdated(self.streamed, self.weights, self.group_numbers, self.coefficients)
         self._options = options
         self._device = device
@@ -117,14 +121,13 @@ class ParamRegistry:
                 offloaded[index] = OffloadedParam(
                     param_plan, param, host, device, self.transport, self.gradients, counters[index]
                 )
-            self.weights.add([(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)])
+            weights = [(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)]
+            self.weights.add(plan, weights, offloaded, self._options.staging_bytes)
             undo.pop_all()
         # Nothing below can fail: an error above leaves the registry as it was.
         self.memory.keep(allocated)
         self.plan = plan
         self.offloaded.update(offloaded)
-        for index, each in offloaded.items():
-            each.weights.home = self.weights.weights.get(index)
         self.group_numbers += [first_group + number for number, group in enumerate(groups) for _ in group]
         for index, param in enumerate(new, start=first):
             self.params.append(param)
@@ -144,9 +147,9 @@ class ParamRegistry:
         return index if index is not None and self.given[index] is param else None
 
     def weight_of(self, index: int) -> Tensor:
-        """The values of parameter ``index``, of its shape: in host memory if the weight is offloaded."""
+        """The values of parameter ``index``, of its shape, to read: in host memory where the device has none."""
         home = self.weights.weights.get(index)
-        return self.params[index].detach() if home is None or not home.offloaded else home.values
+        return self.params[index].detach() if home is None or home.is_on_device() else home.values()
 
     @property
     def model_bytes(self) -> int:
@@ -215,7 +218,13 @@ class ParamRegistry:
             RuntimeError: it has other memory.
         """
         own = self.params[index]
-        if param is not own and param.data_ptr() != own.data_ptr():
+        if param is own:
+            return
+        if index in self.weights.weights:  # it may have no memory now
+            other = storage_identity(param.untyped_storage()) != storage_identity(own.untyped_storage())
+        else:
+            other = param.data_ptr() != own.data_ptr()
+        if other:
             raise RuntimeError(
                 f"the compiled graph has a copy of {self.plan.params[index].name} instead of the parameter; if the "
                 "model was moved or its storage replaced, create the optimizer and compile again, else report this"
@@ -284,6 +293,7 @@ class ParamRegistry:
 
     def abandon(self) -> None:
         """Drop everything in flight, failed work too."""
+        self.weights.prefetch.drop()
         for offloaded in self.offloaded.values():
             offloaded.abandon()
         self.memory.abandon()
@@ -303,3 +313,9 @@ class ParamRegistry:
             others.callback(self.offloaded.clear)  # its tensors are views of the arenas
             # First: these threads read and write the memory that is freed afterwards.
             self.memory.stop_threads()
+
+
+def _apply_due(engine: weakref.ref[Any], index: int) -> None:
+    """Make due updates of parameter ``index`` visible."""
+    if (found := engine()) is not None:
+        found.apply_due_of(index)

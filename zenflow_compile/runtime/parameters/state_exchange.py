@@ -274,6 +274,10 @@ class StateExchange:
         self._workers.submit(job)
         self._in_flight = (*self._in_flight, chunk)
 
+    def moves(self, device: DeviceState) -> bool:
+        """Whether rows of ``device`` are on their way."""
+        return any(chunk.device is device for chunk in self._in_flight)
+
     def start_uploads(self) -> None:
         """Queue the copies back, behind their jobs. Call it when no forward waits for weights on the same lane."""
         for chunk in self._in_flight:

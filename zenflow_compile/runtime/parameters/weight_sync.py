@@ -13,7 +13,7 @@ from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
-from zenflow_compile.runtime.parameters.host_weights import HostWeight
+from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
 
@@ -44,12 +44,8 @@ class Weights:
     def matrix(self) -> Tensor:
         """View the parameter's memory as [rows, columns], or this rank's share of it as [slices, length].
 
-        A write to it does not move the parameter's version. It is in host memory if the weight is offloaded.
+        A write to it does not move the parameter's version. The device must have the weight, if it is offloaded.
         """
-        if (home := self.home) is not None and home.offloaded:
-            if home.replaced:
-                home.adopt()
-            return home.matrix
         whole = self._whole
         if whole is None or whole.data_ptr() != self._param.data_ptr():  # its storage was replaced
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
@@ -63,6 +59,13 @@ class Weights:
         assert self._matrix is not None
         return self._matrix
 
+    @property
+    def values(self) -> Tensor:
+        """``matrix`` to read from; in host memory, and maybe a copy, where the device does not have the weight."""
+        if (home := self.home) is None or home.is_on_device():
+            return self.matrix
+        return home.values().view(self._param.shape[0], -1)
+
     def of_part(self, part: int) -> Tensor:
         """View the slices that a rank of part ``part`` updates: [slices, length]."""
         assert self.matrix is not None  # follows a replaced storage
@@ -72,7 +75,8 @@ class Weights:
 
     def of(self, slices: Tensor) -> Tensor:
         """Copy the weights of ``slices``: [n, length]."""
-        weights = self.matrix.index_select(self._plan.dim, slices)
+        values = self.values
+        weights = values.index_select(self._plan.dim, slices.to(values.device))
         return weights if self._plan.dim == 0 else weights.t()
 
     def _on_host(self, slices: Tensor) -> Tensor:
@@ -82,12 +86,11 @@ class Weights:
         """Bump the version after the engine wrote the deferred slices."""
         bump_versions([self._param], [self.counter])
         self._shown = None
-        self.refresh()
 
-    def refresh(self) -> None:
-        """Show an offloaded weight's new values on the device, if it is loaded."""
-        if self.home is not None and self.home.offloaded:
-            self.home.refresh()
+    @property
+    def in_slices(self) -> HostWeight | None:
+        """The weight in host memory, if its values are in the upload buffer and the masters."""
+        return home if (home := self.home) is not None and not self.unverified and home.in_slices else None
 
     def remember(self, selection: Selection) -> None:
         """Copy the deferred weights before an update is in flight, which leaves them behind their masters.
@@ -108,7 +111,7 @@ class Weights:
         if self.unverified or mark is None or param._version - self.counter.own_bumps != mark.bumps:
             return True
         memory = mark.memory  # compared here: every forward and every step asks for every parameter
-        if self.home is not None and self.home.offloaded:  # each load brings another address
+        if self.home is not None:  # each load brings another address
             return storage_identity(param.untyped_storage()) != memory.storage
         return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
 
@@ -132,7 +135,8 @@ class Weights:
         """Whether the weights equal those of ``remember`` or ``expect``: there was no external write."""
         if self._shown is None or not torch.equal(self._on_host(device.selection.deferred), self._shown):
             return False
-        return torch.equal(self.of(device.selection.selected), device.master.to(self._plan.dtype))
+        selected = self.of(device.selection.selected).to(device.master.device)
+        return torch.equal(selected, device.master.to(self._plan.dtype))
 
     def accept(self) -> None:
         """Note that the current weights belong to the state."""
@@ -150,6 +154,8 @@ class Weights:
         """
         selection = device.selection
         self._shown = None
+        if self.home is not None:
+            self.home.detach_from_state()
         differs = False
         if selection.selected.numel():
             differs = _overwrite(device.master, self.of(selection.selected))
@@ -163,6 +169,7 @@ class Weights:
 
 def _overwrite(master: Tensor, weights: Tensor) -> bool:
     """Overwrite master elements whose cast differs from ``weights``; return whether any did."""
+    weights = weights.to(master.device)
     same = master.to(weights.dtype) == weights
     if bool(same.all()):
         return False

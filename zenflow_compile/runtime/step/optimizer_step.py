@@ -62,11 +62,18 @@ def update_slices(members: Sequence[Member]) -> None:
     for offloaded, coefficients, eps in members:
         device = offloaded.device
         device.steps += 1
+        if offloaded.weights.in_slices is None:
+            if (home := offloaded.weights.home) is not None:
+                home.begin_write()
+            matrix, dim, selection = offloaded.weights.matrix, offloaded.plan.dim, device.selection
+        else:
+            # The masters have the weight of these slices: what is cast goes where the gradient was.
+            matrix, dim, selection = device.gradient, 0, device.rows_in_order()
         together.setdefault((coefficients, eps), []).append(
             column_ops.SliceState(
-                offloaded.weights.matrix,
-                offloaded.plan.dim,
-                device.selection,
+                matrix,
+                dim,
+                selection,
                 device.gradient,
                 device.master,
                 device.exp_avg,
@@ -79,8 +86,8 @@ def update_slices(members: Sequence[Member]) -> None:
     # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     for offloaded in params:
-        if offloaded.weights.home is not None:
-            offloaded.weights.refresh()
+        if (home := offloaded.weights.in_slices) is not None and home.loaded:
+            home.load()
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
 

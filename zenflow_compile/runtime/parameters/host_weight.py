@@ -1,0 +1,457 @@
+"""One weight in host memory, which the device has only while something reads it.
+
+The storage of such a weight is empty in between. It is resized in place: autograd may have saved the parameter, or
+views of it, and finds them loaded in the backward.
+
+[Note: places] Where the values are that count, whether the device has a copy of them or not:
+
+- ``DEVICE``: in the parameter's memory. So it begins, and so it is after code of others has written the parameter.
+- ``SLICES``: those of the deferred slices in the upload buffer that was applied last, those of the selected slices in
+  their masters on the device. A host update reaches the weight without a copy of its own: the next load brings it.
+- ``WHOLE``: in a tensor of the parameter's shape in host memory. So it is for parameters without host state, whose
+  updates are written back, and between the load of a checkpoint and the comparison of weights and masters.
+
+[Note: reads of uploads] A load copies from the upload buffer, so the job of a later update window, which writes the
+buffer, waits for that copy (``HostState.applied``). The load in turn waits for the job whose result it reads.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
+from zenflow_compile.runtime.device.device import Stream
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.staging_ring import Block, StagingBuffer
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
+from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.torch_internals.torch_private import storage_identity
+
+
+class Place(enum.Enum):
+    """See [Note: places]."""
+
+    DEVICE = enum.auto()
+    SLICES = enum.auto()
+    WHOLE = enum.auto()
+
+
+class SliceStates(NamedTuple):
+    """The two sides of a parameter with host state.
+
+    Attributes:
+        written_by_others: whether the weight may have values that the masters do not know.
+    """
+
+    host: HostState
+    device: DeviceState
+    written_by_others: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Values of a weight on their way into a buffer of the upload ring.
+
+    Attributes:
+        source: what is copied.
+        writer: the job that wrote it last. While both are the weight's, the copy is current.
+    """
+
+    source: Tensor
+    writer: Job | None
+    buffer: StagingBuffer
+    ticket: Ticket
+
+
+class HostWeight:
+    """One weight.
+
+    Args:
+        whole: memory of the parameter's shape and dtype, which lanes can copy, for a parameter without host state.
+        note: called with each change of the bytes on the device.
+
+    Attributes:
+        served: a compiled graph loads it for its uses.
+        place: see [Note: places].
+        loaded: the device has the values.
+        readers: graphs that have loaded it, and not unloaded: several run at a time in threads, or inside each other.
+        held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
+    """
+
+    def __init__(
+        self,
+        plan: ParamPlan,
+        param: Parameter,
+        counter: VersionCounter,
+        transport: Transport,
+        whole: Tensor | None,
+        note: Callable[[int], None],
+    ) -> None:
+        self.plan = plan
+        self.param = param
+        self.served = False
+        self.place = Place.DEVICE
+        self.loaded = True
+        self.readers = 0
+        self.held = False
+        self._counter = counter
+        self._transport = transport
+        self._device = device_of(param.device)
+        self._states: SliceStates | None = None
+        self._block: Block = (plan.shape[0], plan.numel // plan.shape[0]), plan.dtype
+        self._whole = whole
+        self._whole_matrix = None if whole is None else whole.view(self._block[0])
+        self._written_back: Ticket | None = None  # the last copy into ``_whole``
+        self._note = note
+        self._storage = storage_identity(param.untyped_storage())
+        streams = self._device.streams
+        # In which the memory was allocated. Of the memory that the parameter comes with, it is a guess.
+        self._stream: Stream | None = None if streams is None else streams.current()
+        self._bumps = 0  # external ones, at the last load
+
+    def attach(self, states: SliceStates) -> None:
+        """Have the weight in the upload buffers of a parameter with host state."""
+        self._states = states
+        self._block = (self.plan.deferred, self.plan.length), self.plan.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.plan.weight_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of one load in the upload ring."""
+        (rows, length), dtype = self._block
+        return rows * length * dtype.itemsize
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the values in host memory count; the device may have a copy."""
+        return self.place is not Place.DEVICE
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the parameter has other memory than at the last look (``param.data = ...``)."""
+        return storage_identity(self.param.untyped_storage()) != self._storage
+
+    def is_read_by(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether these tensors have the parameter's memory: are the parameter, or views of it."""
+        own = storage_identity(self.param.untyped_storage())
+        return all(storage_identity(each.untyped_storage()) == own for each in inputs)
+
+    def is_on_device(self) -> bool:
+        """Whether the device has the values, also in memory that other code gave the parameter."""
+        if self.replaced:
+            self._accept_memory()
+        return self.loaded
+
+    # To the device.
+
+    def stage(self, *, waits: bool) -> Staged | None:
+        """Queue the copy of the values into a free buffer of the upload ring, of which there is one.
+
+        Args:
+            waits: where the lane cannot wait for the job that writes the values, the calling thread does.
+
+        Returns:
+            None if that wait, or a failure of the job, is left to the load, or the values are not there to be copied.
+
+        Raises:
+            RuntimeError: the job failed.
+        """
+        if (source := self._source()) is None:
+            return None
+        transport, writer = self._transport, self._writer()
+        job = None if writer is None or writer.succeeded else writer
+        if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
+            if not waits:
+                return None
+            with transport.recorder.compute("wait", param=self.plan.name, on_host=True):
+                job.wait()
+        buffer = transport.up_ring.next_free(self._block)
+        try:
+            ticket = transport.to_device.submit(
+                buffer.tensor, source, step=transport.recorder.step, param=self.plan.name, kind="weight", after=job,
+            )  # fmt: skip
+            staged = Staged(source, writer, buffer, ticket)
+        except BaseException:
+            transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
+            raise
+        buffer.in_use = True
+        if self._states is not None:
+            self._states.host.applied = ticket  # see [Note: reads of uploads]
+        return staged
+
+    def is_current(self, staged: Staged) -> bool:
+        """Whether a copy that was queued before brings the values that count now."""
+        return staged.source is self._source() and staged.writer is self._writer()
+
+    def _source(self) -> Tensor | None:
+        """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""
+        if self.place is Place.SLICES:
+            assert self._states is not None
+            return self._states.host.shown_upload
+        if self.place is Place.WHOLE and self._states is None:
+            return self._whole_matrix
+        return None
+
+    def _writer(self) -> Job | None:
+        """The job that wrote the values last."""
+        return None if self._states is None else self._states.host.shown_by
+
+    def load(self, staged: Staged | None = None) -> None:
+        """Fill the device's memory. The version of the parameter does not move: its values are what they were.
+
+        Args:
+            staged: from ``stage``; None: the copy is made now.
+
+        Raises:
+            RuntimeError: the job that writes the values failed, or the values are overwritten already.
+        """
+        if staged is not None and (self.replaced or self.has_update_on_its_way):
+            self.drop(staged)
+        if self.replaced:
+            self._accept_memory()
+            return
+        self._check_not_overwritten()
+        before = self.loaded
+        self._allocate()
+        try:
+            if staged is None and (staged := self.stage(waits=True)) is None:
+                assert self._whole is not None
+                self._matrix.copy_(self._whole.view(self._matrix.shape))
+            else:
+                self._fill(staged)
+        except BaseException:
+            if not before:
+                self.param.untyped_storage().resize_(0)
+            raise
+        self._is_loaded()
+
+    def _allocate(self) -> None:
+        """Give the parameter memory again. The copies of lanes never write it: they end in the ring."""
+        if not self.loaded:
+            with self._device.memory_of_weights():
+                self.param.untyped_storage().resize_(self.nbytes)
+            streams = self._device.streams
+            self._stream = None if streams is None else streams.current()
+
+    def _fill(self, staged: Staged) -> None:
+        transport, buffer = self._transport, staged.buffer
+        try:
+            if not staged.ticket.done():
+                with transport.recorder.stall(True, param=self.plan.name):
+                    staged.ticket.wait_on_device()
+        except CopyError:
+            self.drop(staged)
+            if staged.writer is not None:
+                staged.writer.wait()  # re-raise the job's error if it failed: it is the root cause
+            raise
+        with transport.recorder.compute("load", param=self.plan.name):
+            if self._states is None:
+                self._matrix.copy_(buffer.tensor)
+            else:
+                device = self._states.device
+                if (exchange := transport.exchange) is not None and exchange.moves(device):
+                    exchange.finish()  # masters of slices that were selected last are on their way
+                selected = device.master.to(self.plan.dtype)
+                column_ops.unsplit_columns(self._matrix, self.plan.dim, device.selection, selected, buffer.tensor)
+        # The device may not have read it yet: the next copy into the buffer waits for the stream that is current here.
+        buffer.in_use = False
+
+    def drop(self, staged: Staged) -> None:
+        """Give the buffer of a copy back that no load takes."""
+        with suppress(Exception):  # a failure of the copy belongs to the load that would have taken it
+            staged.ticket.settle()
+        staged.buffer.in_use = False
+
+    @property
+    def has_update_on_its_way(self) -> bool:
+        """Whether a job overwrites the values with an update that has not been applied."""
+        if self.place is not Place.SLICES:
+            return False
+        assert self._states is not None
+        host = self._states.host
+        return any(window.upload is host.shown_upload for window in host.flushed)
+
+    def _check_not_overwritten(self) -> None:
+        """
+        Raises:
+            RuntimeError: a backward comes behind the optimizer step after its forward, and its weights are gone.
+        """
+        if self.has_update_on_its_way:
+            raise RuntimeError(
+                f"{self.plan.name} is in host memory, and an optimizer step has updated it there since the forward "
+                "that this backward belongs to; call backward() before step(), or pass offload_weights=False"
+            )
+
+    @property
+    def _matrix(self) -> Tensor:
+        """The parameter's memory as [rows, columns]."""
+        return self.param.data.view(self.plan.shape[0], -1)  # ``.data`` has a version counter of its own
+
+    def _is_loaded(self) -> None:
+        self._bumps = self._counter.external_bumps(self.param)
+        if not self.loaded:
+            self.loaded = True
+            self._note(self.nbytes)
+
+    def _accept_memory(self) -> None:
+        """Take over memory that other code gave the parameter."""
+        self._storage = storage_identity(self.param.untyped_storage())
+        self.place = Place.DEVICE
+        self._is_loaded()
+
+    # To the host.
+
+    def unload(self) -> None:
+        """Give the device's memory back. Values that other code has written are kept."""
+        if self.replaced:
+            self._accept_memory()
+        if self.place is not Place.DEVICE and self._counter.external_bumps(self.param) != self._bumps:
+            self.place = Place.DEVICE
+        if self.place is Place.DEVICE or (self.place is Place.WHOLE and self._states is not None):
+            self._store()
+        if self._written_back is not None and not self._written_back.done():
+            # The copy reads the memory that is freed below. The next load, which reads what it writes, follows this
+            # stream.
+            self._written_back.wait_on_device()
+        self._free()
+        self.loaded, self.held = False, False
+        self._note(-self.nbytes)
+
+    def _free(self) -> None:
+        streams, stream = self._device.streams, self._stream
+        if streams is not None and stream is not None and (current := streams.current()) != stream:
+            # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which
+            # may run ahead of the one that has read the weight.
+            stream.wait_stream(current)
+        self.param.untyped_storage().resize_(0)
+
+    def _store(self) -> None:
+        """Copy the device's values to the host, and wait for it: not in a steady step."""
+        if self._states is None:
+            self.write_back()
+        elif self._states.written_by_others() or self._states.host.free_upload() is None:
+            # The masters do not know these values yet, or an update is on its way in every buffer.
+            self._whole, self.place = self.param.detach().to("cpu", copy=True), Place.WHOLE
+        else:
+            self._into_slices(self._matrix)
+
+    def _into_slices(self, values: Tensor) -> None:
+        """Put the deferred slices of ``values`` [rows, columns], which masters agree with, into an upload buffer."""
+        assert self._states is not None
+        host, selection = self._states.host, self._states.device.selection
+        host.wait()  # no job, and no earlier copy, uses the buffer then
+        if host.applied is not None:
+            host.applied.settle()
+        upload = host.free_upload()
+        assert upload is not None
+        slices = values.index_select(self.plan.dim, selection.deferred.to(values.device))
+        block = slices if self.plan.dim == 0 else slices.t()
+        upload.copy_(self._device.to_host(block, "weight"))
+        host.shown_upload, host.shown_by = upload, None
+        self._whole, self.place = None, Place.SLICES
+
+    def write_back(self) -> None:
+        """Queue the copy of what the device's own update has written to the host, of a parameter without host state."""
+        assert self._whole_matrix is not None
+        source = self._matrix
+        self._written_back = self._transport.to_host.submit(
+            self._whole_matrix, source, step=self._transport.recorder.step, param=self.plan.name,
+            kind="weight",
+        )  # fmt: skip
+        self.place = Place.WHOLE
+        self._bumps = self._counter.external_bumps(self.param)
+
+    # The end.
+
+    def stay(self) -> None:
+        """Leave the values on the device for good, where they are loaded."""
+        self.place, self._whole = Place.DEVICE, None
+
+    def move_to_host(self) -> None:
+        """Move the parameter itself to the host for good."""
+        self.param.data = self.values().clone() if self.offloaded else self.param.detach().cpu()
+        self.stay()
+
+    # What the optimizer reads and writes.
+
+    @property
+    def in_slices(self) -> bool:
+        """Whether the upload buffer and the masters have the values; values that masters agree with are put there."""
+        at_rest = self.place is Place.WHOLE and not self.is_on_device()
+        if at_rest and self._states is not None and self._states.host.free_upload() is not None:
+            assert self._whole is not None
+            self._into_slices(self._whole.view(self.plan.shape[0], -1))
+        return self.place is Place.SLICES
+
+    def values(self) -> Tensor:
+        """The values in host memory, of the parameter's shape: a copy if they are in slices, else the memory itself.
+
+        Raises:
+            RuntimeError: work in flight failed.
+        """
+        if self.place is Place.WHOLE:
+            assert self._whole is not None
+            if self._written_back is not None:
+                self._written_back.wait()
+            return self._whole
+        assert self._states is not None
+        host, device, _ = self._states
+        host.wait()
+        if (exchange := self._transport.exchange) is not None:
+            exchange.finish()
+        assert host.shown_upload is not None
+        whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu")
+        selected = self._device.to_host(device.master.to(self.plan.dtype), "weight")
+        parts = (device.selection.selected, selected), (device.selection.deferred, host.shown_upload)
+        for slices, values in parts:
+            indices = self._device.to_host(slices, "weight")
+            column_ops.reference_merge_columns(whole.view(whole.shape[0], -1), self.plan.dim, indices, values)
+        return whole
+
+    def begin_write(self) -> None:
+        """Have the values on the device alone, which the optimizer is going to write there."""
+        if not self.is_on_device():
+            self.load()
+        self.place = Place.DEVICE
+
+    def updates_dropped(self) -> None:
+        """Updates on their way are dropped. Where there is one upload buffer, the last was written over the weight."""
+        if self.place is Place.SLICES:
+            assert self._states is not None
+            if flushed := self._states.host.flushed:
+                self._states.host.show(flushed[-1])
+
+    def detach_from_state(self) -> None:
+        """Have the values in a place of their own, before other state of the optimizer is loaded."""
+        if self.place is Place.SLICES:
+            if self.loaded:
+                self.place = Place.DEVICE
+            else:
+                self._whole = self.values()
+                self.place = Place.WHOLE
+
+    def write(self, values: Tensor) -> None:
+        """Overwrite the values, of the parameter's shape, below autograd; its masters are compared with them later."""
+        if self.loaded:
+            self.param.data.copy_(values)
+            self.place = Place.DEVICE
+        else:
+            self.detach_from_state()
+            self.values().copy_(values)

@@ -1,0 +1,159 @@
+"""Copies weights ahead of their loads, in the order in which compiled graphs load them.
+
+Each graph declares its loads, so the next ones are known. Their copies start as long as the upload ring has a buffer
+besides the one that is kept for the load that comes next. The first loads of a graph are copied while the graph before
+it runs, or, behind a backward, at the end of the optimizer step: which graph follows is what followed the last time. A
+copy that no load takes, because another graph came or the values changed, is dropped.
+
+The weights that a backward loads first are those that its forward has used last. They stay on the device in between, as
+far as the ring of loaded weights has room for them besides what the forward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from zenflow_compile.runtime.device.staging_ring import StagingRing
+from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
+
+
+class GraphLoads:
+    """The loads of one graph.
+
+    Attributes:
+        order: parameters, one for each load.
+        peak_bytes: of loaded weights, at most.
+        reads_updates: the graph fetches parameters, so due updates are applied before they are copied.
+    """
+
+    __slots__ = ("order", "peak_bytes", "reads_updates")
+
+    def __init__(self, order: tuple[int, ...], peak_bytes: int, *, reads_updates: bool) -> None:
+        self.order = order
+        self.peak_bytes = peak_bytes
+        self.reads_updates = reads_updates
+
+
+class WeightPrefetch:
+    """Starts copies ahead of loads.
+
+    Args:
+        ring: that the copies end in.
+        weights: by index of the parameter.
+        apply_due: makes due updates of a parameter visible.
+
+    Attributes:
+        ring_bytes: of loaded weights.
+        carried: weights that stay on the device for the backward that follows.
+    """
+
+    def __init__(self, ring: StagingRing, weights: Mapping[int, HostWeight], apply_due: Callable[[int], None]) -> None:
+        self._ring = ring
+        self._weights = weights
+        self._apply_due = apply_due
+        self._graphs: dict[int, GraphLoads] = {}
+        self._followed_by: dict[int, int] = {}
+        self._running: int | None = None
+        self._next = 0  # load of the running graph
+        self._stepped = False  # since the running graph began
+        self._staged: dict[int, Staged] = {}
+        self.ring_bytes = 0
+        self.carried: set[int] = set()
+
+    def declare(self, graph: int, loads: GraphLoads) -> None:
+        """Note the loads of a compiled graph."""
+        self._graphs[graph] = loads
+
+    def begin(self, graph: int) -> set[int]:
+        """A graph begins to run: start the copies of its first loads. Returns the carried weights that it lacks."""
+        if self._running is not None:
+            self._followed_by[self._running] = graph
+        lacks = self.carried - self._first_loads(graph)
+        self.carried = set()
+        self._running, self._next, self._stepped = graph, 0, False
+        loads = set(self._graphs[graph].order) if graph in self._graphs else set()
+        for p in self._staged.keys() - loads:
+            self._drop(p)
+        self._start_copies()
+        return lacks
+
+    def carries(self, p: int) -> bool:
+        """Whether a weight that the running forward does not need any more stays for its backward."""
+        if self._running is None or (running := self._graphs.get(self._running)) is None:
+            return False
+        follower = self._followed_by.get(self._running, -1)
+        if not running.reads_updates or follower not in self._graphs or self._graphs[follower].reads_updates:
+            return False
+        return p not in running.order[self._next :] and p in self._first_loads(follower, running.peak_bytes)
+
+    def _is_carried(self, p: int) -> bool:
+        return p in self.carried or self.carries(p)
+
+    def _first_loads(self, graph: int, needed_bytes: int = 0) -> set[int]:
+        """The first weights that a graph loads, as many as fit into the ring beside ``needed_bytes``."""
+        first: set[int] = set()
+        room = self.ring_bytes - needed_bytes
+        for p in self._graphs[graph].order if graph in self._graphs else ():
+            if p not in first and p in self._weights:
+                room -= self._weights[p].nbytes
+                if room < 0:
+                    break
+                first.add(p)
+        return first
+
+    def end_step(self) -> None:
+        """An optimizer step has ended: start the copies of the first loads of the next forward."""
+        self._stepped = True
+        self._start_copies()
+
+    def take(self, p: int) -> Staged | None:
+        """The copy of a weight that is loaded now; None if none was started, or the values have changed since."""
+        if self._running in self._graphs:
+            order = self._graphs[self._running].order
+            # Not the next one if several threads run graphs: then this one's loads go on behind it.
+            self._next = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
+        staged = self._staged.get(p)
+        if staged is None or self._weights[p].is_current(staged):
+            return self._staged.pop(p, None)
+        self._drop(p)
+        return None
+
+    def go_on(self) -> None:
+        """A load has given its buffer back."""
+        self._start_copies()
+
+    def drop(self) -> None:
+        """Forget all copies, once they have ended."""
+        for p in list(self._staged):
+            self._drop(p)
+
+    def _drop(self, p: int) -> None:
+        self._weights[p].drop(self._staged[p])
+        del self._staged[p]
+
+    def _start_copies(self) -> None:
+        for p, reads_updates in self._ahead():
+            if self._ring.free < 2:  # the last buffer is for the weight, or the update, that is needed now
+                return
+            weight = self._weights.get(p)
+            # One that the device has now is unloaded before this load, unless it is carried.
+            if weight is None or weight.held or p in self._staged or (weight.loaded and self._is_carried(p)):
+                continue
+            if reads_updates:
+                self._apply_due(p)
+            if weight.has_update_on_its_way or (staged := weight.stage(waits=False)) is None:
+                return
+            self._staged[p] = staged
+
+    def _ahead(self) -> Iterator[tuple[int, bool]]:
+        """The loads to come, and whether updates that are due are applied before."""
+        if self._running is None or (running := self._graphs.get(self._running)) is None:
+            return
+        if not self._stepped:
+            for position in range(self._next, len(running.order)):
+                yield running.order[position], running.reads_updates
+        follower = self._graphs.get(self._followed_by.get(self._running, -1))
+        # Behind a backward there may come a step, whose updates are due in the forward behind it.
+        if follower is not None and (running.reads_updates or self._stepped):
+            for p in follower.order:
+                yield p, follower.reads_updates
