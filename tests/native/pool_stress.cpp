@@ -19,6 +19,7 @@ struct Work {
   std::vector<Record> records{kTasks};
   std::vector<int32_t> rows;
   std::vector<float> state[3], block[3];
+  std::vector<uint16_t> weights;  // bf16; half of the exchanges write them
   Exchange exchange{};
   uint32_t counter = 0, input = kPending, flag = 0;
   bool input_fails = false, aborted = false;
@@ -35,6 +36,9 @@ struct Work {
     }
     exchange.rows = rows.data();
     exchange.length = kLength;
+    weights.assign(kRows * kLength, 0);
+    if (number % 2) exchange.weights = weights.data();
+    exchange.weights_dtype = kBFloat16;
     gates.push_back({&counter, 1, kCounter});
     gates.push_back({&input, kDone, kState});
     if (before) gates.push_back({&before->job.state, kDone, kState});
@@ -59,6 +63,10 @@ struct Work {
     if (must_fail != (job.state == kFailed) && !aborted) return false;
     for (int task = 0; task < kTasks; ++task) {
       const float first = state[0][bounds[task] * kLength];
+      const uint16_t weight = exchange.weights && first == 2.0f ? 0x4000 : 0;  // 2 in bf16
+      for (int64_t at = bounds[task] * kLength; at < bounds[task + 1] * kLength; ++at) {
+        if (weights[at] != weight) return false;
+      }
       for (int part = 0; part < 3; ++part) {
         for (int64_t at = bounds[task] * kLength; at < bounds[task + 1] * kLength; ++at) {
           if (state[part][at] != first || block[part][at] != 3.0f - first) return false;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.edge_floats import edge_floats, same_bits
 from zenflow_compile.planning import plan as plans
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.thread_lane import ThreadLane
+from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
@@ -150,10 +152,26 @@ class Sides:
             on_device.copy_(moved[:k])
             on_host.copy_(moved[k:])
 
-    def start(self, exchange: StateExchange, wanted: Wanted) -> None:
+    def start(self, exchange: StateExchange, wanted: Wanted, **keywords: Any) -> None:
         change = reselect(self.device.selection, wanted)
-        exchange.start(self.device, self.host, change, step=0, deadline=0)
+        exchange.start(self.device, self.host, change, step=0, deadline=0, **keywords)
         self.device.selection = change.selection
+
+
+class Weights:
+    """Weights of the deferred slices, and what they must be after exchanges."""
+
+    def __init__(self, sides: Sides) -> None:
+        plan = sides.plan
+        for number, master in enumerate((sides.device.master, sides.host.state()[0])):
+            master.copy_(edge_floats(*master.shape, seed=number))
+        self.tensor = edge_floats(plan.deferred, plan.length, seed=2).to(plan.dtype)
+        self.expected = self.tensor.clone()
+
+    def expect(self, before: Tensor, sides: Sides) -> None:
+        """Rows of other slices than those of ``before``, i32[deferred], have the cast masters."""
+        rows = torch.nonzero(before != sides.device.selection.deferred).flatten()
+        self.expected[rows] = sides.host.state()[0][rows].to(self.expected.dtype)
 
 
 class Engine:
@@ -162,7 +180,8 @@ class Engine:
     def __init__(self, *params: ParamPlan, workers: int = 2) -> None:
         self.recorder = Recorder()
         self.to_host, self.to_device = (ThreadLane(name, self.recorder) for name in ("D2H", "H2D"))
-        self.workers = HostWorkers(NativePool(workers, self.recorder), PythonPool(workers, self.recorder), workers)
+        self.native = NativePool(workers, self.recorder)
+        self.workers = HostWorkers(self.native, PythonPool(workers, self.recorder), workers)
         self.exchange = StateExchange(self.to_host, self.to_device, self.workers, self.recorder, device_of(CPU))
         self.exchange.fit(Plan(policy="zenflow", params=params).exchange_buffer_bytes)
 
@@ -182,6 +201,7 @@ def engine(*params: ParamPlan, workers: int = 2) -> Iterator[Engine]:
         made.close()
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(4, 4, 3), (3, 9, 5), (9, 3, 7), (16, 64, 33)]
 
 
@@ -220,6 +240,91 @@ def test_exchange_equals_the_host_path(
             actual.host.wait()
             actual.assert_same(expected)
     assert actual.host.applied_failure is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_exchanged_at_once_have_weights(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    k, deferred, length = shape
+    for swaps in range(min(k, deferred) + 1):
+        sides = Sides(plan_of(*shape, dtype), seed=swaps)
+        weights = Weights(sides)
+        before = sides.device.selection.deferred
+        change = reselect(sides.device.selection, wanted_after(sides.device.selection, swaps, min(k, deferred)))
+        moved = exchange_rows(
+            sides.device.state(), sides.host.state(), change.device_rows, change.host_rows, weights.tensor
+        )
+        sides.device.selection = change.selection
+        weights.expect(before, sides)
+        assert same_bits(weights.tensor, weights.expected)
+        assert moved == 3 * 4 * swaps * length
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+@pytest.mark.parametrize("buffer_bytes", [1 << 9, 1 << 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_exchange_writes_the_weights(
+    shape: tuple[int, int, int], dtype: torch.dtype, buffer_bytes: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any number of chunks and tasks, with rows beyond the real ones; the state is that without weights."""
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
+    monkeypatch.setattr(state_exchange, "_PIECE_ELEMENTS", 16)
+    plan = plan_of(*shape, dtype)
+    expected, actual = Sides(plan), Sides(plan)
+    weights, _ = Weights(expected), Weights(actual)
+    with engine(plan, workers=3) as made:
+        actual.host.native = made.native.handle if native else None
+        for swaps in range(plan.most_swaps + 1):
+            before = expected.device.selection.deferred
+            wanted = wanted_after(expected.device.selection, swaps, swaps + 1)
+            expected.exchange_now(wanted)
+            weights.expect(before, expected)
+            actual.start(made.exchange, wanted, weights=weights.tensor)
+            made.exchange.finish()
+            actual.host.wait()
+            actual.assert_same(expected)
+            assert same_bits(weights.tensor, weights.expected)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+def test_exchange_waits_for_reads_of_the_weights(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job of every chunk writes what a late copy still reads."""
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 200)  # chunks of two slices
+    plan = plan_of(4, 12, 8, torch.bfloat16)
+    sides = Sides(plan)
+    weights, reads = Weights(sides), ThreadTicket()
+    kept = weights.tensor.clone()
+    with engine(plan) as made:
+        sides.host.native = made.native.handle if native else None
+        before = sides.device.selection.deferred
+        sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4), weights=weights.tensor, reads=reads)
+        first, second = sides.host.exchanges
+        time.sleep(0.05)  # a job that does not wait has run
+        assert not first.is_set
+        assert not second.is_set
+        assert same_bits(weights.tensor, kept)
+        reads.set()
+        made.exchange.finish()
+        sides.host.wait()
+        weights.expect(before, sides)
+        assert same_bits(weights.tensor, weights.expected)
+        assert not same_bits(weights.tensor, kept)
+
+
+def test_ended_reads_are_no_input() -> None:
+    plan = plan_of(4, 12, 8)
+    sides = Sides(plan)
+    with engine(plan) as made:
+        sides.host.last_job = held = HeldJob()
+        wanted, weights = wanted_after(sides.device.selection, 4, 4), torch.zeros(12, 8)
+        sides.start(made.exchange, wanted, weights=weights, reads=ThreadTicket.ended(None))
+        (job,) = sides.host.exchanges
+        assert isinstance(job, state_exchange.ExchangeJob)
+        inputs = len(job._inputs)
+        held.finish_task()
+        made.exchange.finish()
+        assert inputs == 1
 
 
 def test_exchanges_overlap_in_a_few_buffers() -> None:
@@ -390,6 +495,21 @@ def test_lanes_record_the_moved_state() -> None:
     workers = [event for event in timeline.events() if event.is_worker]
     assert {event.kind for event in workers} == {"state"}
     assert sum(event.bytes for event in workers) == 4 * 12 * plan.length  # read and written on either place, one slice
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+def test_workers_record_the_written_weights(native: bool) -> None:
+    plan = plan_of(4, 12, 8, torch.bfloat16)
+    sides = Sides(plan)
+    with engine(plan) as made:
+        sides.host.native = made.native.handle if native else None
+        made.recorder.attach(timeline := Timeline())
+        weights = torch.zeros(12, 8, dtype=torch.bfloat16)
+        sides.start(made.exchange, wanted_after(sides.device.selection, 3, 4), weights=weights)
+        made.exchange.finish()
+        sides.host.wait()
+    workers = [event for event in timeline.events() if event.is_worker]
+    assert sum(event.bytes for event in workers) == 3 * (4 * 12 + 2) * plan.length
 
 
 def test_buffers_are_bounded_and_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:

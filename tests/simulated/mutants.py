@@ -169,7 +169,7 @@ MUTANTS = {
         "step_runner:StepRunner._update_slices", "exchange.finish()", Case("reselect often", delays="H2D late")
     ),
     "exchange before the rows are on the host": without(
-        EXCHANGE + "_send", "swap, (copied,), needs", Case("reselect often", delays="D2H late"), "swap, (), needs",
+        EXCHANGE + "_send", "swap, inputs, needs", Case("reselect often", delays="D2H late"), "swap, (), needs",
     ),
     "file read into memory that is used": without(
         "nvme.cache:NvmeCache._transfer", "tuple(place.unsettled())", Case("files", delays="jobs late"), "()"

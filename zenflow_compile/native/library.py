@@ -75,6 +75,8 @@ class Exchange(ctypes.Structure):
         ("length", ctypes.c_int64),
         ("state", ctypes.c_void_p * 3),
         ("block", ctypes.c_void_p * 3),
+        ("weights", ctypes.c_void_p),
+        ("weights_dtype", ctypes.c_int32),
     )
 
 

@@ -67,8 +67,10 @@ struct LateScale {
 struct Exchange {
   const int32_t* rows;  // of the state; -1 behind the last one
   int64_t length;       // of a row
-  float* state[3];
+  float* state[3];      // master and moments
   float* block[3];
+  void* weights;        // in the order of the state's rows; null: none are written
+  int32_t weights_dtype;
 };
 
 struct Job {
@@ -119,6 +121,17 @@ inline void read_late_scales(const Job& job) {
   }
 }
 
+// Casts a row of the master. No other task of the job writes the row.
+inline void write_weights(const Exchange& exchange, int64_t row) {
+  const int64_t first = row * exchange.length;
+  const float* const master = exchange.state[0] + first;
+  switch (exchange.weights_dtype) {
+    case kFloat32: return cast<Float32>(master, (float*)exchange.weights + first, exchange.length);
+    case kBFloat16: return cast<BFloat16>(master, (uint16_t*)exchange.weights + first, exchange.length);
+    case kFloat16: return cast<Float16>(master, (uint16_t*)exchange.weights + first, exchange.length);
+  }
+}
+
 // Returns the number of rows.
 inline int64_t swap_rows(const Exchange& exchange, int64_t begin, int64_t end) {
   int64_t at = begin;
@@ -128,6 +141,7 @@ inline int64_t swap_rows(const Exchange& exchange, int64_t begin, int64_t end) {
       float* __restrict of_block = exchange.block[part] + at * exchange.length;
       for (int64_t i = 0; i < exchange.length; ++i) std::swap(of_state[i], of_block[i]);
     }
+    if (exchange.weights) write_weights(exchange, exchange.rows[at]);
   }
   return at - begin;
 }

@@ -115,6 +115,15 @@ inline void store_some(typename Dtype::Element* to, Floats values, int count) {
   std::memcpy(to, padded, count * sizeof *to);
 }
 
+// Casts fp32 elements, with the rounding of the output of `update`.
+template <class Dtype>
+inline void cast(const float* from, typename Dtype::Element* to, int64_t count) {
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) Dtype::store(to + at, Float32::load(from + at));
+  const int rest = (int)(count - at);
+  if (rest > 0) store_some<Dtype>(to + at, load_some<Float32>(from + at, rest), rest);
+}
+
 // ---- the rule
 
 // One gradient of an update window: the hyperparameters of the optimizer step that used it.

@@ -155,16 +155,22 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
 
 
 def exchange_rows(
-    device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], device_rows: Tensor, host_rows: Tensor
+    device_side: tuple[Tensor, ...],
+    host_side: tuple[Tensor, ...],
+    device_rows: Tensor,
+    host_rows: Tensor,
+    weights: Tensor | None = None,
 ) -> int:
     """Swap rows of state in the calling thread, with blocking copies. ``StateExchange`` swaps the same rows without.
 
-    No job may use the host's side.
+    No job may use the host's side, and no copy may read ``weights``.
 
     Args:
-        device_side: f32[k, length] tensors.
+        device_side: f32[k, length] tensors, the master first.
         host_side: f32[deferred, length] tensors of the same meaning.
         device_rows, host_rows: as in ``Reselection``, the second one on the host.
+        weights: [deferred, length] in the model's dtype, on the host, in the order of ``host_side``. Swapped rows get
+            the new masters, cast; None writes no weights.
 
     Returns:
         The bytes that were moved in one direction.
@@ -178,4 +184,6 @@ def exchange_rows(
         on_device[rows] = device.from_host(on_host[swapped], "state")
         on_host[swapped] = leaving
         moved += leaving.nbytes
+    if weights is not None:
+        weights[swapped] = host_side[0][swapped].to(weights.dtype)
     return moved

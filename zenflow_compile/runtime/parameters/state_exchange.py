@@ -6,6 +6,9 @@ The device puts them into its state before the next update of selected slices, o
 buffer. Nothing else reads that state: forward and backward need the weights and the selection alone. Only streams and
 workers wait, as long as the lane itself can wait for a job.
 
+Where the host also keeps the weights of deferred slices, in the model's dtype, the same job casts the masters that it
+puts into the host's state, and writes them there.
+
 How many slices really change sides is known on the device alone, so a bound of it is copied. Rows beyond the real ones
 come back as they went.
 """
@@ -21,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zenflow_compile.native.library import EXCHANGE, Exchange, HostJob, Record
+from zenflow_compile.native.library import DTYPES, EXCHANGE, Exchange, HostJob, Record
 from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
 from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
@@ -47,8 +50,9 @@ class ExchangeJob(PythonJob):
     Args:
         rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each, for master and moments.
-        copied: the copy that writes ``rows`` and ``blocks``.
+        inputs: the copy that writes ``rows`` and ``blocks``, and one that may still read ``weights``.
         needs: the jobs that it waits for.
+        weights: as in :meth:`StateExchange.start`.
     """
 
     kind = "state"
@@ -58,9 +62,10 @@ class ExchangeJob(PythonJob):
         host: HostState,
         rows: Tensor,
         blocks: tuple[Tensor, ...],
-        copied: Ticket,
+        inputs: Sequence[Ticket],
         needs: Needs,
         parts: list[slice],
+        weights: Tensor | None = None,
         *,
         deadline: int,
         step: int,
@@ -69,9 +74,10 @@ class ExchangeJob(PythonJob):
         self._length = host.plan.length
         self._rows = rows
         self._blocks = blocks
+        self._weights = weights
         tasks = [partial(self.run, part) for part in parts]
         super().__init__(
-            tasks, (copied,), needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
+            tasks, inputs, needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
         )
 
     @annotated("exchange", lambda job, _: (job.param,))
@@ -81,17 +87,21 @@ class ExchangeJob(PythonJob):
         rows = self._rows[part]
         rows = rows[rows >= 0].long()  # those before the first -1
         piece = max(1, _PIECE_ELEMENTS // self._length)
-        swapped = 0
+        swapped = written = 0
         with torch_private.one_intra_op_thread():
-            for state, block in zip(self._state, self._blocks, strict=True):
+            for number, (state, block) in enumerate(zip(self._state, self._blocks, strict=True)):
                 for first in range(0, len(rows), piece):
                     of_state = rows[first : first + piece]
                     incoming = block[part.start + first :][: len(of_state)]
                     leaving = state.index_select(0, of_state)
                     state.index_copy_(0, of_state, incoming)
+                    if self._weights is not None and number == 0:  # the master
+                        cast = incoming.to(self._weights.dtype)
+                        self._weights.index_copy_(0, of_state, cast)
+                        written += cast.nbytes
                     incoming.copy_(leaving)
                     swapped += leaving.nbytes
-        return 4 * swapped
+        return 4 * swapped + written
 
 
 @dataclass(slots=True)
@@ -102,6 +112,7 @@ class NativeExchange(NativeWork):
         state: f32[deferred, length] each: master and moments.
         rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each.
+        weights: as in :meth:`StateExchange.start`.
     """
 
     kind: ClassVar[str] = "state"
@@ -109,6 +120,7 @@ class NativeExchange(NativeWork):
     rows: Tensor
     blocks: Sequence[Tensor]
     bounds: Bounds
+    weights: Tensor | None = None
 
     def describe(self, memory: HostJob) -> object:
         """See :meth:`NativeWork.describe`."""
@@ -116,14 +128,24 @@ class NativeExchange(NativeWork):
         exchange = Exchange(rows=self.rows.data_ptr(), length=self.state[0].shape[1])
         exchange.state[:] = [each.data_ptr() for each in self.state]
         exchange.block[:] = [each.data_ptr() for each in self.blocks]
+        if (weights := self.weights) is not None:
+            # Native code gets an address alone: another layout would be written out of bounds.
+            assert weights.shape == self.state[0].shape
+            assert weights.is_contiguous()
+            assert weights.is_cpu
+            assert weights.dtype.is_floating_point
+            exchange.weights, exchange.weights_dtype = weights.data_ptr(), DTYPES[weights.dtype]
         memory.kind = EXCHANGE
         memory.exchange = ctypes.pointer(exchange)
-        return self.state, self.rows, self.blocks, exchange
+        return self.state, self.rows, self.blocks, weights, exchange
 
     def touched_bytes(self, task: int, record: Record) -> int:
-        """See :meth:`NativeWork.touched_bytes`. Both places of each row are read and written."""
+        """See :meth:`NativeWork.touched_bytes`. Both places of a row are read and written."""
         rows: int = record.rows
-        return 4 * STATE_TENSORS * FP32_BYTES * self.state[0].shape[1] * rows
+        per_element = 4 * STATE_TENSORS * FP32_BYTES
+        if self.weights is not None:
+            per_element += self.weights.itemsize  # written
+        return per_element * self.state[0].shape[1] * rows
 
 
 @dataclass(slots=True)
@@ -215,20 +237,35 @@ class StateExchange:
 
     # An exchange.
 
-    def start(self, device: DeviceState, host: HostState, change: Reselection, *, step: int, deadline: int) -> None:
+    def start(
+        self,
+        device: DeviceState,
+        host: HostState,
+        change: Reselection,
+        *,
+        step: int,
+        deadline: int,
+        weights: Tensor | None = None,
+        reads: Ticket | None = None,
+    ) -> None:
         """Start to swap rows of ``device`` and ``host``, behind all jobs of ``host``.
 
         After an interrupt the two sides do not match: the caller marks the update as partially applied.
 
         Args:
             step, deadline: of the jobs.
+            weights: [deferred, length] in the model's dtype, contiguous, on the host, in the order of the host's state.
+                The jobs cast each master that they put into that state, and write it there. None writes no weights.
+            reads: a copy that may still read ``weights``, which the jobs wait for. A later copy that reads them goes
+                behind ``host.exchanges``.
         """
         plan = device.plan
         at_once = self._buffers[0].on_device.nbytes // plan.swap_bytes
         parts = (torch.split(each, at_once) for each in (change.device_rows, change.host_rows))
         pairs = list(zip(*parts, strict=True))
         for number, (rows, host_rows) in enumerate(pairs, start=1):
-            self._send(device, host, rows, host_rows, last=number == len(pairs), step=step, deadline=deadline)
+            last = number == len(pairs)
+            self._send(device, host, rows, host_rows, weights, reads, last=last, step=step, deadline=deadline)
 
     def _send(
         self,
@@ -236,6 +273,8 @@ class StateExchange:
         host: HostState,
         rows: Tensor,
         host_rows: Tensor,
+        weights: Tensor | None,
+        reads: Ticket | None,
         *,
         last: bool,
         step: int,
@@ -255,18 +294,21 @@ class StateExchange:
             buffer.on_host[:used], buffer.on_device[:used], step=self._recorder.step, param=name, kind="state"
         )
         blocks, of_host = _views(buffer.on_host, len(rows), device.plan.length)
+        inputs = [copied]
+        if reads is not None and not reads.done():
+            inputs.append(reads)  # it may still read rows of the weights, which the job writes
         deadline, needs = host.prepare(step=step, deadline=deadline)
         size = -(-len(rows) // self._workers.workers)
         parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
         job: Job
         if host.native is None:
-            job = ExchangeJob(host, of_host, blocks, copied, needs, parts, deadline=deadline, step=step)
+            job = ExchangeJob(host, of_host, blocks, inputs, needs, parts, weights, deadline=deadline, step=step)
         else:
             # As for uploads: a lane that waits for a job must copy from pinned memory.
             flag = host.next_flag() if self._pinned else None
-            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts))
+            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts), weights)
             job = NativeJob(
-                swap, (copied,), needs.after, host.native, behind=needs.behind,
+                swap, inputs, needs.after, host.native, behind=needs.behind,
                 deadline=deadline, step=step, param=name, flag=flag,
             )  # fmt: skip
         chunk = _Chunk(buffer, device, rows, job)
