@@ -129,10 +129,14 @@ def test_evaluation_between_steps_sees_every_step(member: Member, inner: str | N
 
 
 def with_moments_reset(
-    device_side: tuple[Tensor, ...], host_side: tuple[Tensor, ...], device_rows: Tensor, host_rows: Tensor
+    device_side: tuple[Tensor, ...],
+    host_side: tuple[Tensor, ...],
+    device_rows: Tensor,
+    host_rows: Tensor,
+    weights: Tensor | None,
 ) -> int:
     """A wrong exchange: a slice that changes sides keeps its master and loses its moments."""
-    moved = exchange_rows(device_side, host_side, device_rows, host_rows)
+    moved = exchange_rows(device_side, host_side, device_rows, host_rows, weights)
     swapped = host_rows[host_rows >= 0].long()
     for on_device, on_host in zip(device_side[1:], host_side[1:], strict=True):
         on_device[device_rows[: len(swapped)]] = 0.0

@@ -21,7 +21,7 @@ import enum
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -67,11 +67,11 @@ class Staged:
 
     Attributes:
         source: what is copied.
-        writer: the job that wrote it last. While both are the weight's, the copy is current.
+        writer: the job, or the copy from the device, that wrote it last. While both are the weight's, the copy is current.
     """
 
     source: Tensor
-    writer: Job | None
+    writer: Job | Ticket | None
     buffer: StagingBuffer
     ticket: Ticket
 
@@ -117,9 +117,7 @@ class HostWeight:
         self._written_back: Ticket | None = None  # the last copy into ``_whole``
         self._note = note
         self._storage = storage_identity(param.untyped_storage())
-        streams = self._device.streams
-        # In which the memory was allocated. Of the memory that the parameter comes with, it is a guess.
-        self._stream: Stream | None = None if streams is None else streams.current()
+        self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
         self._bumps = 0  # external ones, at the last load
 
     def attach(self, states: SliceStates) -> None:
@@ -176,7 +174,9 @@ class HostWeight:
         if (source := self._source()) is None:
             return None
         transport, writer = self._transport, self._writer()
-        job = None if writer is None or writer.succeeded else writer
+        job = None if self._states is None else self._states.host.shown_by
+        if job is not None and job.succeeded:
+            job = None
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
             if not waits:
                 return None
@@ -209,9 +209,9 @@ class HostWeight:
             return self._whole_matrix
         return None
 
-    def _writer(self) -> Job | None:
-        """The job that wrote the values last."""
-        return None if self._states is None else self._states.host.shown_by
+    def _writer(self) -> Job | Ticket | None:
+        """The job, or the copy from the device, that wrote the values last."""
+        return self._written_back if self._states is None else self._states.host.shown_by
 
     def load(self, staged: Staged | None = None) -> None:
         """Fill the device's memory. The version of the parameter does not move: its values are what they were.
@@ -312,7 +312,7 @@ class HostWeight:
 
     def _accept_memory(self) -> None:
         """Take over memory that other code gave the parameter."""
-        self._storage = storage_identity(self.param.untyped_storage())
+        self._storage, self._stream = storage_identity(self.param.untyped_storage()), None
         self.place = Place.DEVICE
         self._is_loaded()
 
@@ -335,11 +335,14 @@ class HostWeight:
         self._note(-self.nbytes)
 
     def _free(self) -> None:
-        streams, stream = self._device.streams, self._stream
-        if streams is not None and stream is not None and (current := streams.current()) != stream:
-            # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which
-            # may run ahead of the one that has read the weight.
-            stream.wait_stream(current)
+        # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which may run
+        # ahead of the one that has read the weight.
+        if (streams := self._device.streams) is not None:
+            current = streams.current()
+            if self._stream is None:
+                self.param.data.record_stream(cast("torch.Stream", current))
+            elif current != self._stream:
+                self._stream.wait_stream(current)
         self.param.untyped_storage().resize_(0)
 
     def _store(self) -> None:
