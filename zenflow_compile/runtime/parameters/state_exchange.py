@@ -19,7 +19,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -368,6 +368,10 @@ class StateExchange:
         blocks, _ = _views(chunk.buffer.on_device, len(chunk.rows), chunk.device.plan.length)
         for state, block in zip(chunk.device.state(), blocks, strict=True):
             state.index_copy_(0, chunk.rows, block)
+        if (streams := self._device.streams) is not None:
+            # Hazard: a load in a forward may be the one that needs the state. Its stream may be late, and that of the
+            # optimizer step, which the rows were allocated in, would reuse their memory.
+            chunk.rows.record_stream(cast("torch.Stream", streams.current()))
         self._in_flight = self._in_flight[1:]
 
     def abandon(self) -> None:
