@@ -47,6 +47,18 @@ class WeightForecast:
     to_device: float
     to_host: float
 
+    @property
+    def sentence(self) -> str:
+        """How often weights cross, and how many bytes."""
+        if not self.offloaded:
+            return "All weights fit the budget of offload_weights, and stay on the device."
+        several = " Weights cross once per micro-batch: fewer and larger ones move less."
+        return (
+            f"{self.offloaded} weights of {self.offloaded_bytes / 1e9:.1f} GB are loaded in each forward, and again in "
+            f"its backward: {self.micro_batch_bytes / 1e9:.1f} GB cross to the device per micro-batch, "
+            f"{self.to_device / 1e9:.1f} GB per step.{several if self.micro_batches > 1 else ''}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
