@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
 from zenflow_compile.performance.performance_model import step_time
 from zenflow_compile.performance.step_settings import StepSettings
+from zenflow_compile.performance.traffic import traffic_of
+from zenflow_compile.prediction.auto_policy import resolve_stride
 from zenflow_compile.prediction.forecast import forecast, node_plan
 from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.recording import Recording
@@ -289,6 +292,38 @@ def test_step_is_at_least_the_equations_step(link: float, given: dict[str, Any],
     settings = StepSettings.of(options, node_plan(options, asked), final_at_step=asked.final_at_step(options))
     bound = step_time(settings, hardware, flops=flops_per_token(asked.model) * 64).seconds
     assert (1 - 1e-6) * bound <= found.step_s <= 2 * bound
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_options_move_the_plans_bytes(seed: int) -> None:
+    """No combination of queues, rings and late updates waits forever, or loads more or less than the plan."""
+    rng = random.Random(seed)
+    policy = rng.choice(["zenflow", "zero_offload", "twinflow", "resident", "zero_infinity"])
+    given: dict[str, Any] = {
+        "policy": policy,
+        "offload_weights": rng.choice([1.0, 0.7, 0.3, 2 * END, RING + END]),
+        "gradient_accumulation_steps": rng.choice([None, 2, 3]),
+        "staging_bytes": rng.choice([None, 2 * END, 5 * END]),
+        "max_grad_norm": rng.choice([None, 1.0]),
+    }
+    if policy == "twinflow":
+        given["ratio"] = rng.random()
+    if policy == "zenflow":
+        given |= {"topk_ratio": rng.random() / 2, "device_share": rng.random(), "update_interval": rng.randint(1, 4)}
+        given |= {"staleness": rng.randint(0, 1), "overlap_step": rng.random() < 0.7}
+        given |= rng.choice([{}, {"update_stride": 3, "sub_group_size": 1_000_000}, {"gradient_compression": "int8"}])
+    rates = {name: 10 ** rng.uniform(6, 10) for name in ("link_to_device", "link_to_host", "adam_per_core")}
+    hardware = machine(device_flops=1e10, device_bandwidth=1e10, host_bandwidth=1e10, **rates)
+    scenario = {"implicit": rng.random() < 0.5, "recompute": rng.random() < 0.5}
+    asked = scenario_of(llama(), hardware, tokens=64, **scenario, **given)
+    options = resolve_stride(asked.options, hardware, asked.model.params)
+    moved = traffic_of(node_plan(options, asked))
+    found = forecast(options, asked)
+    assert moved is not None
+    assert found.weights is not None
+    assert found.weights.to_device == pytest.approx(moved.loads)
+    assert found.weights.to_host == pytest.approx(moved.rewritten)
+    assert found.traffic * (ALL + NORMS) == pytest.approx(moved.to_host + moved.to_device)
 
 
 # Refused.
