@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import random
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import zenflow_compile as zf
 from tests.support.machines import layers, llama, machine
@@ -23,6 +25,7 @@ from zenflow_compile.prediction.auto_policy import resolve_stride
 from zenflow_compile.prediction.forecast import forecast, node_plan
 from zenflow_compile.prediction.scenario import scenario_of
 from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import summarize
 
 WIDTH, BLOCKS, WORDS = 512, 4, 4000
@@ -324,6 +327,17 @@ def test_any_options_move_the_plans_bytes(seed: int) -> None:
     assert found.weights.to_device == pytest.approx(moved.loads)
     assert found.weights.to_host == pytest.approx(moved.rewritten)
     assert found.traffic * (ALL + NORMS) == pytest.approx(moved.to_host + moved.to_device)
+
+
+def test_report_counts_loaded_weights() -> None:
+    recording = timeline(policy="resident", offload_weights=1.0, rates={"link_to_device": 1e6})
+    summary = summarize(recording)
+    assert summary["weight_bytes_per_step"] == (18 + 6) * 2e6
+    assert summary["traffic_model_sizes_per_step"] == 0.0
+    output = io.StringIO()
+    print_report([recording], Console(width=100, file=output))
+    assert "of it weights" in output.getvalue()
+    assert "Loads of weights limit this run" in output.getvalue()
 
 
 # Refused.
