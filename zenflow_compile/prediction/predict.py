@@ -125,7 +125,7 @@ def plan(
         recompute: activations are computed again in the backward.
         epoch_tokens: of an epoch, over all devices, for its hours.
         device_bytes, host_bytes: memory of a device, of a node; None takes the hardware's.
-        options: of ``ZenFlowAdamW``.
+        options: of ``ZenFlowAdamW``. With ``gradient_accumulation_steps`` the tokens come in as many micro-batches.
 
     Returns:
         ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
