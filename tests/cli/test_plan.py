@@ -159,6 +159,47 @@ def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkey
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("text", ["0.5", "1.0", "2GB", "1 GiB", "1.5e9B", "1800000000"])
+def test_weights_cross_once_per_micro_batch(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    params = ["plan", "--params", "3e9", "--hardware", "rtx-4090", "--tokens", "1024", "--recompute"]
+    arguments = [*params, "--device-share", "0", "--offload-weights", text]
+    accumulating = [*arguments, "--gradient-accumulation-steps", "2"]
+    one, two = answer(arguments, capsys), answer(accumulating, capsys)
+    assert not any("micro-batch: fewer" in note for note in one["notes"])
+    assert any("Weights cross once per micro-batch: fewer and larger ones move less." in note for note in two["notes"])
+    for each, twice in zip(one["policies"], two["policies"], strict=True):
+        weights = each["weights"]
+        if each["options"] | {"gradient_accumulation_steps": 2} != twice["options"]:
+            continue  # another share of the state fits
+        assert twice["weights"]["micro_batch_bytes"] == weights["micro_batch_bytes"] > 0
+        assert twice["weights"]["to_device"] - weights["to_device"] == weights["micro_batch_bytes"]
+        assert each["options"]["offload_weights"] == _bytes_or_share(text)
+    assert main.main(accumulating) == 0
+    printed = capsys.readouterr().out
+    chosen = next(each for each in two["policies"] if each["options"] == two["recommended"])["weights"]
+    flat = " ".join(printed.split())
+    assert f"{chosen['offloaded']} weights of {chosen['offloaded_bytes'] / 1e9:.1f} GB are loaded in each" in flat
+    assert f"{chosen['micro_batch_bytes'] / 1e9:.1f} GB cross to the device per micro-batch" in flat
+    assert f"{chosen['kept']}/{chosen['kept'] + chosen['offloaded']}" in flat
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def _bytes_or_share(text: str) -> float:
+    known = {"0.5": 0.5, "1.0": 1.0, "2GB": 2 * 10**9, "1 GiB": 2**30, "1.5e9B": 1_500_000_000}
+    return known.get(text, 1_800_000_000)
+
+
+def test_weights_that_fit_are_said_to_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "--policy", "zenflow", "--offload-weights", "8GB"]
+    said = "All weights fit the budget of offload_weights, and stay on the device."
+    assert said in answer(arguments, capsys)["notes"]
+    assert answer([*SMALL, "--policy", "zenflow"], capsys)["policies"][0]["weights"] is None
+
+
 def test_placeholder_directory_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--policy", "zero_infinity"], capsys)
     assert found["recommended"] == found["policies"][0]["options"] == {"policy": "zero_infinity"}
@@ -329,6 +370,17 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--params", "1e8", "--hardware", "h200", "--sequence", "9000"], r"sequence=9000 must be .* in \[1, 8192\]"),
         (["--params", "1e8", "--hardware", "h200", "--dtype", "int8"], "dtype='int8' is not one of \"bf16\""),
         (["--params", "1e8", "--hardware", "h200", "--update-stride", "x"], "update_stride='x' must be an integer"),
+        (
+            ["--params", "1e8", "--hardware", "h200", "--offload-weights", "8XB"],
+            "as 8GB, 8GiB or 8000000000, or",
+        ),
+        (["--params", "1e8", "--hardware", "h200", "--offload-weights", "1.5"], r"offload_weights=1\.5 must be False"),
+        (
+            ["--params", "1e8", "--hardware", "h200", "--offload-weights", "1MB"],
+            r"offload_weights=1000000 bytes must",
+        ),
+        (["--params", "1e8", "--hardware", "4xh100-80g", "--offload-weights", "0.5"], "shard the model by fully_shard"),
+        (["--params", "1e8", "--hardware", "h200", "--device-share", "2"], r"device_share=2\.0 must be a number in"),
         (["--params", "1e8", "--hardware", "h200", "--tokens", "0"], "tokens=0 must be an integer >= 1"),
         (["--params", "1e8", "--hardware", "h200", "--devices", "2"], r"devices=2 must be an integer in \[1, 1\]"),
         (["--params", "1e8", "--hardware", "h200", "--ratio", "1.5"], r"ratio=1\.5 must be a number in \[0, 1\]"),

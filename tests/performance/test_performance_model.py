@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.machines import SLOW_HOST, llama, scenario
+from tests.support.machines import SLOW_HOST, layers, llama, scenario
 from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.performance import equations
 from zenflow_compile.performance.equations import PLAN_TRAFFIC, STRIDE_RATIO, TRAFFIC
@@ -419,3 +419,42 @@ def test_explanation_evaluates_the_step() -> None:
 def test_formula_with_an_unbound_symbol_raises() -> None:
     with pytest.raises(KeyError, match="update_interval"):
         TRAFFIC.evaluate({equations.topk_ratio: 0.1})
+
+
+# Offloaded weights.
+
+
+def loading(**given: Any) -> StepSettings:
+    """A plan of three weights of 2e6 bytes, of which nothing is loaded ahead."""
+    options = Options(**{"offload_weights": 1.0, "device_share": 0.0, "topk_ratio": 0.0, "update_interval": 1} | given)
+    plan = node_plan(options, scenario(options, MACHINE, layers(3)))
+    return replace(StepSettings.of(options, plan), copied_first=1.0, loaded_ahead=0)
+
+
+def test_loads_bound_forward_backward_and_link() -> None:
+    """Forward of 4 s, backward of 8 s; 6e6 bytes in each of them."""
+    rates = {"device_bandwidth": 1e12, "host_bandwidth": 1e12, "adam_per_core": 1e12, "link_to_host": 1e12}
+    for rate, seconds in ((1.5e6, 12.0), (1.2e6, 13.0), (7.5e5, 16.0), (1e5, 120.0)):
+        found = step(loading(), replace(MACHINE, link_to_device=rate, **rates))
+        assert found.seconds == pytest.approx(seconds, rel=1e-4)
+        assert found.device == pytest.approx(12.0, rel=1e-4)
+        assert found.lanes["uploads"] == pytest.approx(12e6 / rate)
+
+
+def test_loads_that_never_fit_have_no_interval() -> None:
+    rates = {"device_bandwidth": 1e12, "host_bandwidth": 1e12, "adam_per_core": 1e12, "link_to_host": 1e12}
+    for rate, expected in ((1.6e6, 1), (1.4e6, None)):
+        machine = replace(MACHINE, link_to_device=rate, **rates)
+        assert smallest_interval(loading(), machine, flops=12.0) == expected
+
+
+def test_rewritten_weights_cross_both_ways() -> None:
+    settings = loading(policy="resident")
+    assert settings.traffic.forward_loads == settings.traffic.backward_loads == settings.traffic.rewritten == 6_000_000
+    found = step(
+        settings, replace(MACHINE, link_to_device=1e6, link_to_host=2e6, device_bandwidth=1e12, host_bandwidth=1e12)
+    )
+    assert found.lanes["uploads"] == pytest.approx(18.0)
+    assert found.lanes["flushes"] == pytest.approx(3.0)
+    assert found.seconds == pytest.approx(6 + 8 + 6, rel=1e-4)
+    assert any(line.startswith("rewrites") for line in explain(settings, MACHINE, flops=12.0))

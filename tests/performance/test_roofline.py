@@ -10,6 +10,7 @@ import torch
 from zenflow_compile.performance.roofline import limit_of
 from zenflow_compile.performance.traffic import Bandwidths, Traffic, traffic_of
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.planning.weight_memory import WeightMemory
 
 WEIGHT = ParamPlan(
     index=0,
@@ -180,3 +181,28 @@ def test_smallest_interval(bandwidths: Bandwidths, device_ms: float, smallest: i
     if smallest > 1:
         shorter = replace(PLAN, params=(replace(WEIGHT, interval=smallest - 1),))
         assert limit_of(traffic(shorter), bandwidths, device_ms=device_ms).stall_ms > 0.0
+
+
+def test_loads_of_weights_need_the_link() -> None:
+    """Four loads of the deferred part for two micro-batches, and no upload."""
+    weights = WeightMemory(offloaded=frozenset({0}), reloaded=frozenset(), ring_bytes=4_000_000, staging_buffers=3)
+    plan = replace(PLAN, weights=weights, micro_batches=2)
+    found = traffic(plan)
+    assert (found.forward_loads, found.backward_loads, found.rewritten) == (2 * 2 * REST, 2 * 2 * REST, 0)
+    assert found.to_device == found.upload_per_window == 0
+    assert found.host == traffic().host
+    limit = limit_of(found, Bandwidths(host=1e12, to_host=1e12, to_device=1e9), device_ms=5.0)
+    assert limit.to_device_ms == pytest.approx(4 * 2 * REST / 1e6)
+    assert limit.stall_ms == pytest.approx(4 * 2 * REST / 1e6 - 5.0)
+    assert limit.smallest_interval is None
+    again = traffic(replace(plan, weights=replace(weights, reloaded=frozenset({0}))))
+    assert again.backward_loads == 2 * found.backward_loads
+
+
+def test_resident_weights_come_back() -> None:
+    weights = WeightMemory(offloaded=frozenset({0}), reloaded=frozenset(), ring_bytes=4_000_000, staging_buffers=3)
+    resident = replace(WEIGHT, placement=Placement.DEVICE, slices=0, length=0, k=0, interval=1)
+    found = traffic(Plan(policy="resident", params=(resident, BIAS), weights=weights))
+    assert (found.forward_loads, found.backward_loads, found.rewritten) == (2_000_000,) * 3
+    limit = limit_of(found, Bandwidths(host=1e12, to_host=1e9, to_device=1e9), device_ms=1.0)
+    assert (limit.to_host_ms, limit.to_device_ms) == (pytest.approx(2.0), pytest.approx(6.0))

@@ -217,6 +217,7 @@ def test_memory_by_hand() -> None:
     assert needs.host == {
         "optimizer state": 24 * million,
         "gradients and uploads": 8 * million,
+        "weights": 0,
         "buffers of exchanges": 0,
         "window of files": 0,
     }

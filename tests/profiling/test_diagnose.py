@@ -8,7 +8,7 @@ from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import summarize
 
 
-def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, steps=3, **changes) -> Recording:
+def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, up="copy", steps=3, **changes) -> Recording:
     """Steps of 10 ms forward, 20 backward and the given (start, ms) waits, which make the forward longer."""
     events = []
     stalled = sum(ms for _, ms in waits)
@@ -21,7 +21,7 @@ def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, steps=3, **changes
             event("compute", "forward", origin, backward, step=step),
             event("compute", "backward", backward, origin + period, step=step),
             event("D2H", "copy", backward, backward + d2h, step=step, size=int(d2h * 1e7)),
-            event("H2D", "copy", origin, origin + h2d, step=step, size=int(h2d * 1e7)),
+            event("H2D", up, origin, origin + h2d, step=step, size=int(h2d * 1e7)),
         ]
         for index, (start, ms) in enumerate(waits):
             events.append(
@@ -68,6 +68,11 @@ CASES = {
         run(waits=((6.0, 10.0),), workers=((0.0, 2.0),), d2h=1.0, h2d=15.0),
         ["from host to device limit", "update_interval from 4 to 8"],
         ["topk_ratio"],
+    ),
+    "loads of weights": (
+        run(waits=((6.0, 10.0),), workers=((0.0, 2.0),), d2h=1.0, h2d=15.0, up="load"),
+        ["Loads of weights limit", "offload_weights", "micro-batch"],
+        ["update_interval"],
     ),
     "first layers": (
         run(waits=((0.0, 3.0),), workers=((20.0, 6.0),), d2h=2.0, h2d=1.0),

@@ -50,6 +50,7 @@ def test_known_run():
         "d2h_bytes_per_step": 8_000_000.0,
         "h2d_bytes_per_step": 1_250_000.0,
         "state_bytes_per_step": 250_000.0,
+        "weight_bytes_per_step": 0.0,
         "traffic_model_sizes_per_step": 0.9,
         "state_model_sizes_per_step": 0.025,
         "host_update_gb_per_s": 0.8 / 0.052,  # some worker was busy in 20..46 and 60..86

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 _ROUNDS = 5
 _TOKENS = 8192
+_UNITS = {"B": 1, "MB": 10**6, "MIB": 2**20, "GB": 10**9, "GIB": 2**30, "TB": 10**12, "TIB": 2**40}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +95,19 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sub-group-size", type=int, metavar="N", help="elements of a subgroup")
     parser.add_argument(
+        "--device-share", type=float, metavar="R", help="share of all parameters that stays resident, in [0, 1]"
+    )
+    parser.add_argument(
+        "--offload-weights",
+        type=_weights,
+        metavar="B",
+        help="keep weights in host memory, too: device memory for them, as 8GB, or the share that leaves the device, "
+        "as 0.5 or 1.0",
+    )
+    parser.add_argument(
+        "--gradient-accumulation-steps", type=int, metavar="N", help="micro-batches that the tokens of a step come in"
+    )
+    parser.add_argument(
         "--max-grad-norm", type=float, metavar="X", help="clip gradients: updates wait for the whole backward"
     )
     parser.add_argument("--explain", action="store_true", help="also print the equations with their numbers")
@@ -108,6 +122,21 @@ def _update_stride(text: str) -> int | str:
         return text if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f'update_stride={text!r} must be an integer >= 1 or "auto"') from None
+
+
+def _weights(text: str) -> int | float:
+    """Bytes, with or without a unit, or a share, which has a decimal point."""
+    number, unit = text, ""
+    while number and not number[-1].isdigit() and number[-1] != ".":
+        number, unit = number[:-1], number[-1] + unit
+    try:
+        if not unit.strip():
+            return float(number) if "." in number else int(number)
+        return int(float(number) * _UNITS[unit.strip().upper()])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"offload_weights={text!r} must be bytes, as 8GB, 8GiB or 8000000000, or a share in (0, 1], as 0.5"
+        ) from None
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,6 +30,9 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
     console.print(memory(prediction.forecasts))
     shown = prediction.shown
     console.print(breakdown(shown, prediction))
+    if shown.weights is not None:
+        console.print(weights(prediction.forecasts))
+        console.print(Text(shown.weights.sentence))
     if prediction.exchanges:
         console.print(exchanged(shown, prediction))
     if prediction.recommended is None:
@@ -63,14 +66,14 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
         "Predicted time",
         "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
         "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
-        "included.",
+        "and loaded weights included.",
     )
     table.add_column("policy")
     for column in ("step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
         table.add_column(column, justify="right", no_wrap=True)
     for each in forecasts:
         cells = [_seconds(value) for value in (each.step_s, each.stall_s, each.host_update_s)]
-        cells += [f"{each.traffic + each.state:.2f}", f"{each.tokens_per_s:.0f}"]
+        cells += [f"{each.moves:.2f}", f"{each.tokens_per_s:.0f}"]
         if each.hours is not None:
             cells.append(f"{each.hours:.3g}")
         table.add_row(each.title, *cells, style=_style(each))
@@ -88,6 +91,24 @@ def memory(forecasts: Sequence[Forecast]) -> Table:
         needs = (each.needs.device, each.needs.host, each.needs.disk)
         fits = "yes" if each.fits else f"no: {_missing(each)} missing"
         table.add_row(each.title, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
+    return table
+
+
+def weights(forecasts: Sequence[Forecast]) -> Table:
+    """Weights that cross the link, a row per policy."""
+    table = _table(
+        "Weights in host memory, GB",
+        "Kept: weights that stay on the device, of all. Ring: device memory of loaded ones. Then what crosses to the "
+        "device per micro-batch and per step, and back per step.",
+    )
+    table.add_column("policy", no_wrap=True)
+    for column in ("kept", "ring", "micro-batch", "step", "back"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in forecasts:
+        if (found := each.weights) is not None:
+            sizes = (found.ring_bytes, found.micro_batch_bytes, found.to_device, found.to_host)
+            kept = f"{found.kept}/{found.kept + found.offloaded}"
+            table.add_row(each.title, kept, *map(_gb, sizes), style=_style(each))
     return table
 
 

@@ -28,9 +28,11 @@ gradients_per_step, gradients_per_window, uploads_per_window = positive_symbols(
     "gradients_per_step gradients_per_window uploads_per_window"
 )
 updates_per_window, files_per_window = positive_symbols("updates_per_window files_per_window")
+forward_loads, backward_loads, rewritten = positive_symbols("forward_loads backward_loads rewritten")
 state, update_interval, model_bytes = positive_symbols("state update_interval model_bytes")
 # Elements whose state the device updates, and shares of state and gradients: see ``StepSettings``.
 updated_on_device, prefetched, copied_first = positive_symbols("updated_on_device prefetched copied_first")
+(loaded_ahead,) = positive_symbols("loaded_ahead")
 # The model and the machine. Each device has its own link; cores, host memory and disk belong to the node.
 devices, forward, backward, collectives, gathers = positive_symbols("devices forward backward collectives gathers")
 link_to_host, link_to_device, device_bandwidth = positive_symbols("link_to_host link_to_device device_bandwidth")
@@ -64,6 +66,7 @@ TRAFFIC = Formula(
 
 _GRADIENTS = gradients_per_step + gradients_per_window / update_interval
 _UPLOADS = uploads_per_window / update_interval
+_LOADS = forward_loads + backward_loads + rewritten
 _UPDATES = updates_per_window / update_interval + gradients_per_step
 _FILES = files_per_window / update_interval
 
@@ -82,7 +85,26 @@ def _lane(name: str, seconds: Expr, meaning: str) -> Formula:
 
 GRADIENTS = _lane("gradients", _GRADIENTS / devices / link_to_host, "gradients to the host")
 GRADIENT_MEMORY = _lane("gradient_memory", _GRADIENTS / host_bandwidth, "gradients to the host, in host memory")
-UPLOADS = _lane("uploads", (_UPLOADS + state) / devices / link_to_device, "new weights and state to the device")
+UPLOADS = _lane(
+    "uploads",
+    (_UPLOADS + state + _LOADS) / devices / link_to_device,
+    "new weights, state and offloaded weights to the device",
+)
+FORWARD_LOADS = _lane(
+    "forward_load",
+    Max(0, forward_loads - loaded_ahead) / link_to_device,
+    "offloaded weights that come in while the forward runs, because ring and staging buffers were full before",
+)
+BACKWARD_LOADS = _lane(
+    "backward_load",
+    Max(0, backward_loads - loaded_ahead) / link_to_device,
+    "offloaded weights that come in while the backward runs",
+)
+REWRITES = _lane(
+    "rewrites",
+    Max(0, rewritten - loaded_ahead) / link_to_device,
+    "offloaded weights that come in during the step, for an update on the device",
+)
 LATE_STATE = _lane(
     "late_state",
     (1 - prefetched) * state / devices / link_to_device,
@@ -93,7 +115,9 @@ LATE_UPLOADS = _lane(
     (_UPLOADS + (1 - prefetched) * state) / devices / link_to_device,
     "the part of uploads that comes after the backward",
 )
-FLUSHES = _lane("flushes", state / devices / link_to_host, "streamed state back to the host")
+FLUSHES = _lane(
+    "flushes", (state + rewritten) / devices / link_to_host, "streamed state and updated weights back to the host"
+)
 CORES = _lane(
     "cores",
     _UPDATES / HOST_PASS_BYTES / core_rate,
@@ -101,7 +125,7 @@ CORES = _lane(
 )
 HOST_MEMORY = _lane(
     "host_memory",
-    (_UPDATES + _UPLOADS + 2 * _FILES + 2 * state) / host_bandwidth,  # a file read fills memory
+    (_UPDATES + _UPLOADS + _LOADS + rewritten + 2 * _FILES + 2 * state) / host_bandwidth,  # a file read fills memory
     "bytes of host updates, and of the copies next to them",
 )
 LATE_MEMORY = _lane("late_memory", (_UPDATES + _UPLOADS) / host_bandwidth, "bytes of host updates and uploads")
@@ -114,7 +138,8 @@ DEVICE_UPDATE = _lane(
     "device_update", updated_on_device * DEVICE_UPDATE_BYTES / devices / device_bandwidth, "updates on the device"
 )
 LANES = (
-    *(GRADIENTS, GRADIENT_MEMORY, UPLOADS, LATE_STATE, LATE_UPLOADS, FLUSHES),
+    *(GRADIENTS, GRADIENT_MEMORY, UPLOADS, FORWARD_LOADS, BACKWARD_LOADS, REWRITES),
+    *(LATE_STATE, LATE_UPLOADS, FLUSHES),
     *(CORES, HOST_MEMORY, LATE_MEMORY, DISK, DEVICE_UPDATE),
 )
 """What keeps each lane busy in one step. Lanes called ``late`` work after the backward."""
@@ -123,8 +148,10 @@ LANES = (
 
 _FORWARD = Max(forward, gathers)
 _BACKWARD = Max(backward, collectives)
-_COPIED_BACKWARD = Max(_BACKWARD, copied_first * GRADIENTS.symbol, copied_first * GRADIENT_MEMORY.symbol)
-_DEVICE_UPDATE = Max(DEVICE_UPDATE.symbol, LATE_STATE.symbol)
+_LOADED_FORWARD = Max(_FORWARD, FORWARD_LOADS.symbol)
+_LOADED_BACKWARD = Max(_BACKWARD, BACKWARD_LOADS.symbol)
+_COPIED_BACKWARD = Max(_LOADED_BACKWARD, copied_first * GRADIENTS.symbol, copied_first * GRADIENT_MEMORY.symbol)
+_DEVICE_UPDATE = Max(DEVICE_UPDATE.symbol, LATE_STATE.symbol, REWRITES.symbol)
 _LATE = (LATE_UPLOADS.symbol, CORES.symbol, LATE_MEMORY.symbol)
 _BUSY = (
     GRADIENTS.symbol + FLUSHES.symbol,
@@ -157,25 +184,26 @@ BLOCKING_UPDATE = _fluid(
 )
 BLOCKING_STEP = _fluid(
     _STEP,
-    Max(_FORWARD + _COPIED_BACKWARD + BLOCKING_UPDATE.expression, *_BUSY),
+    Max(_LOADED_FORWARD + _COPIED_BACKWARD + BLOCKING_UPDATE.expression, *_BUSY),
     "gradients are copied during the backward and updated after it; the next forward begins when every weight is there",
 )
 BLOCKING_IN_BACKWARD_STEP = _fluid(
     _STEP,
     Max(
-        forward + Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE, LATE_UPLOADS.symbol), CORES.symbol, LATE_MEMORY.symbol),
+        Max(forward, FORWARD_LOADS.symbol)
+        + Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE, LATE_UPLOADS.symbol), CORES.symbol, LATE_MEMORY.symbol),
         *_BUSY,
     ),
     "the host updates from the first gradient of the backward on; the next forward begins when every weight is there",
 )
 OVERLAPPED_STEP = _fluid(
     _STEP,
-    Max(_FORWARD + _BACKWARD + _DEVICE_UPDATE, *_BUSY),
+    Max(_LOADED_FORWARD + _LOADED_BACKWARD + _DEVICE_UPDATE, *_BUSY),
     "windows are flushed all the time; the host has a whole step for each step's share of them",
 )
 FINAL_AT_STEP_TIME = _fluid(
     _STEP,
-    Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE + _FORWARD, *_LATE), *_BUSY),
+    Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE + _LOADED_FORWARD, *_LATE), *_BUSY),
     "gradients are final only after the backward: the host has the device's update and the next forward",
 )
 

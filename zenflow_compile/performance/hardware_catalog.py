@@ -165,6 +165,26 @@ _NAMED = (
         disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
         disk_bytes=(2e12, "Samsung 990 Pro, 2 TB"),
     ),
+    _machine(
+        "rtx-3090",
+        device_flops=(71e12, "NVIDIA GA102 whitepaper, Appendix A: 71 TFLOP/s bf16 with fp32 accumulation, dense"),
+        utilization=(0.45, "assumption: as an A100; nothing published was found"),
+        device_bytes=(24e9, "NVIDIA GA102 whitepaper, Appendix A: 24 GB"),
+        device_bandwidth=(936e9, "NVIDIA GA102 whitepaper, Appendix A: 936 GB/s"),
+        link_to_host=_PINNED_PCIE4,
+        link_to_device=_PINNED_PCIE4,
+        host_bytes=(64 * 2**30, "assumption: a desktop with two DIMMs of 32 GiB"),
+        host_bandwidth=(_STREAM * 2 * 25.6e9, f"assumption: the same, 2 channels DDR4-3200, 2 x 25.6e9; {_DDR}"),
+        cores=(16, "assumption: Ryzen 9 5950X (AMD): 16"),
+        adam_per_core=(
+            0.57e9,
+            "assumption: one AVX-512 core of benchmarks/results/host_adam.json; not measured with AVX2, and 16 cores "
+            "exceed this host's memory",
+        ),
+        disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
+        disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
+        disk_bytes=(2e12, "Samsung 990 Pro, 2 TB"),
+    ),
 )
 
 HARDWARE: Mapping[str, Hardware] = {machine.name: machine for machine in _NAMED}

@@ -45,7 +45,9 @@ def needs_of(
     recompute: bool,
     staging_bytes: int | None = None,
 ) -> Needs:
-    """The memory that training with ``plan`` takes. Accumulated gradients of several backwards are not counted.
+    """The memory that training with ``plan`` takes.
+
+    Several micro-batches have the activations of one, and accumulate gradients on the device until the last of them.
 
     Args:
         devices: of the node; each has all weights and an equal share of the optimizer state.
@@ -56,9 +58,10 @@ def needs_of(
     host_state = sum(param.host_state_bytes for param in plan.params)
     return Needs(
         device={
-            "weights": plan.model_bytes,
+            "weights": plan.model_bytes - plan.offloaded_weight_bytes,
+            "loaded weights": 0 if plan.weights is None else plan.weights.ring_bytes,
             "gradients": _gradients(plan, devices),
-            "activations": activation_bytes(model, tokens=tokens, recompute=recompute),
+            "activations": activation_bytes(model, tokens=-(-tokens // plan.micro_batches), recompute=recompute),
             "optimizer state": plan.device_bytes // devices,
             "rings and buffers": _device_buffers(plan, devices, staging_bytes) // devices + plan.exchange_bytes,
             "selection": SLICE_BYTES * sum(param.slices for param in plan.params if param.offloaded) // devices,
@@ -66,6 +69,8 @@ def needs_of(
         host={
             "optimizer state": host_state,
             "gradients and uploads": plan.host_bytes - host_state,
+            # Upload buffers of the others are their weights.
+            "weights": sum(param.weight_bytes for param in plan.params if plan.rewrites_weight(param)),
             "buffers of exchanges": devices * plan.exchange_bytes,
             "window of files": plan.file_window_bytes,
         },
@@ -83,9 +88,12 @@ def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:
 def _gradients(plan: Plan, devices: int) -> int:
     """Gradients that stay until the step, in shares, and the largest one while it is computed.
 
-    Of an offloaded parameter the selected slices stay, and the deferred ones only if they are pending.
+    Of an offloaded parameter the selected slices stay, and the deferred ones only if they are pending. Of several
+    micro-batches the last one splits gradients, which stay whole until then.
     """
     largest = max((param.weight_bytes for param in plan.params), default=0)
+    if plan.micro_batches > 1:
+        return plan.model_bytes + largest
     kept = 0
     for param in plan.params:
         split = param.k + (param.deferred if param.keeps_gradient else 0)
@@ -95,16 +103,24 @@ def _gradients(plan: Plan, devices: int) -> int:
 
 
 def _device_buffers(plan: Plan, devices: int, staging_bytes: int | None) -> int:
-    """Rings of gradients and uploads, and buffers for streamed state, of all devices together.
+    """Rings of gradients, of uploads and loads, and buffers for streamed state, of all devices together.
 
     Pending gradients use no ring.
     """
     offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
-    largest = max((param.upload_bytes for param in offloaded), default=0)
+    largest = largest_staged_bytes(plan)
     buffers = UPLOAD_RING
-    if staging_bytes is not None and largest:
+    if plan.weights is not None:
+        buffers = plan.weights.staging_buffers
+    elif staging_bytes is not None and largest:
         uploads = sum(param.uploads for param in offloaded)  # each takes one buffer at most
         buffers = min(max(1, staging_bytes * devices // largest), uploads)
     streamed = [sum(param.whole_state_bytes for param in group) for group in plan.streamed_subgroups.values()]
     return gradients + buffers * largest + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)
+
+
+def largest_staged_bytes(plan: Plan) -> int:
+    """Bytes of the largest upload, or load of an offloaded weight, which a staging buffer has space for."""
+    staged = (max(param.upload_bytes if param.offloaded else 0, plan.load_bytes(param)) for param in plan.params)
+    return max(staged, default=0)

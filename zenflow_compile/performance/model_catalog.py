@@ -18,6 +18,7 @@ _HEAD_DIM = 128
 _SMALLEST = 1_000_000
 
 _LLAMA2 = "Llama 2 (arXiv 2307.09288); its published config.json"
+_LLAMA3 = "The Llama 3 Herd of Models (arXiv 2407.21783), Table 3; the published config.json of Llama 3"
 _QWEN = "Qwen2.5 (arXiv 2412.15115), Table 1; its published config.json"
 _DOS = (
     "run script of Deep Optimizer States (github.com/DataStates/artifacts, deep-optimizer-states/master-script.sh): "
@@ -27,6 +28,7 @@ _DOS = (
 
 _dos = partial(LlamaSizes, source=_DOS, kv_heads=4, vocabulary=50304, context=2048)
 _llama2 = partial(LlamaSizes, source=_LLAMA2, head_dim=_HEAD_DIM, vocabulary=32000, context=4096)
+_llama3 = partial(LlamaSizes, source=_LLAMA3, head_dim=_HEAD_DIM, kv_heads=8, vocabulary=128256, context=8192)
 _qwen = partial(LlamaSizes, source=_QWEN, head_dim=_HEAD_DIM, qkv_bias=True)
 _tied = partial(_qwen, kv_heads=2, vocabulary=151936, tied=True)
 
@@ -39,10 +41,15 @@ MODELS: Mapping[str, LlamaSizes] = {
     "llama2-7b": _llama2(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32),
     "llama2-13b": _llama2(hidden=5120, intermediate=13824, layers=40, heads=40, kv_heads=40),
     "llama2-70b": _llama2(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8),
+    "llama3-8b": _llama3(hidden=4096, intermediate=14336, layers=32, heads=32),
+    "llama3-70b": _llama3(hidden=8192, intermediate=28672, layers=80, heads=64),
     "qwen2.5-1.5b": _tied(hidden=1536, intermediate=8960, layers=28, heads=12, context=131072),
     "qwen2.5-3b": _tied(hidden=2048, intermediate=11008, layers=36, heads=16, context=32768),
     "qwen2.5-7b": _qwen(
         hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, context=131072
+    ),
+    "qwen2.5-32b": _qwen(
+        hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8, vocabulary=152064, context=131072
     ),
 }
 """Configurations by name, with their source. ``dos-*`` are the models of the Deep Optimizer States paper (Table 2) as

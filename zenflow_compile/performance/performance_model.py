@@ -161,6 +161,10 @@ def bindings(settings: StepSettings, hardware: Hardware, *, flops: float) -> dic
         equations.uploads_per_window: traffic.upload_per_window,
         equations.updates_per_window: traffic.host_per_window,
         equations.files_per_window: traffic.files_per_window,
+        equations.forward_loads: traffic.forward_loads,
+        equations.backward_loads: traffic.backward_loads,
+        equations.rewritten: traffic.rewritten,
+        equations.loaded_ahead: settings.loaded_ahead,
         equations.state: traffic.state,
         equations.update_interval: settings.update_interval,
         equations.model_bytes: settings.model_bytes,
@@ -215,7 +219,13 @@ def smallest_interval(settings: StepSettings, hardware: Hardware, *, flops: floa
             "otherwise the step waits for its updates at any update_interval; use step_time for what they take"
         )
     values = bindings(settings, hardware, flops=flops)
-    if values[equations.LATE_STATE.symbol] > values[equations.DEVICE_UPDATE.symbol]:
+    hidden = (
+        (equations.LATE_STATE.symbol, equations.DEVICE_UPDATE.symbol),
+        (equations.REWRITES.symbol, equations.DEVICE_UPDATE.symbol),
+        (equations.FORWARD_LOADS.symbol, equations.forward),
+        (equations.BACKWARD_LOADS.symbol, equations.backward),
+    )
+    if any(values[lane] > values[time] for lane, time in hidden):
         return None
     waits = settings.host_waits_for_backward
     copied = settings.copied_first * max(values[equations.GRADIENTS.symbol], values[equations.GRADIENT_MEMORY.symbol])

@@ -20,7 +20,7 @@ class Limit:
     """The shortest times per step that measured bandwidths allow, in ms.
 
     Attributes:
-        host_ms, to_host_ms, to_device_ms: time of each lane, streamed state included.
+        host_ms, to_host_ms, to_device_ms: time of each lane, streamed state and loaded weights included.
         disk_ms: likewise; None where files move and the bandwidth is not known.
         stall_ms: waiting that no schedule avoids: the longest lane's time beyond the device's own work. A blocking plan
             hides neither host update nor upload; it may hide streamed state and files, which are read ahead and
@@ -48,16 +48,18 @@ def limit_of(traffic: Traffic, bandwidths: Bandwidths, *, device_ms: float) -> L
     device = device_ms / _MS
     disk = 0.0 if bandwidths.disk is None else 2 / bandwidths.disk  # seconds per byte of state
     host_ms = _MS * traffic.host / bandwidths.host
-    to_host_ms = _MS * (traffic.to_host + traffic.state) / bandwidths.to_host
-    to_device_ms = _MS * (traffic.to_device + traffic.state) / bandwidths.to_device
+    back = traffic.state + traffic.rewritten
+    there = traffic.state + traffic.loads
+    to_host_ms = _MS * (traffic.to_host + back) / bandwidths.to_host
+    to_device_ms = _MS * (traffic.to_device + there) / bandwidths.to_device
     files_ms = _MS * traffic.files * disk
     stall_ms = max(0.0, max(host_ms, to_host_ms, to_device_ms, files_ms) - device_ms)
     if traffic.blocking:
         stall_ms = max(stall_ms, host_ms, _MS * traffic.to_device / bandwidths.to_device)
-    lanes = (  # host updates, uploads, streamed state back to the host, files
+    lanes = (  # host updates, uploads with loads, what goes back to the host, files
         (traffic.host_per_window / bandwidths.host, traffic.host_per_gradient / bandwidths.host, device),
-        (traffic.upload_per_window / bandwidths.to_device, traffic.state / bandwidths.to_device, device),
-        (0.0, traffic.state / bandwidths.to_host, device),
+        (traffic.upload_per_window / bandwidths.to_device, there / bandwidths.to_device, device),
+        (0.0, back / bandwidths.to_host, device),
         (traffic.files_per_window * disk, 0.0, device),
     )
     return Limit(

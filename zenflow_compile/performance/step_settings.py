@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.performance.memory import largest_staged_bytes
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, ParamPlan, Plan
@@ -21,6 +22,8 @@ class StepSettings:
         model_bytes: bytes of all weights.
         stride_weight_bytes: bytes of a weight that the stride is chosen for, see ``stride_weight_bytes``.
         prefetched: share of the streamed state that comes in while the backward runs.
+        loaded_ahead: bytes of offloaded weights that can be on the device when a forward or a backward begins; the sum
+            over micro-batches.
         copied_first: share of the gradients that is copied before the backward can end: the last ones fill a ring.
         update_interval: steps per host update.
         overlap: host updates run during later computation; False: in ``step()``, as those of blocking policies.
@@ -36,6 +39,7 @@ class StepSettings:
     model_bytes: int
     stride_weight_bytes: int
     prefetched: float
+    loaded_ahead: int
     copied_first: float
     update_interval: int
     staleness: int
@@ -55,6 +59,7 @@ class StepSettings:
             model_bytes=plan.model_bytes,
             stride_weight_bytes=stride_weight_bytes(plan.params),
             prefetched=_prefetched(plan),
+            loaded_ahead=_loaded_ahead(plan),
             copied_first=_copied_first(plan.params),
             update_interval=options.longest_window,
             staleness=options.staleness,
@@ -78,6 +83,14 @@ class StepSettings:
 def _prefetched(plan: Plan) -> float:
     sizes = [sum(param.numel for param in group) for group in plan.streamed_subgroups.values()]
     return _share(sum(sizes[:STREAM_BUFFERS]), sum(sizes))
+
+
+def _loaded_ahead(plan: Plan) -> int:
+    """The ring and the staging buffers hold weights before the first of them is used."""
+    if plan.weights is None:
+        return 0
+    held = plan.weights.ring_bytes + plan.weights.staging_buffers * largest_staged_bytes(plan)
+    return plan.micro_batches * held
 
 
 def _copied_first(params: Sequence[ParamPlan]) -> float:

@@ -17,7 +17,11 @@ class Traffic:
         host_per_window, host_per_gradient: the parts of ``host``: with update windows of S steps it is
             ``host_per_window / S + host_per_gradient``. The gradients of every step are ``host_per_gradient``.
         gradients_per_window: gradients that go down once per update window, as their mean.
-        upload_per_window: weights that a flushed window sends up.
+        upload_per_window: weights that a flushed window sends up. Those of offloaded weights are not sent: the next
+            load reads them.
+        forward_loads, backward_loads: offloaded weights that forwards and backwards load. Not in ``to_device``, like
+            ``rewritten``.
+        rewritten: offloaded weights that ``step()`` loads for an update on the device, and as much written back.
         state: optimizer state that is streamed to the device, and as much back. Not in ``to_host`` and ``to_device``.
         files, files_per_window: optimizer state that is read from files, and as much written. What stays in host memory
             between update windows is not counted.
@@ -31,10 +35,18 @@ class Traffic:
     host_per_gradient: int = 0
     gradients_per_window: int = 0
     upload_per_window: int = 0
+    forward_loads: int = 0
+    backward_loads: int = 0
+    rewritten: int = 0
     state: int = 0
     files: float = 0.0
     files_per_window: int = 0
     blocking: bool = False
+
+    @property
+    def loads(self) -> int:
+        """Bytes of offloaded weights that cross to the device per step."""
+        return self.forward_loads + self.backward_loads + self.rewritten
 
     @property
     def disk(self) -> float:
@@ -59,10 +71,14 @@ class Bandwidths:
 
 
 def traffic_of(plan: Plan) -> Traffic | None:
-    """The traffic of ``plan`` after the first update window; None if all optimizer state stays on the device."""
+    """The traffic of ``plan`` after the first update window; None if all weights and state stay on the device."""
     offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     state = sum(param.whole_state_bytes for param in plan.params if param.streamed)
-    if not offloaded and not state:
+    weights = plan.weights
+    forward = plan.micro_batches * sum(plan.load_bytes(param) for param in plan.params)
+    reloaded = [param for param in plan.params if weights is not None and param.index in weights.reloaded]
+    backward = forward + plan.micro_batches * sum(plan.load_bytes(param) for param in reloaded)
+    if not offloaded and not state and not forward:
         return None
     host = to_host = to_device = 0.0
     per_window = per_step = gradients = uploads = 0
@@ -72,10 +88,10 @@ def traffic_of(plan: Plan) -> Traffic | None:
         per_window += window
         per_step += every
         gradients += once
-        uploads += param.upload_bytes
+        uploads += plan.sent_bytes(param)
         host += window / param.interval + every
         to_host += once / param.interval + every
-        to_device += param.upload_bytes / param.interval
+        to_device += plan.sent_bytes(param) / param.interval
     return Traffic(
         host=host,
         to_host=to_host,
@@ -84,6 +100,9 @@ def traffic_of(plan: Plan) -> Traffic | None:
         host_per_gradient=per_step,
         gradients_per_window=gradients,
         upload_per_window=uploads,
+        forward_loads=forward,
+        backward_loads=backward,
+        rewritten=sum(plan.load_bytes(param) for param in plan.params if plan.rewrites_weight(param)),
         state=state,
         files=sum(param.file_bytes / param.interval for param in plan.params_in_turn),
         files_per_window=plan.bytes_in_turn,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
 from zenflow_compile.planning.model_blocks import repeated_blocks
-from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.plan import FP32_BYTES, UPLOAD_RING, ParamPlan, Plan
 
 HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
@@ -36,7 +36,7 @@ class FlushedWindow:
 
     Attributes:
         host: bytes of host memory that the host update reads and writes.
-        upload: bytes of new weights for the device.
+        upload: bytes of new weights for the device, without those that the next loads read.
         file: bytes of state that are read from files, and written back; what stays in host memory is not counted.
         params: names of the parameters.
     """
@@ -65,18 +65,60 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A copy of an offloaded weight to the device.
+
+    Attributes:
+        name: of the parameter.
+        size: bytes over the link; the selected slices are rebuilt on the device.
+        weight: bytes of the whole weight, in the ring of loaded weights.
+        merge: seconds of device memory to move it out of its staging buffer, and to rebuild these slices.
+    """
+
+    name: str
+    size: int
+    weight: int
+    merge: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of a block's forward or backward that reads at most one more offloaded weight than the one before.
+
+    Attributes:
+        seconds: of computation, in all micro-batches of a step.
+        load: of the weight, in front of it; None: it is loaded.
+        freed: bytes of the ring that are given back behind it.
+    """
+
+    seconds: float
+    load: Load | None = None
+    freed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """An update on the device of an offloaded weight, which ``step()`` loads and writes back; ``update``: seconds."""
+
+    load: Load
+    update: float
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The work of one step for a block of the model.
 
     Attributes:
-        forward, backward: seconds; the backward includes splitting the gradient.
+        forward, backward: stretches in order, each with its seconds.
+        split: seconds that splitting the gradient takes, after the last backward.
         gradient: bytes that a device sends in the reduce-scatter of gradients.
         gathered: bytes of weights, updated on devices, that it receives in the all-gather.
     """
 
     name: str
-    forward: float
-    backward: float
+    forward: tuple[Stage, ...]
+    backward: tuple[Stage, ...]
+    split: float
     gradient: int
     gathered: int
     parts: tuple[Part, ...]
@@ -101,9 +143,13 @@ class Workload:
 
     Attributes:
         cycle: steps after which update windows are flushed in the same order again.
-        update: seconds of the device's own updates per step.
+        update: seconds of the device's own updates per step, without those of ``rewrites``.
         file_ring: bytes of host memory in which state from files takes turns.
         head, backward_head: seconds at the forward's end and the backward's start that belong to no block.
+        micro_batches: forwards and backwards of a step; each takes an equal part of all seconds.
+        rewrites: updates on the device of offloaded weights.
+        ring: bytes of device memory for loaded weights.
+        staging_buffers: that uploads and loads pass through.
     """
 
     blocks: tuple[Block, ...]
@@ -113,6 +159,15 @@ class Workload:
     file_ring: int
     head: float
     backward_head: float
+    micro_batches: int
+    rewrites: tuple[Rewrite, ...]
+    ring: int
+    staging_buffers: int
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether any weight is loaded around its uses."""
+        return self.ring > 0
 
     @property
     def in_files(self) -> bool:
@@ -142,8 +197,10 @@ def workload_of(
             ``COARSE_CYCLE`` allows is replaced by evenly spaced steps of it, since each flushes about as many bytes.
     """
     cycle = math.lcm(*(param.interval for param in plan.params if param.offloaded))
-    named = _named_blocks(model, COARSE_LAYERS if coarse else len(model.params))
-    steps = _spaced(cycle, COARSE_CYCLE // len(named) if coarse else cycle)
+    # Layers that are combined would need a larger ring than each of them does.
+    most = COARSE_LAYERS if coarse and plan.weights is None else len(model.params)
+    named = _named_blocks(model, most)
+    steps = _spaced(cycle, max(1, COARSE_CYCLE // len(named)) if coarse else cycle)
     devices = hardware.devices
     backward_factor = 3.0 if recompute else 2.0
     forwards, head = _forward_seconds(hardware, model, tokens, [indices for _, indices in named])
@@ -152,26 +209,73 @@ def workload_of(
     for (name, indices), forward in zip(named, forwards, strict=True):
         params = plan.params[indices.start : indices.stop]
         split = 2 * sum(param.weight_bytes for param in params if param.offloaded)
+        loads = [(_load(plan, param, hardware), param) for param in params if plan.loads_weight(param)]
         blocks.append(
             Block(
                 name=name,
-                forward=forward,
-                backward=backward_factor * forward + split / hardware.device_bandwidth,
+                forward=_stages(loads, forward),
+                backward=_backward_stages(plan, loads, forward, recompute=recompute),
+                split=split / hardware.device_bandwidth,
                 gradient=_sent(sum(param.weight_bytes for param in params), devices),
                 gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
-                parts=_parts(params, in_turn, devices, steps),
+                parts=_parts(plan, params, in_turn, steps, devices),
             )
         )
-    own = sum(_own_elements(param) for param in plan.params if not param.streamed)
+    update_rate = devices * hardware.device_bandwidth / DEVICE_UPDATE_BYTES
+    rewritten = [param for param in plan.params if plan.rewrites_weight(param)]
+    own = sum(_own_elements(param) for param in plan.params if not param.streamed and not plan.rewrites_weight(param))
     return Workload(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
         cycle=len(steps),
-        update=own * DEVICE_UPDATE_BYTES / devices / hardware.device_bandwidth,
+        update=own / update_rate,
         file_ring=plan.file_ring_bytes // devices,
         head=head,
         backward_head=backward_factor * head,
+        micro_batches=plan.micro_batches,
+        rewrites=tuple(
+            Rewrite(_load(plan, param, hardware), 0.0 if param.streamed else param.numel / update_rate)
+            for param in rewritten
+        ),
+        ring=0 if plan.weights is None else plan.weights.ring_bytes,
+        staging_buffers=UPLOAD_RING if plan.weights is None else plan.weights.staging_buffers,
     )
+
+
+_Loads = Sequence[tuple[Load, ParamPlan]]
+
+
+def _load(plan: Plan, param: ParamPlan, hardware: Hardware) -> Load:
+    """Its staging buffer is read and the weight written; selected slices are written from their fp32 masters."""
+    size = plan.load_bytes(param)
+    rebuilt = param.k * param.length * (FP32_BYTES + param.dtype.itemsize)
+    return Load(param.name, size, param.weight_bytes, (2 * size + rebuilt) / hardware.device_bandwidth)
+
+
+def _stages(loads: _Loads, seconds: float, *, load: bool = True, free: bool = True) -> tuple[Stage, ...]:
+    """Computation of a block, in shares of its offloaded weights' elements.
+
+    Args:
+        load: each weight is loaded in front of its stretch. free: it is unloaded behind it.
+    """
+    if not loads:
+        return (Stage(seconds),)
+    elements = sum(param.numel for _, param in loads)
+    return tuple(
+        Stage(seconds * param.numel / elements, each if load else None, each.weight if free else 0)
+        for each, param in loads
+    )
+
+
+def _backward_stages(plan: Plan, loads: _Loads, forward: float, *, recompute: bool) -> tuple[Stage, ...]:
+    """The backward of a block, in reversed order. A recomputed block stays loaded in between if it fits the ring."""
+    backward = 2.0 * forward
+    if not recompute:
+        return _stages(loads[::-1], backward)
+    if not loads:
+        return (Stage(forward + backward),)
+    again = plan.weights is not None and any(param.index in plan.weights.reloaded for _, param in loads)
+    return (*_stages(loads, forward, free=again), *_stages(loads[::-1], backward, load=again))
 
 
 def _spaced(cycle: int, most: int) -> Sequence[int]:
@@ -234,7 +338,7 @@ def _sent(size: int, devices: int) -> int:
 
 
 def _parts(
-    params: Sequence[ParamPlan], in_turn: Collection[int], devices: int, steps: Sequence[int]
+    plan: Plan, params: Sequence[ParamPlan], in_turn: Collection[int], steps: Sequence[int], devices: int
 ) -> tuple[Part, ...]:
     alike: dict[tuple[bool, int], list[ParamPlan]] = {}
     for param in params:
@@ -246,7 +350,7 @@ def _parts(
             staleness=staleness,
             down=sum(param.buffer_bytes // devices for param in group if not param.keeps_gradient),
             pending=tuple(_pending_bytes(group, step, devices) for step in steps),
-            flushes=tuple(_flushed(group, in_turn, step, devices) for step in steps),
+            flushes=tuple(_flushed(plan, group, in_turn, step, devices) for step in steps),
         )
         for (blocking, staleness), group in alike.items()
     )
@@ -263,13 +367,15 @@ def _pending_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
     return sum(param.buffer_bytes // devices for param in going)
 
 
-def _flushed(params: Sequence[ParamPlan], in_turn: Collection[int], step: int, devices: int) -> FlushedWindow | None:
+def _flushed(
+    plan: Plan, params: Sequence[ParamPlan], in_turn: Collection[int], step: int, devices: int
+) -> FlushedWindow | None:
     flushing = _flushing(params, step)
     if not flushing:
         return None
     return FlushedWindow(
         host=sum(param.update_bytes(param.interval) // devices for param in flushing),
-        upload=sum(param.upload_bytes // devices for param in flushing),
+        upload=sum(plan.sent_bytes(param) // devices for param in flushing),
         file=sum(param.file_bytes // devices for param in flushing if param.index in in_turn),
         params=tuple(param.name for param in flushing),
     )

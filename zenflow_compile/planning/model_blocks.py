@@ -25,6 +25,16 @@ def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] |
     return _repeated_blocks(tuple(shapes))
 
 
+def block_ranges(shapes: Sequence[tuple[int, ...]]) -> list[range]:
+    """Divide all parameters: those before the repeated blocks, each block, those behind. Each alone without blocks."""
+    found = repeated_blocks(shapes)
+    if found is None:
+        return [range(index, index + 1) for index in range(len(shapes))]
+    start, period, stop = found
+    blocks = [range(first, first + period) for first in range(start, stop, period)]
+    return [part for part in (range(start), *blocks, range(stop, len(shapes))) if part]
+
+
 def parts_without_slack(shapes: Sequence[tuple[int, ...]]) -> tuple[range, ...]:
     """The parts of a model whose weights are read early in a forward or updated late in a backward.
 

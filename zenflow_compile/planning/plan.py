@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.dtypes import FLOAT32
+from zenflow_compile.planning.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
     import torch
@@ -429,6 +430,8 @@ class Plan:
         host_window_bytes: the option.
         adaptive: gradient values decide when update windows are flushed, after ``interval`` steps at the latest.
         rank: of this process among the ``ranks`` that divide the offloaded parameters.
+        weights: which weights are in host memory. Only predictions set it; None: all weights stay on the device.
+        micro_batches: backwards of a step, as predictions assume them.
     """
 
     policy: str
@@ -437,6 +440,8 @@ class Plan:
     adaptive: bool = False
     rank: int = 0
     ranks: int = 1
+    weights: WeightMemory | None = None
+    micro_batches: int = 1
 
     @property
     def streamed_subgroups(self) -> dict[int | None, list[ParamPlan]]:
@@ -451,6 +456,32 @@ class Plan:
     def model_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(param.whole.weight_bytes for param in self.params)
+
+    def loads_weight(self, param: ParamPlan) -> bool:
+        """Whether the parameter's weight is in host memory, and loaded around its uses."""
+        return self.weights is not None and param.index in self.weights.offloaded
+
+    def load_bytes(self, param: ParamPlan) -> int:
+        """Bytes that cross to the device when the weight is loaded; 0 if it is kept.
+
+        Selected slices do not cross: they are rebuilt from their fp32 masters, which are on the device.
+        """
+        if not self.loads_weight(param):
+            return 0
+        return param.upload_bytes if param.offloaded else param.weight_bytes
+
+    def rewrites_weight(self, param: ParamPlan) -> bool:
+        """Whether ``step()`` loads the weight for an update on the device, and writes it back to the host."""
+        return self.loads_weight(param) and not param.offloaded
+
+    def sent_bytes(self, param: ParamPlan) -> int:
+        """Bytes of new weights that a flushed update window sends; 0 for a weight whose next load reads them."""
+        return 0 if self.loads_weight(param) else param.upload_bytes
+
+    @property
+    def offloaded_weight_bytes(self) -> int:
+        """Bytes of the weights that are not kept on the device."""
+        return sum(param.weight_bytes for param in self.params if self.loads_weight(param))
 
     @property
     def host_bytes(self) -> int:

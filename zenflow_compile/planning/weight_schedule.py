@@ -21,6 +21,21 @@ class Turn:
     ended: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class GraphLoads:
+    """The loads of one graph.
+
+    Attributes:
+        order: parameters, one for each load.
+        peak_bytes: of loaded weights, at most.
+        reads_updates: the graph fetches parameters, so due updates are applied before they are loaded.
+    """
+
+    order: tuple[int, ...]
+    peak_bytes: int
+    reads_updates: bool
+
+
 def schedule_weights(uses: Sequence[frozenset[int]], sizes: Mapping[int, int], budget_bytes: int) -> list[Turn]:
     """Load each weight as late, and unload it as rarely, as a byte budget allows.
 

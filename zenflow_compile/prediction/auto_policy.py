@@ -100,8 +100,9 @@ def _candidates(scenario: Scenario) -> Iterator[tuple[str, list[Options]]]:
     yield "resident", [of("resident")]
     yield "twinflow", [of("twinflow", ratio=ratio) for ratio in ratios]
     yield "zero_offload", [of("zero_offload")]
-    streaming = partial(of, "deep_optimizer_states", update_stride=options.update_stride)
-    yield "deep_optimizer_states", [streaming(ratio=ratio) for ratio in sorted({*ratios, 1.0})]
+    if options.offload_weights is False:  # this policy keeps all weights on the device
+        streaming = partial(of, "deep_optimizer_states", update_stride=options.update_stride)
+        yield "deep_optimizer_states", [streaming(ratio=ratio) for ratio in sorted({*ratios, 1.0})]
     zenflow = of("zenflow")
     yield "zenflow", [zenflow]
     if spare := _spare_bytes(zenflow, scenario):

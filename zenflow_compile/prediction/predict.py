@@ -62,7 +62,8 @@ class Prediction:
         """Plain data: bytes, seconds, tokens per second. Options have no ``nvme_path`` that the user did not give."""
         asked = self.scenario
         best = self.recommended
-        notes = [asked.note, self.exactness]
+        weights = self.shown.weights
+        notes = [asked.note, self.exactness, None if weights is None else weights.sentence]
         if best is not None and best.options.get("nvme_path") == SOME_DISK:
             notes.append("Add nvme_path to the recommended options: a directory on a local disk.")
         return {
@@ -124,14 +125,15 @@ def plan(
         recompute: activations are computed again in the backward.
         epoch_tokens: of an epoch, over all devices, for its hours.
         device_bytes, host_bytes: memory of a device, of a node; None takes the hardware's.
-        options: of ``ZenFlowAdamW``.
+        options: of ``ZenFlowAdamW``. With ``gradient_accumulation_steps`` the tokens come in as many micro-batches.
 
     Returns:
         ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
         ``sequence``, ``implicit``; ``policies``, a dict per policy with the fields of ``prediction.forecast.Forecast``;
         ``exchanges``, bytes that a device sends per step by way of sharing the work, see
         ``performance.rank_traffic.Exchange``; ``recommended``, options to pass on, or None if no policy fits; and
-        ``notes``, sentences on the recommended run.
+        ``notes``, sentences on the recommended run, and on
+        the weights that cross the link.
 
     Raises:
         TypeError: a value is of the wrong type, or an option is unknown.

@@ -95,11 +95,14 @@ def scenario_of(
     count = check_integer("tokens", tokens, 1)
     shape = _model(model, None if dtype is None else DTYPES[check_choice("dtype", dtype, tuple(DTYPES))])
     machine = _machine(hardware)
+    chosen = _options(policy, machine, options)
+    in_use = _in_use(machine, devices, device_bytes, host_bytes).across(nodes)
+    _check_offloaded_weights(chosen, in_use)
     return Scenario(
-        model=replace(shape, context=_sequence(sequence, count, shape)),
-        hardware=_in_use(machine, devices, device_bytes, host_bytes).across(nodes),
+        model=replace(shape, context=_sequence(sequence, _of_micro_batch(count, chosen), shape)),
+        hardware=in_use,
         policy=policy,
-        options=_options(policy, machine, options),
+        options=chosen,
         tokens=count,
         in_backward=check_flag("implicit", implicit),
         recompute=check_flag("recompute", recompute),
@@ -128,10 +131,28 @@ def _model(model: object, dtype: torch.dtype | None) -> ModelShape:
     )
 
 
+def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
+    if options.offload_weights is not False and hardware.devices > 1:
+        raise ValueError(
+            f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
+            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too; "
+            "devices=1 plans a single one"
+        )
+
+
+def _of_micro_batch(tokens: int, options: Options) -> int:
+    """Tokens of one of the step's micro-batches."""
+    count = options.gradient_accumulation_steps
+    if count is None:
+        return tokens
+    remedy = f": each of gradient_accumulation_steps={count} backwards has one token at least"
+    return check_integer("tokens", tokens, count, remedy=remedy) // count
+
+
 def _sequence(sequence: int | None, tokens: int, model: ModelShape) -> int:
     if sequence is None:
         return min(model.context, tokens)
-    remedy = f": a device has tokens={tokens} in a step; None takes the model's context, or all of them if it is longer"
+    remedy = f": a forward has {tokens} tokens of a device; None takes the model's context, or all if it is longer"
     return check_integer("sequence", sequence, 1, tokens, remedy=remedy)
 
 

@@ -140,6 +140,11 @@ def _d2h_sentence(summary: Summary, waits: str) -> str:
 def _h2d_sentence(summary: Summary, waits: str) -> str:
     interval = summary["update_interval"] or 1
     copies = _copies(summary["h2d_ms_per_step"], summary["h2d_gb_per_s"])
+    if (summary["weight_bytes_per_step"] or 0.0) > _MOSTLY * (summary["h2d_bytes_per_step"] or 0.0):
+        return (
+            f"Loads of weights limit this run ({copies}), {waits}; more bytes for offload_weights, or a smaller share, "
+            "keep more of them on the device, and more tokens in each micro-batch give loads more time."
+        )
     return (
         f"Copies from host to device limit this run ({copies}), {waits}; raise update_interval from "
         f"{interval} to {2 * interval}, so that uploads come less often."

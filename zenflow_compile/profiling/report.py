@@ -146,6 +146,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if s["state_moves"]:
         rows.append(("of it state", _size(s["state_bytes_per_step"], " per step")))
+    if s["weight_bytes_per_step"]:
+        rows.append(("of it weights", _size(s["weight_bytes_per_step"], " per step")))
     rows += [
         *_rank_rows(s),
         (

@@ -72,8 +72,9 @@ class Summary(TypedDict):
         d2h_ms_per_step, h2d_ms_per_step: time in which at least one copy of that direction ran.
         d2h_bytes_per_step, h2d_bytes_per_step: all bytes of that direction, state moves included.
         state_bytes_per_step: bytes of re-selections' state moves, both directions.
-        traffic_model_sizes_per_step: bytes of gradients and of uploads, both directions without state moves, over
-            the bytes of all trainable parameters.
+        weight_bytes_per_step: bytes of offloaded weights, loaded and written back.
+        traffic_model_sizes_per_step: bytes of gradients and of uploads, both directions without state moves and
+            offloaded weights, over the bytes of all trainable parameters.
         state_model_sizes_per_step: ``state_bytes_per_step`` over the same bytes.
         host_update_gb_per_s: bytes of host memory read and written by updates, in 1e9, per second in which at
             least one worker was updating: the bandwidth of all workers together.
@@ -123,6 +124,7 @@ class Summary(TypedDict):
     d2h_bytes_per_step: float | None
     h2d_bytes_per_step: float | None
     state_bytes_per_step: float | None
+    weight_bytes_per_step: float | None
     traffic_model_sizes_per_step: float | None
     state_model_sizes_per_step: float | None
     host_update_gb_per_s: float | None
@@ -177,6 +179,8 @@ def summarize(recording: Recording) -> Summary:
     h2d_bytes = sum(event.bytes for event in own_copies[H2D])
     state = [event for lane in own_copies.values() for event in lane if event.kind == "state"]
     state_bytes = sum(event.bytes for event in state)
+    weights = [event for lane in own_copies.values() for event in lane if event.kind in ("load", "write_back")]
+    weight_bytes = sum(event.bytes for event in weights)
     windows = Counter(event.kind for event in events if event.lane == WINDOWS)
     norms = recording.norms
     collectives = [event for event in events if event.lane == RANKS]
@@ -219,7 +223,8 @@ def summarize(recording: Recording) -> Summary:
         d2h_bytes_per_step=per_step(d2h_bytes),
         h2d_bytes_per_step=per_step(h2d_bytes),
         state_bytes_per_step=per_step(state_bytes),
-        traffic_model_sizes_per_step=model_sizes_per_step(d2h_bytes + h2d_bytes - state_bytes),
+        weight_bytes_per_step=per_step(weight_bytes),
+        traffic_model_sizes_per_step=model_sizes_per_step(d2h_bytes + h2d_bytes - state_bytes - weight_bytes),
         state_model_sizes_per_step=model_sizes_per_step(state_bytes),
         host_update_gb_per_s=_gb_per_s(own_updates),
         d2h_gb_per_s=_gb_per_s(own_copies[D2H]),

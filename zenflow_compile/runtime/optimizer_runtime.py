@@ -16,13 +16,13 @@ from torch.nn import Parameter
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.offloaded_weights import OffloadedWeights
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.weight_schedule import GraphLoads
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.parameters.weight_prefetch import GraphLoads
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.workload import Workload
+from zenflow_compile.performance.workload import Block, Stage, Workload
 from zenflow_compile.planning.plan import GRADIENT_RING
 from zenflow_compile.simulator.clock import Span
 from zenflow_compile.simulator.machine import Job, Machine, Row
 from zenflow_compile.simulator.nvme_cache import NvmeCache
+from zenflow_compile.simulator.weight_loads import WeightLoads
 from zenflow_compile.timeline.events import COMPUTE, SLACK, STEP, WINDOWS
 
 _Blocked = Callable[[], bool]
@@ -33,6 +34,7 @@ class Device:
 
     Attributes:
         work: what a step does.
+        weights: the loads of offloaded weights.
         machine: the lanes next to the device, and the timeline.
         step_ends: simulated time in seconds at the end of each step, by its number.
     """
@@ -42,11 +44,13 @@ class Device:
     ) -> None:
         """``first_step``: the number of the step to begin with; see ``steady_state.first_step``."""
         self.work = work
-        self.machine = Machine(hardware, workers, NvmeCache(work, backward=not final_at_step))
+        self.weights = WeightLoads(work, first_step, self._is_final)
+        files = NvmeCache(work, backward=not final_at_step)
+        self.machine = Machine(hardware, workers, files, self.weights, work.staging_buffers)
         self.step_ends: dict[int, float] = {}
         self._hardware = hardware
         self._final_at_step = final_at_step
-        self._step = first_step - 1
+        self._step = self._flushed_step = first_step - 1  # the second: all jobs up to this step are known
         self._in_ring = 0  # blocks in the ring of gradients
         self._pending_copies = [0] * len(work.blocks)  # copies of pending gradients in flight
         self._gathers = [0] * len(work.blocks)  # all-gathers of weights in flight
@@ -54,6 +58,7 @@ class Device:
         self._arrived = 0  # subgroups whose state came in, in this step
         self._jobs: list[list[Job]] = [[] for _ in work.blocks]  # of this step
         self._due: dict[tuple[int, int], list[Job]] = {}  # by step and block before whose forward they are applied
+        self._writers: dict[tuple[int, int], list[Job]] = {}  # likewise: jobs that write weights which it loads
 
     @property
     def next_step(self) -> int:
@@ -89,8 +94,9 @@ class Device:
         for _ in range(count):
             self._step = self.machine.step = self.next_step
             begin = self._now
-            yield from self._forward()
-            yield from self._backward()
+            for left in reversed(range(self.work.micro_batches)):
+                yield from self._forward()
+                yield from self._backward(last=not left)
             yield from self._update()
             self._row(STEP, "step", begin)
             self.step_ends[self._step] = self._now
@@ -99,27 +105,43 @@ class Device:
         for _, jobs in sorted(self._due.items()):
             for job in jobs:
                 yield partial(_is_away, job)
-                self.machine.merged()
+                self.machine.merged(job)
 
     def _forward(self) -> _Program:
         for position, block in enumerate(self.work.blocks):
             for job in self._due.pop((self._step, position), ()):
                 yield from self._apply(job)
             yield from self._wait(partial(self._is_gathering, position), block.name)
-            yield from self._compute("forward", block.forward, block.name)
-        yield from self._compute("forward", self.work.head)
+            for stage in block.forward:
+                yield from self._run_stage("forward", stage, block)
+        yield from self._compute("forward", self.work.head / self.work.micro_batches)
 
-    def _backward(self) -> _Program:
-        self._arrived = 0
-        for group in self.work.subgroups:
-            self.machine.stream_in(group, self._step, self._state_arrived)
-        yield from self._compute("backward", self.work.backward_head)
+    def _backward(self, *, last: bool) -> _Program:
+        """``last``: of the step's micro-batches. Its backward splits the gradients, and sends them."""
+        if last:
+            self._arrived = 0
+            for group in self.work.subgroups:
+                self.machine.stream_in(group, self._step, self._state_arrived)
+        yield from self._compute("backward", self.work.backward_head / self.work.micro_batches)
         for position in reversed(range(len(self.work.blocks))):
             block = self.work.blocks[position]
             down = sum(part.down for part in block.parts)
-            yield from self._wait(partial(self._has_no_buffer, position, down), block.name)
-            yield from self._compute("backward", block.backward, block.name)
-            self._produced(position, down)
+            if last:
+                yield from self._wait(partial(self._has_no_buffer, position, down), block.name)
+            *before, final = block.backward
+            for stage in before:
+                yield from self._run_stage("backward", stage, block)
+            yield from self._run_stage("backward", final, block, split=block.split if last else 0.0)
+            if last:
+                self._produced(position, down)
+
+    def _run_stage(self, kind: str, stage: Stage, block: Block, *, split: float = 0.0) -> _Program:
+        if (load := stage.load) is not None:
+            yield from self._wait(self._is_not_loaded, load.name)
+            self.weights.use()
+            yield from self._compute("merge", load.merge, load.name)
+        yield from self._compute(kind, stage.seconds / self.work.micro_batches + split, block.name)
+        self.weights.release(stage.freed)
 
     def _produced(self, position: int, down: int) -> None:
         """Send a block's new gradient to other devices and to the host, and make jobs of the flushed update windows."""
@@ -190,6 +212,12 @@ class Device:
             yield from self._compute("update", group.update, group.name)
             self.machine.stream_out(group, self._step)
         yield from self._compute("update", self.work.update)
+        for rewrite in self.work.rewrites:
+            yield from self._wait(self._is_not_loaded, rewrite.load.name)
+            self.weights.use()
+            yield from self._compute("merge", rewrite.load.merge, rewrite.load.name)
+            yield from self._compute("update", rewrite.update, rewrite.load.name)
+            self.machine.write_back(rewrite.load, self._step)
         for position, block in enumerate(self.work.blocks):
             self._gathers[position] += 1
             self.machine.exchange(block.gathered, self._step, block.name, partial(self._gathered, position))
@@ -199,15 +227,19 @@ class Device:
     def _queue_uploads(self) -> list[Job]:
         """Queue the uploads of this step's jobs; returns the jobs that the step itself waits for, in forward order."""
         blocking = []
+        for read in [key for key in self._writers if key[0] <= self._step]:
+            del self._writers[read]
+        self._flushed_step = self._step
         for position, jobs in enumerate(self._jobs):
             for job in jobs:
                 for name in job.window.params:
                     self._row(WINDOWS, "flush", self._now, name)
+                needed = job.step + 1 + (0 if job.part.blocking else job.part.staleness)
+                self._writers.setdefault((needed, position), []).append(job)
                 if job.part.blocking:
                     blocking.append(job)
                     self.machine.queue_upload(job, job.step)
                     continue
-                needed = job.step + 1 + job.part.staleness
                 self._due.setdefault((needed, position), []).append(job)
                 self.machine.queue_upload(job, needed)
         return blocking
@@ -219,7 +251,7 @@ class Device:
         yield from self._wait(partial(_is_away, job), job.name)
         seconds = 2 * job.window.upload * self._hardware.devices / self._hardware.device_bandwidth
         yield from self._compute("merge", seconds, job.name)
-        self.machine.merged()
+        self.machine.merged(job)
 
     def _compute(self, kind: str, seconds: float, name: str = "") -> _Program:
         if seconds:
@@ -241,6 +273,13 @@ class Device:
     def _row(self, lane: str, kind: str, begin: float, name: str = "", *, step: int | None = None) -> None:
         step = self._step if step is None else step
         self.machine.rows.append(Row(lane, kind, begin, self._now, step, name, 0))
+
+    def _is_not_loaded(self) -> bool:
+        return self.weights.is_missing
+
+    def _is_final(self, step: int, position: int) -> bool:
+        """Whether the host has the weights that a block's first forward in ``step`` reads."""
+        return step <= self._flushed_step + 1 and all(job.updated for job in self._writers.get((step, position), ()))
 
     def _is_gathering(self, position: int) -> bool:
         return self._gathers[position] > 0

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.workload import HOST_PASS_BYTES, FlushedWindow, Part, Subgroup
-from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
+from zenflow_compile.performance.workload import HOST_PASS_BYTES, FlushedWindow, Load, Part, Subgroup
+from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.simulator.clock import Clock, Span
 from zenflow_compile.simulator.nvme_cache import NvmeCache, Turn
+from zenflow_compile.simulator.weight_loads import WeightLoads
 from zenflow_compile.timeline.events import D2H, DISK, H2D
 
 PEERS = "peers"
@@ -46,7 +47,8 @@ class Job:
         final: when its gradient became final; None before.
         remaining: seconds of host update at full speed; reported: bytes of it that are in the timeline.
         turn: of its state, if that is read from a file.
-        updated: the host update is done. here: the new weights are on the device, and gathered from other devices.
+        updated: the host update is done. here: the new weights are on the device, and gathered from other devices, or
+            they are where the next load reads them.
     """
 
     step: int
@@ -86,16 +88,20 @@ class Machine:
         rows: the timeline so far.
         step: the device's current step.
         files: the cache of state in files.
+        weights: the loads of offloaded weights.
         pool_rate: bytes of host memory per second that all workers of the device read and write at full speed.
     """
 
-    def __init__(self, hardware: Hardware, workers: int, files: NvmeCache) -> None:
+    def __init__(
+        self, hardware: Hardware, workers: int, files: NvmeCache, weights: WeightLoads, staging_buffers: int
+    ) -> None:
         self._on_host = hardware.device_cores is not None
         self._workers = workers
         self.clock = Clock(hardware.host_bandwidth / hardware.devices, hardware.cores if self._on_host else math.inf)
         self.rows: list[Row] = []
         self.step = 0
         self.files = files
+        self.weights = weights
         self._hardware = hardware
         self.pool_rate = workers * hardware.adam_per_core * HOST_PASS_BYTES
         self._down: deque[_Transfer] = deque()
@@ -104,6 +110,7 @@ class Machine:
         self._uploads: list[tuple[int, Job]] = []  # heap, by the step whose forward needs them
         self._ready: list[Job] = []  # heap of host updates
         self._updating: Job | None = None
+        self._staging_buffers = staging_buffers
         self._in_upload_ring = 0
         self._in_stream_buffers = 0
         self._flushing: set[str] = set()  # subgroups whose state is being written back
@@ -135,6 +142,16 @@ class Machine:
         self._flushing.add(group.name)
         self.copy_down("state", group.state, step, group.name, flushed)
 
+    def write_back(self, load: Load, step: int) -> None:
+        """Queue the copy of an updated weight back to the host, which frees its space in the ring."""
+
+        def written() -> None:
+            self.weights.being_written[load.name] -= 1
+            self.weights.release(load.weight)
+
+        self.weights.being_written[load.name] += 1
+        self.copy_down("write_back", load.size, step, load.name, written)
+
     def submit(self, job: Job) -> None:
         """Queue the host update of a job whose gradients are final and in host memory."""
         if job.window.file:
@@ -144,15 +161,18 @@ class Machine:
             self._begin_update(job)
 
     def queue_upload(self, job: Job, needed: int) -> None:
-        """Queue an upload of new weights. They go up in the order of their use, also if a later job is done first.
+        """Queue an upload of new weights, if there are any to upload.
+
+        They go up in the order of their use, also if a later job is done first.
 
         ``needed``: the step whose forward needs them first; the job's own, if the step itself waits.
         """
-        heapq.heappush(self._uploads, (needed, job))
+        if job.window.upload:
+            heapq.heappush(self._uploads, (needed, job))
 
-    def merged(self) -> None:
-        """An upload was merged into its weights, which frees its buffer in the ring."""
-        self._in_upload_ring -= 1
+    def merged(self, job: Job) -> None:
+        """The upload of a job was merged into its weights, which frees its buffer in the ring."""
+        self._in_upload_ring -= job.window.upload > 0
 
     def dispatch(self) -> None:
         """Start every transfer and update that can start now."""
@@ -167,17 +187,40 @@ class Machine:
         self._dispatch_workers()
 
     def _dispatch_to_device(self) -> None:
-        """State first: the device waits for it, while uploads of a blocking step come last in any case."""
+        """State first: the device waits for it, while uploads of a blocking step come last in any case.
+
+        Then what is used first, an upload or a load.
+        """
         state = self._state_in[0] if self._state_in else None
         if state and state.name not in self._flushing and self._in_stream_buffers < STREAM_BUFFERS:
             self._in_stream_buffers += 1
             self._start(H2D, self._state_in.popleft())
-        elif self._uploads and self._uploads[0][1].updated and self._in_upload_ring < UPLOAD_RING:
+            return
+        rate = self._hardware.link_to_device
+        upload = self._next_upload()
+        request = self.weights.next_request(self._in_upload_ring, shared=bool(self._uploads or self._in_upload_ring))
+        if request is not None and (upload is None or request.deadline <= upload):
+            load = request.load
+            self.weights.begin()
+            self._start(
+                H2D, _Transfer("load", load.size, rate, request.step, load.name, lambda: self.weights.copied(load))
+            )
+        elif upload is not None:
             _, job = heapq.heappop(self._uploads)
             self._in_upload_ring += 1
-            size = job.window.upload
-            rate = self._hardware.link_to_device
-            self._start(H2D, _Transfer("copy", size, rate, job.step, job.name, lambda: self._gather(job)))
+            self._start(H2D, _Transfer("copy", job.window.upload, rate, job.step, job.name, lambda: self._gather(job)))
+
+    def _next_upload(self) -> tuple[int, float] | None:
+        """Step and position that need the next upload; None if it cannot begin."""
+        if not self._uploads or not self._uploads[0][1].updated:
+            return None
+        loads = self.weights.in_staging
+        # One buffer is left to loads: the device may wait for a weight that is read before the uploaded ones.
+        most = self._staging_buffers - self.weights.expects_loads
+        if self._in_upload_ring >= most or self._in_upload_ring + loads >= self._staging_buffers:
+            return None
+        needed, job = self._uploads[0]
+        return needed, job.position
 
     def _gather(self, job: Job) -> None:
         def here() -> None:
@@ -204,6 +247,7 @@ class Machine:
         self._updating = None
         self._report(job, begin, 0.0)
         job.updated = True
+        job.here = job.here or not job.window.upload
         if job.turn is not None:
             self.files.changed(job.turn)
 

@@ -94,6 +94,8 @@ class SteadyStep:
         seconds: of a step; stall: of them, in which the device waits.
         host_update: seconds of host updates.
         to_host, to_device: bytes of gradients down and weights up.
+        loads: bytes of offloaded weights to the device; written_back: of those that the device has updated, to the
+            host.
         state: bytes of state that is streamed through the device, both ways.
         disk: bytes read and written.
     """
@@ -103,6 +105,8 @@ class SteadyStep:
     host_update: float
     to_host: float
     to_device: float
+    loads: float
+    written_back: float
     state: float
     disk: float
 
@@ -143,6 +147,8 @@ def steady_step(
         host_update=seconds(POOL, "host_update"),
         to_host=moved(D2H, kind="copy"),
         to_device=moved(H2D, kind="copy"),
+        loads=moved(H2D, kind="load"),
+        written_back=moved(D2H, kind="write_back"),
         state=moved(D2H, H2D, kind="state"),
         disk=moved(DISK),
     )

@@ -8,7 +8,8 @@ Lanes and the kinds on them:
 ``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall), ``inference``
                  (a forward without gradients)
 ``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection, or streamed through the
-                 device around its update); with bytes
+                 device around its update), ``load`` (offloaded weights), ``write_back`` (those that the device
+                 updates); with bytes
 ``worker N``     ``host_update``, ``state`` of a re-selection (bytes: host memory read and written)
 ``disk``         ``read``, ``write`` (state in files, in and out of the host's cache); with bytes
 ``peers``        ``copy`` (collectives among ranks; bytes), in simulations

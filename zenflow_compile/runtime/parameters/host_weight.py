@@ -67,7 +67,7 @@ class Staged:
 
     Attributes:
         source: what is copied.
-        writer: the job, or the copy from the device, that wrote it last. While both are the weight's, the copy is current.
+        writer: the job, or the copy from the device, that wrote it last. Current while both are the weight's.
     """
 
     source: Tensor
@@ -335,8 +335,8 @@ class HostWeight:
         self._note(-self.nbytes)
 
     def _free(self) -> None:
-        # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which may run
-        # ahead of the one that has read the weight.
+        # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which may
+        # run ahead of the one that has read the weight.
         if (streams := self._device.streams) is not None:
             current = streams.current()
             if self._stream is None:

@@ -13,21 +13,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.planning.offloaded_weights import (
-    SMALLEST_WEIGHT_BYTES,
-    Candidate,
-    OffloadedWeights,
-    divide_budget,
-    weight_budget,
-)
+from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES, OffloadedWeights, weight_budget
 from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.weight_memory import divide_budget
+from zenflow_compile.planning.weight_schedule import GraphLoads
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStates
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.transport import Transport
-from zenflow_compile.runtime.parameters.weight_prefetch import GraphLoads, WeightPrefetch
+from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
@@ -91,13 +87,14 @@ class HostWeights:
                 chosen.append((each, param, counter))
             else:
                 self.kept[each.index] = reason
-        candidates = [Candidate(each.plan.index, each.plan.name, each.nbytes) for each in self.weights.values()]
-        candidates += [Candidate(each.index, each.name, each.weight_bytes) for each, _, _ in chosen]
-        if not candidates:
+        plans = [*(each.plan for each in self.weights.values()), *(each for each, _, _ in chosen)]
+        if not plans:
             return
         kept_before = sum(plan.params[p].weight_bytes for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
-        budget = weight_budget(self._option, candidates) - kept_before
-        ring_bytes, kept = divide_budget(budget, candidates, [each.shape for each in plan.params])
+        budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans}) - kept_before
+        sizes = {each.index: each.weight_bytes for each in plans}
+        streamed, ring_bytes = divide_budget(budget, [each.shape for each in plan.params], sizes)
+        kept = sizes.keys() - streamed
         staying = [each for each in self.weights.values() if each.plan.index not in kept]
         added = [(each, param, counter) for each, param, counter in chosen if each.index not in kept]
         largest = max([each.staged_bytes for each in staying], default=0)

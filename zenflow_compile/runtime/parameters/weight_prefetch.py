@@ -13,25 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from zenflow_compile.planning.weight_schedule import GraphLoads
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
-
-
-class GraphLoads:
-    """The loads of one graph.
-
-    Attributes:
-        order: parameters, one for each load.
-        peak_bytes: of loaded weights, at most.
-        reads_updates: the graph fetches parameters, so due updates are applied before they are copied.
-    """
-
-    __slots__ = ("order", "peak_bytes", "reads_updates")
-
-    def __init__(self, order: tuple[int, ...], peak_bytes: int, *, reads_updates: bool) -> None:
-        self.order = order
-        self.peak_bytes = peak_bytes
-        self.reads_updates = reads_updates
 
 
 class WeightPrefetch:
