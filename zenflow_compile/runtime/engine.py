@@ -353,7 +353,7 @@ class Engine(StepRunner):
             self.recorder.begin_phase("forward")
         step, own, uploads = self.step, self.params, self.uploads
         for p, param in zip(ps, params, strict=True):
-            if param.data_ptr() != own[p].data_ptr():
+            if param is not own[p]:
                 self.registry.check_storage(p, param)
             offloaded = self.offloaded[p]
             offloaded.uses += 1

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.native.storage_reads import allow_reads, refuse_reads
 from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES, OffloadedWeights, weight_budget
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
@@ -28,6 +29,10 @@ from zenflow_compile.torch_internals.torch_private import storage_identity
 
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
 _NAMED = 4
+_REFUSED = (
+    "{} is in host memory, and code outside of the compiled graphs reads or writes it: do that inside of `with "
+    "optimizer.loaded_weights():`, or behind optimizer.synchronize()"
+)
 
 
 class HostWeight:
@@ -91,7 +96,9 @@ class HostWeight:
         if self.replaced:
             self.adopt()
             return
-        self.param.untyped_storage().resize_(self.nbytes)
+        storage = self.param.untyped_storage()
+        allow_reads(storage)
+        storage.resize_(self.nbytes)
         self.param.data.copy_(self.values)  # ``.data`` has a version counter of its own
         self._is_loaded()
 
@@ -99,7 +106,9 @@ class HostWeight:
         """Give the device's memory back. Values that other code has written are kept."""
         if not self.offloaded or self.replaced or self._counter.external_bumps(self.param) != self._bumps:
             self.adopt()
-        self.param.untyped_storage().resize_(0)
+        storage = self.param.untyped_storage()
+        storage.resize_(0)
+        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name))
         self.offloaded, self.loaded, self.held = True, False, False
         self._note(-self.nbytes)
 

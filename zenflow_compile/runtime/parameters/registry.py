@@ -31,6 +31,7 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.torch_internals.torch_private import address
 
 
 class ParamRegistry:
@@ -215,7 +216,7 @@ class ParamRegistry:
             RuntimeError: it has other memory.
         """
         own = self.params[index]
-        if param is not own and param.data_ptr() != own.data_ptr():
+        if param is not own and address(param) != address(own):
             raise RuntimeError(
                 f"the compiled graph has a copy of {self.plan.params[index].name} instead of the parameter; if the "
                 "model was moved or its storage replaced, create the optimizer and compile again, else report this"
