@@ -13,6 +13,7 @@ from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.native.build import BuildError, load_storage_reads
 from zenflow_compile.torch_internals.torch_private import (
     mark_refused,
+    profiler_active,
     reads_are_refused,
     storage_identity,
     unmark_refused,
@@ -22,13 +23,14 @@ from zenflow_compile.torch_internals.torch_private import (
 def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: str) -> None:
     """Make every read and write of an empty storage raise ``RuntimeError``, also through views.
 
-    Does nothing if the C++ source cannot be compiled here; the first call warns of it then.
+    Does nothing if the C++ source cannot be compiled here; the first call warns of it then. Does nothing either while a
+    profiler runs: it asks for the addresses of parameters and of operators' inputs, and would lose events or raise.
 
     Args:
         nbytes: size that the storage shows meanwhile.
         text: of the error.
     """
-    if (library := _library()) is not None:
+    if not profiler_active() and (library := _library()) is not None:
         _refuse(library, storage, nbytes, text)
 
 
@@ -69,7 +71,7 @@ def _library() -> ctypes.PyDLL | None:
 
 def _check(library: ctypes.PyDLL) -> None:
     """Guards against headers of another PyTorch than the one that runs: a storage has other fields then."""
-    storage = torch.UntypedStorage(0)
+    storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     _refuse(library, storage, 8, "refused")
     try:
         storage.data_ptr()
