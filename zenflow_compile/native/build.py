@@ -1,4 +1,4 @@
-"""Compiles the package's C++ source at its first use, and keeps the library for later processes."""
+"""Compiles the package's C++ sources at their first use, and keeps the libraries for later processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import stat
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.user_frame import user_stacklevel
@@ -25,6 +28,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-march=native"),
     *("-ffp-contract=off", "-fno-math-errno", "-w"),
 )
+_STORAGE_READS = "storage_reads.cpp"
 _COMPILE_SECONDS = 120.0
 
 
@@ -39,13 +43,30 @@ def load_library() -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, it fails, or the system does not load what it made.
     """
+    path, handle = _load(_MAIN, _FLAGS)
+    return ctypes.CDLL(path, handle=handle)
+
+
+@cache
+def load_storage_reads() -> ctypes.PyDLL:
+    """Return the library of ``native/storage_reads.cpp``, which is compiled for the PyTorch that runs, in about 2 s.
+
+    Raises:
+        BuildError: see ``load_library``; or PyTorch has no C++ headers.
+    """
+    path, handle = _load(_STORAGE_READS, torch_private.extension_flags())
+    return ctypes.PyDLL(path, handle=handle)  # keeps the GIL
+
+
+def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
+    """Load the library of a source, and compile it if that was not done before; return its path and handle."""
     compiler = torch_private.cpp_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found: install g++, or set CXX")
-    path = cache_folder() / f"host_updates-{_key(compiler)}.so"
+    path = cache_folder() / f"{Path(source).stem}-{_key(compiler, flags)}.so"
     if _is_ours(path):
         try:
-            return ctypes.CDLL(str(path))
+            return str(path), ctypes.CDLL(str(path))._handle
         except OSError:  # written by a process that ran out of disk space, or on a file system without execution
             pass
     try:
@@ -56,12 +77,13 @@ def load_library() -> ctypes.CDLL:
         folder = tempfile.TemporaryDirectory()
     with folder as name:
         made = Path(name) / path.name
-        _compile(compiler, made)
+        _compile(compiler, flags, source, made)
         if Path(name).parent == path.parent:
             # Atomic: another process may compile the same source, and loads the library as soon as it has its name.
             made = made.replace(path)
         try:
-            return ctypes.CDLL(str(made))  # never unloaded: threads run its code until the process ends
+            # Never unloaded: threads run its code until the process ends.
+            return str(made), ctypes.CDLL(str(made))._handle
         except OSError as error:
             raise BuildError(
                 f"the system does not load {made}: {error}; set XDG_CACHE_HOME to another folder"
@@ -90,8 +112,8 @@ def _is_ours(path: Path) -> bool:
     )
 
 
-def _compile(compiler: str, library: Path) -> None:
-    command = [compiler, *_FLAGS, str(SOURCES / _MAIN), "-o", str(library)]
+def _compile(compiler: str, flags: Sequence[str], source: str, library: Path) -> None:
+    command = [compiler, str(SOURCES / source), *flags, "-o", str(library)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
@@ -104,7 +126,7 @@ def _compile(compiler: str, library: Path) -> None:
     library.chmod(0o700)
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, flags: Sequence[str] = _FLAGS) -> str:
     """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
     try:
         version = subprocess.run(
@@ -113,7 +135,7 @@ def _key(compiler: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} did not run: {error}") from None
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
-    parts = [version, _cpu().encode(), " ".join(_FLAGS).encode(), *sources]
+    parts = [version, _cpu().encode(), " ".join(flags).encode(), torch.__version__.encode(), *sources]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -117,6 +117,16 @@ def cpp_compiler() -> str | None:
         return None
 
 
+def extension_flags() -> tuple[str, ...]:
+    """Flags for the compiler of C++ that includes headers of c10. Seen in torch 2.13."""
+    folder = Path(torch.__file__).parent
+    return (
+        *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10"),  # that libc10 is loaded already
+    )
+
+
 def fused_adamw_multi_(
     params: list[Tensor],
     grads: list[Tensor],
@@ -451,6 +461,34 @@ def outside_of_transforms() -> Iterator[None]:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
+def _is_not_shared() -> bool:
+    return False
+
+
+def mark_refused(storage: torch.UntypedStorage) -> None:
+    """Note that PyTorch raises if code asks for the address of ``storage``.
+
+    ``is_shared`` would end the process: its C++ code handles no errors. The Python object of a storage lives as long as
+    the storage. Seen in torch 2.13.
+    """
+    storage.__dict__["is_shared"] = _is_not_shared
+
+
+def unmark_refused(storage: torch.UntypedStorage) -> None:
+    """Undo ``mark_refused``. Idempotent."""
+    storage.__dict__.pop("is_shared", None)
+
+
+def reads_are_refused(storage: torch.UntypedStorage) -> bool:
+    """Whether ``storage`` has no memory, and PyTorch raises if code asks for its address."""
+    return "is_shared" in storage.__dict__
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a tensor's first element; 0 if reads of it are refused."""
+    return 0 if reads_are_refused(tensor.untyped_storage()) else tensor.data_ptr()
+
+
 class MemoryMark:
     """Recognizes the memory of a tensor without keeping it alive. Seen in torch 2.11 and 2.13.
 
@@ -467,13 +505,13 @@ class MemoryMark:
     def __init__(self, tensor: Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self.address = tensor.data_ptr()
+        self.address = address(tensor)
         self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.storage: int = self._storage.cdata
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` begins at the same place of the same storage."""
-        return storage_identity(tensor.untyped_storage()) == self.storage and tensor.data_ptr() == self.address
+        return storage_identity(tensor.untyped_storage()) == self.storage and address(tensor) == self.address
 
 
 def saves_tensors_elsewhere() -> bool:

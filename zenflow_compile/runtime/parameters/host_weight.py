@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.native.storage_reads import allow_reads, refuse_reads
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.device import Stream
@@ -39,6 +40,11 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.torch_internals.torch_private import storage_identity
+
+_REFUSED = (
+    "{} is in host memory, and code outside of the compiled graphs reads or writes it: do that inside of `with "
+    "optimizer.loaded_weights():`, or behind optimizer.synchronize()"
+)
 
 
 class Place(enum.Enum):
@@ -229,8 +235,8 @@ class HostWeight:
             return
         self._check_not_overwritten()
         before = self.loaded
-        self._allocate()
         try:
+            self._allocate()
             if staged is None and (staged := self.stage(waits=True)) is None:
                 assert self._whole is not None
                 self._matrix.copy_(self._whole.view(self._matrix.shape))
@@ -238,15 +244,17 @@ class HostWeight:
                 self._fill(staged)
         except BaseException:
             if not before:
-                self.param.untyped_storage().resize_(0)
+                self._empty()
             raise
         self._is_loaded()
 
     def _allocate(self) -> None:
         """Give the parameter memory again. The copies of lanes never write it: they end in the ring."""
         if not self.loaded:
+            storage = self.param.untyped_storage()
+            allow_reads(storage)
             with self._device.memory_of_weights():
-                self.param.untyped_storage().resize_(self.nbytes)
+                storage.resize_(self.nbytes)
             streams = self._device.streams
             self._stream = None if streams is None else streams.current()
 
@@ -343,7 +351,14 @@ class HostWeight:
                 self.param.data.record_stream(cast("torch.Stream", current))
             elif current != self._stream:
                 self._stream.wait_stream(current)
-        self.param.untyped_storage().resize_(0)
+        self._empty()
+
+    def _empty(self) -> None:
+        """Empty the parameter's memory. Direct reads raise from here on."""
+        storage = self.param.untyped_storage()
+        allow_reads(storage)
+        storage.resize_(0)
+        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name))
 
     def _store(self) -> None:
         """Copy the device's values to the host, and wait for it: not in a steady step."""

@@ -1,0 +1,324 @@
+"""Code that reads a weight while it is in host memory gets an error that says what to do; nothing crashes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from tests.support.training import EAGER_BACKEND
+from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.native import build, storage_reads
+from zenflow_compile.runtime.parameters import host_weights
+from zenflow_compile.torch_internals import torch_private
+
+pytestmark = pytest.mark.timeout(120)
+
+ADAM: dict[str, Any] = {
+    "lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0, "min_offload_size": 1,
+    "offload_weights": 1.0,
+}  # fmt: skip
+REMEDY = r"0\.weight is in host memory.*`with optimizer\.loaded_weights\(\):`, or behind optimizer\.synchronize\(\)"
+
+
+@pytest.fixture(autouse=True)
+def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
+
+
+def batch(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+
+
+class Trained:
+    """A model of which all weights are in host memory."""
+
+    def __init__(self, **backend: Any) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **ADAM)
+        self.call: Callable[[Tensor], Tensor] = torch.compile(self.model, **(backend or EAGER_BACKEND))
+        self.train(2)
+        self.model.state_dict()  # no update is on its way behind it
+        self.weight: Parameter = self.model[0].weight  # type: ignore[assignment]
+
+    def train(self, steps: int, rows: int = 8) -> None:
+        for _ in range(steps):
+            self.call(batch(rows)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+@pytest.fixture
+def trained() -> Iterator[Trained]:
+    made = Trained()
+    yield made
+    made.close()
+
+
+def step_of(optimizer: type[torch.optim.Optimizer], **options: Any) -> Callable[[Parameter], Any]:
+    def step(weight: Parameter) -> None:
+        weight.grad = torch.ones_like(weight)
+        optimizer([weight], lr=0.1, **options).step()  # type: ignore[call-arg]
+
+    return step
+
+
+def write_without_autograd(weight: Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+READERS: dict[str, Callable[[Parameter], Any]] = {
+    "norm": lambda weight: weight.norm(),
+    "clone": lambda weight: weight.clone(),
+    "linear": lambda weight: F.linear(torch.zeros(2, 32), weight),
+    "linear under autocast": torch.autocast("cpu", torch.bfloat16)(lambda weight: F.linear(torch.zeros(2, 32), weight)),
+    "matmul": lambda weight: torch.zeros(2, 64) @ weight,
+    "embedding": lambda weight: F.embedding(torch.tensor([1, 2]), weight),
+    "parameters_to_vector": lambda weight: nn.utils.parameters_to_vector([weight]),
+    "numpy": lambda weight: weight.detach().numpy(),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+    "tolist": lambda weight: weight.tolist(),
+    "item": lambda weight: weight[0, 0].item(),
+    "row": lambda weight: weight[2].sum(),
+    "print": repr,
+    "torch.save": lambda weight: torch.save(weight, io.BytesIO()),
+    "torch.save, old format": lambda weight: torch.save(weight, io.BytesIO(), _use_new_zipfile_serialization=False),
+    "pickle": pickle.dumps,
+    "deepcopy": copy.deepcopy,
+    "data_ptr": lambda weight: weight.data_ptr(),
+    "storage of floats": lambda weight: weight.storage().tolist(),
+    "storage": lambda weight: weight.untyped_storage().clone(),
+    "storage on the CPU": lambda weight: weight.untyped_storage()[0],
+    "storage that is resized": lambda weight: weight.untyped_storage().resize_(0),
+    "share_memory_": lambda weight: weight.share_memory_(),
+    "is_pinned": lambda weight: weight.is_pinned(),
+    "data.mul_": lambda weight: weight.data.mul_(2),
+    "no_grad": write_without_autograd,
+    "data.zero_": lambda weight: weight.data.zero_(),
+    "init": nn.init.normal_,
+    "equal": lambda weight: torch.equal(weight, torch.zeros(64, 32)),
+    "isfinite": lambda weight: torch.isfinite(weight).all(),
+    "cast": lambda weight: weight.to(torch.bfloat16),
+    "copy": lambda weight: torch.empty(64, 32).copy_(weight.detach()),
+    "get_total_norm": lambda weight: nn.utils.get_total_norm([weight]),
+    "foreach": lambda weight: torch._foreach_norm([weight.detach()]),
+    "AdamW": step_of(torch.optim.AdamW, foreach=False),
+    "AdamW, foreach": step_of(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": step_of(torch.optim.AdamW, fused=True),
+    "SGD": step_of(torch.optim.SGD),
+    "t": lambda weight: weight.t().sum(),
+    "view": lambda weight: weight.view(-1).sum(),
+    "as_strided": lambda weight: weight.as_strided((2, 2), (1, 1)).sum(),
+    "split": lambda weight: weight.split(32)[1].sum(),
+    "to": lambda weight: weight.to("cpu").sum(),
+    "cpu": lambda weight: weight.cpu().sum(),
+}
+
+
+def in_child(read: Callable[[Parameter], Any], weight: Parameter) -> str:
+    """What ``read`` raises in a forked process; the signal that ends it, if one does."""
+    receiving, sending = os.pipe()
+    if (child := os.fork()) == 0:
+        text = "nothing"
+        try:
+            read(weight)
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(sending, text.encode())
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving) as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    return text if status == 0 else f"signal {status}"
+
+
+def test_direct_reads_raise(trained: Trained) -> None:
+    found = {name: in_child(read, trained.weight) for name, read in READERS.items()}
+    assert {name: text for name, text in found.items() if not re.match(f"RuntimeError: {REMEDY}", text)} == {}
+
+
+def test_readers_that_raise_change_nothing(trained: Trained) -> None:
+    expected = copy.deepcopy(trained.model.state_dict())
+    for name in ("norm", "deepcopy", "data.mul_", "share_memory_", "torch.save", "t"):
+        with pytest.raises(RuntimeError, match=REMEDY):
+            READERS[name](trained.weight)
+    for name, value in trained.model.state_dict().items():
+        assert torch.equal(value, expected[name])
+    with trained.optimizer.loaded_weights():
+        assert torch.equal(trained.weight, expected["0.weight"])
+    trained.train(2)
+
+
+@pytest.mark.parametrize("name", ["t", "view", "as_strided", "split", "detach", "data", "alias"])
+def test_views_of_unloaded_weights_follow_it(trained: Trained, name: str) -> None:
+    makers: dict[str, Callable[[Tensor], Tensor]] = {
+        "t": lambda weight: weight.t(),
+        "view": lambda weight: weight.view(-1, 8),
+        "as_strided": lambda weight: weight.as_strided((4, 4), (1, 32), 3),
+        "split": lambda weight: weight.split(32)[1],
+        "detach": lambda weight: weight.detach(),
+        "data": lambda weight: weight.data,
+        "alias": lambda weight: weight.cpu(),
+    }
+    view = makers[name](trained.weight)
+    with pytest.raises(RuntimeError, match=REMEDY):
+        view.sum()
+    with trained.optimizer.loaded_weights():
+        assert torch.equal(view, makers[name](trained.weight.clone()))
+    with pytest.raises(RuntimeError, match=REMEDY):
+        view.sum()
+
+
+def test_metadata_is_read_without_loading(trained: Trained) -> None:
+    weight = trained.weight
+    assert (weight.shape, weight.stride(), weight.is_contiguous()) == ((64, 32), (32, 1), True)
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    assert not weight.is_shared()
+    assert torch.empty_like(weight).shape == weight.shape
+    version = weight._version
+    torch.autograd.graph.increment_version(weight)
+    assert weight._version == version + 1
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(weight)
+        assert fake.t().shape == (32, 64)
+    assert trained.optimizer.engine.weights.loaded_bytes == 0
+    trained.train(1)
+
+
+def test_recompiled_graphs_find_weights(trained: Trained) -> None:
+    for rows in (3, 5):
+        trained.train(2, rows)
+    with torch.no_grad():
+        trained.call(batch(6))
+    assert trained.optimizer.engine.weights.loaded_bytes == 0
+    with pytest.raises(RuntimeError, match=REMEDY):
+        trained.weight.norm()
+
+
+@pytest.mark.slow
+def test_inductor_takes_unloaded_weights() -> None:
+    trained, other = Trained(backend="zenflow"), Trained()
+    trained.train(2, rows=4)
+    other.train(2, rows=4)
+    with pytest.raises(RuntimeError, match=REMEDY):
+        trained.weight.norm()
+    for one, another in zip(trained.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.allclose(one, another, atol=1e-5)
+    trained.close()
+    other.close()
+
+
+def test_profiler_runs_behind_synchronize(trained: Trained) -> None:
+    trained.optimizer.synchronize()
+    with torch.profiler.profile(record_shapes=True, profile_memory=True, with_stack=True) as profile:
+        trained.train(2)
+    assert "zenflow::load_weight_" in {event.key for event in profile.key_averages()}
+    trained.train(1)
+    with pytest.raises(RuntimeError, match=REMEDY):
+        trained.weight.norm()
+
+
+class Eager(nn.Module):
+    """Reads a weight in a graph, and behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.eye(32))
+
+    @torch._dynamo.disable
+    def read(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
+        hidden = F.linear(x, self.weight)
+        return self.read(hidden) if breaks else hidden
+
+
+def test_read_behind_a_graph_break_is_right() -> None:
+    torch._dynamo.reset()
+    model = Eager()
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM)
+    call = torch.compile(model, **EAGER_BACKEND)
+    for _ in range(2):
+        call(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found = call(batch(), True)
+        weight = model.state_dict()["weight"]
+        assert torch.equal(found, F.linear(F.linear(batch(), weight), weight))
+    optimizer.close()
+
+
+def test_closed_optimizer_leaves_usual_weights() -> None:
+    trained = Trained()
+    expected = copy.deepcopy(trained.model.state_dict())
+    trained.close()
+    assert not trained.weight.untyped_storage().__dict__
+    assert torch.equal(copy.deepcopy(trained.weight), expected["0.weight"])
+    trained.weight.share_memory_()
+    assert trained.weight.is_shared()
+    assert torch.equal(trained.weight, expected["0.weight"])
+
+
+def test_replaced_memory_is_readable(trained: Trained) -> None:
+    old, new = trained.weight.data, torch.ones(64, 32)
+    trained.weight.data = new
+    assert trained.weight.norm() == new.norm()
+    with pytest.raises(RuntimeError, match=REMEDY):
+        old.norm()
+    trained.train(1)
+    with pytest.raises(RuntimeError, match=REMEDY):
+        trained.weight.norm()
+
+
+def test_without_a_compiler_a_warning_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = (storage_reads._library, build.load_storage_reads)
+    for each in caches:
+        each.cache_clear()
+    with monkeypatch.context() as without:
+        without.setattr(torch_private, "cpp_compiler", lambda: None)
+        with pytest.warns(RuntimeWarning, match=r"crash instead of raising: no C\+\+ compiler") as caught:
+            trained = Trained()
+        assert sum("crash instead" in str(each.message) for each in caught) == 1
+    for each in caches:
+        each.cache_clear()
+    assert trained.weight.untyped_storage().nbytes() == 0
+    with trained.optimizer.loaded_weights():
+        assert torch.isfinite(trained.weight).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained.train(1)
+    with pytest.raises(RuntimeError, match=REMEDY):
+        trained.weight.norm()
+    trained.close()
+
+
+def test_headers_of_another_pytorch_are_noticed() -> None:
+    """The library does nothing: as one that writes other fields of a storage."""
+
+    class Nothing:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments: None
+
+    with pytest.raises(build.BuildError, match="do not belong to the PyTorch that runs"):
+        storage_reads._check(Nothing())  # type: ignore[arg-type]
