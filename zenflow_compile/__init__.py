@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from zenflow_compile.optimizer import ZenFlowAdamW
     from zenflow_compile.prediction.predict import plan, simulate
     from zenflow_compile.profiling.profiler import profile
+    from zenflow_compile.runtime.parameters.moved_weights import move_to_device
 
-__all__ = ["ZenFlowAdamW", "explain", "optimizer_of", "plan", "profile", "simulate"]
+__all__ = ["ZenFlowAdamW", "explain", "move_to_device", "optimizer_of", "plan", "profile", "simulate"]
 
 _MODULES = {
     "ZenFlowAdamW": "optimizer",
     "explain": "explanation",
+    "move_to_device": "runtime.parameters.moved_weights",
     "optimizer_of": "compiler.ownership",
     "plan": "prediction.predict",
     "profile": "profiling.profiler",

@@ -38,6 +38,7 @@ from zenflow_compile.runtime.device_updates.version_counter import VersionCounte
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.parameters.moved_weights import leave_on_host
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
@@ -402,9 +403,9 @@ class HostWeight:
         """Leave the values on the device for good, where they are loaded."""
         self.place, self._whole = Place.DEVICE, None
 
-    def move_to_host(self) -> None:
-        """Move the parameter itself to the host for good."""
-        self.param.data = self.values().clone() if self.offloaded else self.param.detach().cpu()
+    def leave_on_host(self) -> None:
+        """Leave the values in host memory of their own."""
+        leave_on_host(self.param, self.values().clone())
         self.stay()
 
     # What the optimizer reads and writes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,6 +21,7 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStates
+from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
@@ -29,6 +30,55 @@ from zenflow_compile.runtime.parameters.weight_sync import Weights
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
 _NAMED = 4
 _WITHIN_BUDGET = "the budget of offload_weights has room for it"
+
+
+class NewWeights:
+    """Parameters whose weights are about to be offloaded.
+
+    Attributes:
+        offloaded: their plans, by index.
+        kept: why others stay on the device, by index.
+        weights: those that were made.
+        arena: host memory of those without host state.
+    """
+
+    def __init__(self, transport: Transport, note: Callable[[int], None]) -> None:
+        self.offloaded: dict[int, ParamPlan] = {}
+        self.kept: dict[int, str] = {}
+        self.weights: dict[int, HostWeight] = {}
+        self.ring_bytes = 0
+        self.arena: HostArena | None = None
+        self._transport = transport
+        self._note = note
+
+    def make(
+        self,
+        index: int,
+        param: Parameter,
+        counter: VersionCounter,
+        on_host: OffloadedParam | None,
+        *,
+        unloaded: bool,
+    ) -> None:
+        """Make the weight of a parameter, if it is one of these.
+
+        Args:
+            on_host: the parameter, if it has host state.
+            unloaded: begin with the values in host memory alone.
+        """
+        if (plan := self.offloaded.get(index)) is None:
+            return
+        assert self.arena is not None
+        whole = self.arena.take(plan.shape, plan.dtype) if on_host is None else None
+        weight = self.weights[index] = HostWeight(plan, param, counter, self._transport, whole, self._note)
+        self._note(weight.nbytes)
+        if on_host is not None:
+            written_by_others = partial(_written_by_others, on_host.weights)
+            weight.attach(SliceStates(on_host.host, on_host.device, written_by_others))
+            on_host.weights.home = weight
+        if unloaded:
+            weight.served = True
+            weight.unload()
 
 
 class HostWeights:
@@ -62,68 +112,64 @@ class HostWeights:
         self._lock = threading.RLock()
         self._arenas: list[HostArena] = []
 
-    def add(
+    def decide(
         self,
         plan: Plan,
         new: Sequence[tuple[ParamPlan, Parameter, VersionCounter]],
-        offloaded: Mapping[int, OffloadedParam],
+        hosts: Container[int],
         staging_bytes: int | None,
-    ) -> None:
-        """Offload those of the ``new`` parameters that can be, as far as the budget does not keep them on the device.
+    ) -> NewWeights:
+        """Decide which of the ``new`` parameters are offloaded: those that can be, and that the budget does not keep.
 
         Args:
             plan: of all parameters.
-            offloaded: the parameters with host state.
+            hosts: indices of those with host state.
             staging_bytes: the option.
 
         Raises:
             ValueError: see ``weight_budget``, or ``staging_bytes`` is less than the largest weight.
         """
+        decided = NewWeights(self._transport, self._count)
         if self._option is False:
-            return
-        chosen = []
+            return decided
+        chosen: dict[int, ParamPlan] = {}
         for each, param, counter in new:
             if (reason := _refusal(each, param, counter)) is None:
-                chosen.append((each, param, counter))
+                chosen[each.index] = each
             else:
-                self.kept[each.index] = reason
-        plans = [*(each.plan for each in self.weights.values()), *(each for each, _, _ in chosen)]
+                decided.kept[each.index] = reason
+        plans = [*(each.plan for each in self.weights.values()), *chosen.values()]
         if not plans:
-            return
+            return decided
         kept_before = sum(plan.params[p].weight_bytes for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
         budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans}) - kept_before
         sizes = {each.index: each.weight_bytes for each in plans}
-        streamed, ring_bytes = divide_budget(budget, [each.shape for each in plan.params], sizes)
-        kept = sizes.keys() - streamed
-        staying = [each for each in self.weights.values() if each.plan.index not in kept]
-        added = [(each, param, counter) for each, param, counter in chosen if each.index not in kept]
-        largest = max([each.staged_bytes for each in staying], default=0)
-        largest = max([largest, *(_staged_bytes(each, offloaded) for each, _, _ in added)])
-        count = self._ring_size(largest, len(staying) + len(added), staging_bytes)
-        arena = HostArena(
-            carved_bytes([(each.shape, each.dtype) for each, _, _ in added if each.index not in offloaded]),
-            None if self._device.streams is None else self._device,
+        streamed, decided.ring_bytes = divide_budget(budget, [each.shape for each in plan.params], sizes)
+        decided.kept.update(dict.fromkeys(sizes.keys() - streamed, _WITHIN_BUDGET))
+        decided.offloaded = {index: each for index, each in chosen.items() if index in streamed}
+        staged = [each.staged_bytes for index, each in self.weights.items() if index in streamed]
+        staged += [each.upload_bytes if p in hosts else each.weight_bytes for p, each in decided.offloaded.items()]
+        largest = max(staged, default=0)
+        count = self._ring_size(largest, len(staged), staging_bytes)
+        on_device = [each for p, each in decided.offloaded.items() if p not in hosts]
+        asynchronous = self._device.streams is not None
+        decided.arena = HostArena(
+            carved_bytes([(each.shape, each.dtype) for each in on_device]), self._device if asynchronous else None
         )
+        if decided.arena.total_bytes and asynchronous:
+            decided.arena.pin(self._device, "a larger offload_weights, which keeps more weights on the device")
         self.prefetch.drop()
         self._transport.up_ring.fit(count, largest)
-        # Nothing below can fail.
-        self._arenas.append(arena)
-        if arena.total_bytes and self._device.streams is not None:
-            arena.pin(self._device, "a larger offload_weights, which keeps more weights on the device")
-        self.ring_bytes = self.prefetch.ring_bytes = ring_bytes
-        self.keep(dict.fromkeys(kept & self.weights.keys(), _WITHIN_BUDGET))
-        self.kept.update(dict.fromkeys(kept, _WITHIN_BUDGET))
-        for each, param, counter in added:
-            if (on_host := offloaded.get(each.index)) is None:
-                whole = arena.take(each.shape, each.dtype)
-                weight = HostWeight(each, param, counter, self._transport, whole, self._count)
-            else:
-                weight = HostWeight(each, param, counter, self._transport, None, self._count)
-                weights = on_host.weights
-                weight.attach(SliceStates(on_host.host, on_host.device, partial(_written_by_others, weights)))
-                weights.home = weight
-            self.weights[each.index] = weight
-            self._count(weight.nbytes)
+        return decided
+
+    def add(self, decided: NewWeights) -> None:
+        """Serve what was decided and made. Cannot fail."""
+        if decided.arena is not None:
+            self._arenas.append(decided.arena)
+            self.ring_bytes = self.prefetch.ring_bytes = decided.ring_bytes
+        self.keep({p: reason for p, reason in decided.kept.items() if p in self.weights})
+        self.kept.update(decided.kept)
+        self.weights.update(decided.weights)
 
     def _ring_size(self, largest: int, weights: int, staging_bytes: int | None) -> int:
         """Number of upload buffers.
@@ -295,23 +341,18 @@ class HostWeights:
     # The end.
 
     def restore(self) -> None:
-        """Load all weights for good; those that the device has no room for move to the host. Idempotent."""
+        """Load all weights for good; those that the device has no room for are left in host memory. Idempotent."""
         self.prefetch.drop()
         for p in tuple(self.weights):
             try:
                 self.keep({p: "the optimizer is closed"})
             except torch.OutOfMemoryError:
-                self.weights.pop(p).move_to_host()
+                self.weights.pop(p).leave_on_host()
 
     def free(self) -> None:
         """Free the host memory, behind ``restore``. Idempotent."""
         for arena in self._arenas:
             arena.close()
-
-
-def _staged_bytes(plan: ParamPlan, offloaded: Mapping[int, OffloadedParam]) -> int:
-    """Bytes of a load: selected slices are on the device."""
-    return plan.upload_bytes if plan.index in offloaded else plan.weight_bytes
 
 
 def _written_by_others(weights: Weights) -> bool:
@@ -325,7 +366,12 @@ def _refusal(plan: ParamPlan, param: Parameter, counter: VersionCounter) -> str 
         return f"it is small: {param.nbytes} bytes"
     if not param.is_contiguous():
         return "its memory is not contiguous"
-    if counter.shared or counter.exposed or param.storage_offset() or storage.nbytes() != param.nbytes:
+    if (
+        counter.shared
+        or counter.exposed
+        or param.storage_offset()
+        or (storage.nbytes() != param.nbytes and not is_left_on_host(param))
+    ):
         return "it shares memory with other tensors"
     if type(param) is not Parameter or plan is not plan.whole:
         return "it is sharded, or a tensor subclass"

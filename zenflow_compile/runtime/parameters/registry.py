@@ -28,6 +28,7 @@ from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
 from zenflow_compile.runtime.parameters.host_weights import HostWeights
+from zenflow_compile.runtime.parameters.moved_weights import take_host_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
@@ -114,18 +115,22 @@ class ParamRegistry:
         counters = counters_of(params, self.counters)
         with ExitStack() as undo:
             allocated = self.memory.allocate(plan, plan.params[first:], new, undo)
-            offloaded = {}
-            for index, host in allocated.hosts.items():
-                param_plan, param = plan.params[index], params[index]
-                device = DeviceState.allocate(param_plan, self._device)
-                offloaded[index] = OffloadedParam(
-                    param_plan, param, host, device, self.transport, self.gradients, counters[index]
-                )
-            weights = [(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)]
-            self.weights.add(plan, weights, offloaded, self._options.staging_bytes)
+            added = [(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)]
+            weights = self.weights.decide(plan, added, allocated.hosts.keys(), self._options.staging_bytes)
+            offloaded: dict[int, OffloadedParam] = {}
+            for index, (param_plan, param, counter) in enumerate(added, start=first):
+                # One at a time: the device may have no room for all of them.
+                was_left_on_host = take_host_values(param)
+                if (host := allocated.hosts.get(index)) is not None:
+                    device = DeviceState.allocate(param_plan, self._device)
+                    offloaded[index] = OffloadedParam(
+                        param_plan, param, host, device, self.transport, self.gradients, counter
+                    )
+                weights.make(index, param, counter, offloaded.get(index), unloaded=was_left_on_host)
             undo.pop_all()
         # Nothing below can fail: an error above leaves the registry as it was.
         self.memory.keep(allocated)
+        self.weights.add(weights)
         self.plan = plan
         self.offloaded.update(offloaded)
         self.group_numbers += [first_group + number for number, group in enumerate(groups) for _ in group]

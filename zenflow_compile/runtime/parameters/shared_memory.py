@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.torch_internals.torch_private import address
 
 
 class _Extent(NamedTuple):
@@ -52,7 +53,7 @@ def _intersecting(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 def _extents(params: Sequence[Tensor]) -> Iterator[_Extent]:
     for index, param in enumerate(params):
-        begin = param.data_ptr() if param.numel() else 0
+        begin = address(param) if param.numel() else 0  # a weight in host memory has none
         if begin:
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
             yield _Extent(begin, begin + (last + 1) * param.element_size(), index)

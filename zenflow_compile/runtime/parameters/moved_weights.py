@@ -1,0 +1,102 @@
+"""Moves a model to a device that its weights do not fit into."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zenflow_compile.native.storage_reads import allow_reads, refuse_reads
+from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES
+
+_HOST_VALUES = "_zenflow_host_values"
+_REFUSED = (
+    "a weight of shape {} is in host memory, where move_to_device() or the end of an optimizer has left it: pass it to "
+    "ZenFlowAdamW(..., offload_weights=...) and compile the model, before code reads it; save a model before "
+    "optimizer.close()"
+)
+
+
+def move_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move a model to a device, and leave its large weights in host memory for ``offload_weights``.
+
+    ``model.to(device)`` needs memory for all weights at a time. Here, each weight of at least 64 KiB that requires a
+    gradient becomes a parameter on the device without memory. An optimizer with ``offload_weights`` takes its values
+    over. Until then, code that reads the weight raises ``RuntimeError``. An optimizer without that option loads it.
+
+    Parameters become new objects, so make the optimizer afterwards. Modules that share one still do.
+
+    Args:
+        model: on the CPU, without gradients.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a parameter is not on the CPU, or has a gradient. Nothing has been moved then.
+    """
+    device = torch.device(device)
+    for param in model.parameters():
+        if not param.is_cpu:
+            raise ValueError(
+                f"a parameter is on {param.device}; move_to_device() takes a model on the CPU: build or load it there"
+            )
+        if param.grad is not None:
+            raise ValueError("a parameter has a gradient; call model.zero_grad() before move_to_device()")
+    moved: dict[Parameter, Parameter] = {}
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                if own not in moved:
+                    moved[own] = _left(own, device) if _is_left(own, device) else _moved(own, device)
+                module._parameters[name] = moved[own]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
+def _is_left(param: Parameter, device: torch.device) -> bool:
+    owns_memory = param.untyped_storage().nbytes() == param.nbytes and param.is_contiguous()
+    large = type(param) is Parameter and param.nbytes >= SMALLEST_WEIGHT_BYTES
+    return device.type != "cpu" and param.requires_grad and owns_memory and large
+
+
+def _moved(param: Parameter, device: torch.device) -> Parameter:
+    new = Parameter(param.data.to(device), requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    return new
+
+
+def _left(param: Parameter, device: torch.device) -> Parameter:
+    new = Parameter(torch.empty(param.shape, dtype=param.dtype, device=device))
+    new.__dict__.update(param.__dict__)
+    leave_on_host(new, param.data)
+    return new
+
+
+def leave_on_host(param: Parameter, values: Tensor) -> None:
+    """Empty the memory of ``param``, whose values are those in host memory from now on."""
+    storage = param.untyped_storage()
+    allow_reads(storage)
+    storage.resize_(0)
+    refuse_reads(storage, param.nbytes, _REFUSED.format(list(param.shape)))
+    setattr(param, _HOST_VALUES, values)
+
+
+def is_left_on_host(param: Tensor) -> bool:
+    """Whether the values of ``param`` were left in host memory, and no optimizer has taken them."""
+    return hasattr(param, _HOST_VALUES)
+
+
+def take_host_values(param: Parameter) -> bool:
+    """Load the values that were left in host memory. Returns whether there were any."""
+    values: Tensor | None = getattr(param, _HOST_VALUES, None)
+    if values is None:
+        return False
+    storage = param.untyped_storage()
+    allow_reads(storage)
+    storage.resize_(values.nbytes)
+    param.data.copy_(values)
+    delattr(param, _HOST_VALUES)
+    return True
