@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStat
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
+from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
@@ -37,6 +39,7 @@ class HostWeights:
     Args:
         option: ``offload_weights``; False: there are none.
         apply_due: makes due updates of a parameter visible, by index.
+        room: measures the memory for kept weights; None unless ``offload_weights="auto"``.
 
     Attributes:
         weights: by index in the plan.
@@ -48,7 +51,12 @@ class HostWeights:
     """
 
     def __init__(
-        self, option: float | bool, transport: Transport, device: Device, apply_due: Callable[[int], None]
+        self,
+        option: float | Literal[False, "auto"],
+        transport: Transport,
+        device: Device,
+        apply_due: Callable[[int], None],
+        room: WeightRoom | None = None,
     ) -> None:
         self.weights: dict[int, HostWeight] = {}
         self.kept: dict[int, str] = {}
@@ -59,6 +67,8 @@ class HostWeights:
         self._option = option
         self._transport = transport
         self._device = device
+        self._room = room
+        self._shapes: list[tuple[int, ...]] = []  # of all parameters
         self._lock = threading.RLock()
         self._arenas: list[HostArena] = []
 
@@ -90,13 +100,16 @@ class HostWeights:
         plans = [*(each.plan for each in self.weights.values()), *(each for each, _, _ in chosen)]
         if not plans:
             return
-        kept_before = sum(plan.params[p].weight_bytes for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
-        budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans}) - kept_before
+        budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans})
+        if self._room is None:  # a measured peak has those that are kept already
+            kept = (p for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
+            budget -= sum(plan.params[p].weight_bytes for p in kept)
         sizes = {each.index: each.weight_bytes for each in plans}
-        streamed, ring_bytes = divide_budget(budget, [each.shape for each in plan.params], sizes)
-        kept = sizes.keys() - streamed
-        staying = [each for each in self.weights.values() if each.plan.index not in kept]
-        added = [(each, param, counter) for each, param, counter in chosen if each.index not in kept]
+        shapes = [each.shape for each in plan.params]
+        streamed, ring_bytes = divide_budget(budget, shapes, sizes)
+        within = sizes.keys() - streamed
+        staying = [each for each in self.weights.values() if each.plan.index not in within]
+        added = [(each, param, counter) for each, param, counter in chosen if each.index not in within]
         largest = max([each.staged_bytes for each in staying], default=0)
         largest = max([largest, *(_staged_bytes(each, offloaded) for each, _, _ in added)])
         count = self._ring_size(largest, len(staying) + len(added), staging_bytes)
@@ -111,8 +124,11 @@ class HostWeights:
         if arena.total_bytes and self._device.streams is not None:
             arena.pin(self._device, "a larger offload_weights, which keeps more weights on the device")
         self.ring_bytes = self.prefetch.ring_bytes = ring_bytes
-        self.keep(dict.fromkeys(kept & self.weights.keys(), _WITHIN_BUDGET))
-        self.kept.update(dict.fromkeys(kept, _WITHIN_BUDGET))
+        self.keep(dict.fromkeys(within & self.weights.keys(), _WITHIN_BUDGET))
+        self.kept.update(dict.fromkeys(within, _WITHIN_BUDGET))
+        self._shapes = shapes
+        if self._room is not None:
+            self._room.restart()
         for each, param, counter in added:
             if (on_host := offloaded.get(each.index)) is None:
                 whole = arena.take(each.shape, each.dtype)
@@ -256,13 +272,36 @@ class HostWeights:
         if run:
             yield run
 
-    def begin_step(self) -> None:
-        """An optimizer step begins: whatever read weights has ended."""
+    def begin_step(self) -> dict[int, str]:
+        """An optimizer step begins: whatever read weights has ended.
+
+        Returns:
+            Weights that ``offload_weights="auto"`` keeps on the device from now on, with the reason, for ``keep``.
+            Nothing is recompiled: their loads and unloads in compiled graphs do nothing from then on.
+        """
         self.release()
+        fitting = self._fitting()
         self._steps += 1
         if self._steps == _NOTICED_AFTER:
             self._warn_of_unread()
         self.peak_bytes, self.held_bytes, self.loads = self.loaded_bytes, 0, 0
+        return fitting
+
+    def _fitting(self) -> dict[int, str]:
+        if self._room is None:
+            return {}
+        # Those that no graph loads are on the device already, and in its peak.
+        sizes = {p: weight.nbytes for p, weight in self.weights.items() if weight.served}
+        spare = self._room.begin_step(steady=bool(sizes) and not self.held_bytes)
+        if spare is None or spare <= 0:
+            return {}
+        streamed, ring_bytes = divide_budget(self.ring_bytes + spare, self._shapes, sizes)
+        # Copies that are on their way would keep their buffers if a weight found no memory.
+        self.prefetch.drop()
+        # Graphs that are compiled already load within the smaller ring of their compilation. The larger one is for
+        # later graphs, for updates on the device, and for weights that stay from a forward to its backward.
+        self.ring_bytes = self.prefetch.ring_bytes = ring_bytes
+        return dict.fromkeys(sorted(sizes.keys() - streamed), _WITHIN_BUDGET)
 
     def _warn_of_unread(self) -> None:
         names = [each.plan.name for each in self.weights.values() if not each.served]
