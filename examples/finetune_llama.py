@@ -1,6 +1,11 @@
 """Fine-tune a Hugging Face Llama model in a plain loop: one line differs from a loop that offloads nothing.
 
     python -m examples.finetune_llama --steps 50
+    python -m examples.finetune_llama --policy zero_offload --width 512 --layers 8 --batch 1 --context 16 \\
+        --offload-weights auto --device-memory 40MB
+
+The second command trains a model that is larger than the memory given to it: weights are in host memory between their
+uses. Without CUDA, an allocator that counts stands for the device, and needs a C++ compiler.
 
 The model comes from a small configuration with random weights, so nothing is downloaded; give ``--model`` a
 folder with weights of your own to start from those. Needs the ``hf`` extra.
@@ -11,14 +16,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zenflow_compile as zf
+from examples.counting_allocator import CountingError, counted_cpu
 from examples.stdlib_text import Text, load_text, training_batch
+from zenflow_compile.runtime.device.devices import device_of
+
+_UNITS = {"B": 1, "KB": 10**3, "KIB": 2**10, "MB": 10**6, "MIB": 2**20, "GB": 10**9, "GIB": 2**30}
+_DECIDED = 3  # steps: "auto" decides in the third one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +48,8 @@ class FineTuneConfig:
         inner: what compiles the rewritten graphs, ``inductor`` or ``eager``.
         seed: of weights and data.
         model: folder of a Llama model to start from instead of random weights.
+        offload_weights: ``"auto"``, a share, or bytes; see ``ZenFlowAdamW``.
+        device_memory: bytes of device memory that the run may use; None: all that is free.
     """
 
     steps: int = 50
@@ -48,6 +62,47 @@ class FineTuneConfig:
     inner: str = "inductor"
     seed: int = 0
     model: str | None = None
+    offload_weights: float | Literal[False, "auto"] = False
+    device_memory: int | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the run measures device memory."""
+        return self.offload_weights is not False or self.device_memory is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Device memory of a run.
+
+    Attributes:
+        weights: bytes of the model's weights.
+        limit: bytes that the run may use; None: all.
+        peak: most bytes that tensors had at a time in the steps after ``"auto"`` has decided.
+        kept: weights that stay on the device.
+        offloaded: weights that are in host memory between their uses.
+    """
+
+    weights: int
+    limit: int | None
+    peak: int
+    kept: int
+    offloaded: int
+
+    def __str__(self) -> str:
+        limit = "all that is free" if self.limit is None else f"{self.limit / 1e6:.2f} MB"
+        return (
+            f"weights {self.weights / 1e6:.2f} MB, limit {limit}, peak of steady steps {self.peak / 1e6:.2f} MB; "
+            f"{self.kept} weights kept on the device, {self.offloaded} in host memory"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run leaves: the loss of every step, in nats per byte, and its device memory, if that was measured."""
+
+    losses: list[float]
+    memory: Memory | None
 
 
 def build(config: FineTuneConfig) -> LlamaForCausalLM:
@@ -71,12 +126,46 @@ def build(config: FineTuneConfig) -> LlamaForCausalLM:
 
 def finetune(config: FineTuneConfig, *, text: Text | None = None, console: Console | None = None) -> list[float]:
     """Train on the standard library's source and return the loss of every step, in nats per byte."""
+    return train(config, text=text, console=console).losses
+
+
+def train(config: FineTuneConfig, *, text: Text | None = None, console: Console | None = None) -> Result:
+    """Train on the standard library's source.
+
+    Raises:
+        ValueError: memory is measured, and there are too few steps for it, or there is no limit on the CPU.
+        CountingError: memory is to be counted on the CPU, and there is no C++ compiler, or it fails.
+    """
+    if config.measures and config.steps <= _DECIDED:
+        raise ValueError(f"steps={config.steps} must be at least {_DECIDED + 1}: memory is measured after that many")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.offload_weights == "auto" and config.device_memory is None and device.type == "cpu":
+        raise ValueError(
+            "--offload-weights auto needs a limit on the CPU, which has no memory of its own; pass "
+            "--device-memory, such as 64MB"
+        )
     console = console or Console(quiet=True)
     text = text or load_text()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    counts = config.measures and device.type == "cpu"
+    with counted_cpu(config.device_memory) if counts else nullcontext():
+        return _train(config, text, console, device)
 
-    optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=config.lr, policy=config.policy)
+
+def _optimizer(config: FineTuneConfig, model: LlamaForCausalLM) -> zf.ZenFlowAdamW:
+    options: dict[str, Any] = {}
+    if config.measures:
+        # One backward per step: gradients leave the device in the backward, and not in the step.
+        options = {"offload_weights": config.offload_weights, "gradient_accumulation_steps": 1}
+    if config.offload_weights == "auto":
+        options["device_memory_bytes"] = config.device_memory
+    return zf.ZenFlowAdamW(model.named_parameters(), lr=config.lr, policy=config.policy, **options)
+
+
+def _train(config: FineTuneConfig, text: Text, console: Console, device: torch.device) -> Result:
+    model = build(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    weights = sum(param.nbytes for param in model.parameters())
+
+    optimizer = _optimizer(config, model)
     compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
     losses = []
     with optimizer, zf.profile(optimizer) as profile:
@@ -88,11 +177,43 @@ def finetune(config: FineTuneConfig, *, text: Text | None = None, console: Conso
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+            if config.measures and step + 1 == _DECIDED:
+                device_of(device).reset_peak()
             if (step + 1) % 10 == 0:
                 console.print(f"step {step + 1}: loss {losses[-1]:.4f}", highlight=False)
+        memory = _memory(config, device, weights, optimizer) if config.measures else None
     if not console.quiet:
         profile.report(console)
-    return losses
+    return Result(losses, memory)
+
+
+def _memory(config: FineTuneConfig, device: torch.device, weights: int, optimizer: zf.ZenFlowAdamW) -> Memory:
+    peak = device_of(device).peak_bytes()
+    assert peak is not None
+    offloaded = len(optimizer.engine.weights.weights)
+    kept = sum(len(group["params"]) for group in optimizer.param_groups) - offloaded
+    return Memory(weights, config.device_memory, peak, kept, offloaded)
+
+
+def _bytes(text: str) -> int:
+    """Bytes, with or without a unit: ``64MB``."""
+    number = text.rstrip("BbIiKkMmGg ")
+    try:
+        return int(float(number) * _UNITS[text[len(number) :].strip().upper() or "B"])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be bytes, as 64MB, 64MiB or 64000000") from None
+
+
+def _weights(text: str) -> float | Literal["auto"]:
+    """``auto``, a share, which has a decimal point and no unit, or bytes."""
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text) if "." in text and text[-1].isdigit() else _bytes(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be auto, a share in (0, 1], as 0.5, or bytes, as 64MB, 64MiB or 64000000"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,7 +230,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", choices=("resident", "zero_offload", "zenflow"), help=defaults.policy)
     parser.add_argument("--inner", choices=("inductor", "eager"), help=defaults.inner)
     parser.add_argument("--model", metavar="FOLDER", help="start from these weights instead of random ones")
-    finetune(FineTuneConfig(**vars(parser.parse_args(arguments))), console=Console())
+    parser.add_argument(
+        "--offload-weights", type=_weights, metavar="VALUE", help="auto, a share such as 0.5, or bytes such as 64MB"
+    )
+    parser.add_argument("--device-memory", type=_bytes, metavar="BYTES", help="limit of device memory, such as 64MB")
+    console = Console()
+    try:
+        memory = train(FineTuneConfig(**vars(parser.parse_args(arguments))), console=console).memory
+    except (CountingError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    if memory is not None:
+        console.print(str(memory), highlight=False)
+        if memory.limit is not None and memory.peak > memory.limit:
+            raise SystemExit(
+                f"error: the peak of {memory.peak} bytes is above --device-memory={memory.limit}: raise it, or use a "
+                "smaller --batch or --context, --policy zero_offload, or --offload-weights auto"
+            )
     return 0
 
 

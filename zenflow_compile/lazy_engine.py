@@ -17,11 +17,13 @@ from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.nvme.state_file import existing_directory
 from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.parameters.weight_room import check_room
 from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import local_part, refuse_sharded, sharding_of
@@ -66,6 +68,8 @@ class LazyEngine:
         self._calls = [len(self._groups)]
         params = [param for group in self._groups for param in group["params"]]
         _check_offloaded_weights(given, alone=ranks is None)
+        if given.offload_weights == "auto":
+            check_room(device_of(params[0].device), given.device_memory_bytes)
         self._check_plan(params)
         self.claim = Claim(optimizer)
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from examples.stdlib_text import Text
+from examples import counting_allocator
+from examples.counting_allocator import CountedCpu, CountingError, counted_cpu
+from examples.stdlib_text import Text, training_batch
+from zenflow_compile.runtime.device.cpu import CpuDevice
+from zenflow_compile.runtime.device.devices import device_of
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from examples.finetune_llama import FineTuneConfig, finetune
+from examples.finetune_llama import FineTuneConfig, build, finetune, main, train
+
+CPU = torch.device("cpu")
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the example trains on CUDA there")
 
 
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "zenflow"])
@@ -28,3 +38,130 @@ def test_zero_offload_is_adamw(repeating_text: Text) -> None:
         config = FineTuneConfig(steps=5, batch=2, context=32, width=64, layers=1, policy=policy, inner="eager")
         runs.append(finetune(config, text=repeating_text))
     assert runs[1] == pytest.approx(runs[0], abs=1e-5)
+
+
+# Weights in host memory.
+
+LIMIT = 12_500_000
+LARGER = FineTuneConfig(
+    steps=6, batch=1, context=8, width=192, layers=26, policy="zero_offload", inner="eager", device_memory=LIMIT
+)
+SMALL = ["--steps", "4", "--batch", "1", "--context", "8", "--width", "64", "--layers", "1", "--inner", "eager"]
+
+
+def activation_bytes(config: FineTuneConfig, text: Text) -> int:
+    """Bytes that a forward without compilation leaves for its backward."""
+    with counted_cpu(None):
+        model = build(config)
+        tokens, _ = training_batch(text, seed=0, step=0, batch=config.batch, context=config.context)
+        device = device_of(CPU)
+        device.reset_peak()
+        before = device.peak_bytes()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        device.reset_peak()
+        after = device.peak_bytes()
+        assert loss.requires_grad
+        assert before is not None
+        assert after is not None
+        return after - before
+
+
+@ON_CPU
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_model_larger_than_the_limit_trains(repeating_text: Text) -> None:
+    torch.compiler.reset()
+    plain = finetune(replace(LARGER, device_memory=None), text=repeating_text)
+    torch.compiler.reset()
+    found = train(replace(LARGER, offload_weights="auto"), text=repeating_text)
+    assert found.losses == plain
+    assert (memory := found.memory) is not None
+    activations = activation_bytes(LARGER, repeating_text)
+    assert memory.weights >= 5 * (LIMIT - activations)
+    assert activations < memory.peak <= LIMIT
+    norms = 2 * LARGER.layers + 1
+    assert memory.kept > norms  # "auto" has found room for some
+    assert memory.offloaded > 0
+
+
+def test_tensors_on_the_cpu_are_counted() -> None:
+    early = torch.zeros(1000)
+    with counted_cpu(1 << 20):
+        device = device_of(CPU)
+        assert isinstance(device, CountedCpu)
+        device.reset_peak()
+        before, free = device.peak_bytes(), device.free_bytes()
+        assert before is not None
+        assert free == max(0, (1 << 20) - before)
+        del early  # from before: its own deleter frees it
+        kept = torch.zeros(1 << 16, dtype=torch.uint8)
+        torch.zeros(1 << 17, dtype=torch.uint8)
+        assert device.peak_bytes() == before + (1 << 16) + (1 << 17)
+        kept.untyped_storage().resize_(0)
+        device.reset_peak()
+        assert device.peak_bytes() == before
+        late = torch.zeros(100, dtype=torch.uint8)
+    assert type(device_of(CPU)) is CpuDevice
+    device.reset_peak()
+    assert device.peak_bytes() == before + 100
+    del late
+    torch.zeros(1 << 16)  # not counted any more
+    device.reset_peak()
+    assert device.peak_bytes() == before
+
+
+def test_counting_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting_allocator, "cpp_compiler", lambda: None)
+    with pytest.raises(CountingError, match="needs a C\\+\\+ compiler: install g"):
+        counting_allocator._library.__wrapped__()
+
+
+@ON_CPU
+def test_peak_above_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch, repeating_text: Text) -> None:
+    monkeypatch.setattr("examples.finetune_llama.load_text", lambda: repeating_text)
+    torch.compiler.reset()
+    with pytest.raises(SystemExit, match=r"error: the peak of \d+ bytes is above --device-memory=100000: raise it"):
+        main([*SMALL, "--offload-weights", "1.0", "--device-memory", "100KB"])
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["--offload-weights", "auto"], "needs a limit on the CPU.* pass --device-memory"),
+        (["--offload-weights", "0.5", "--steps", "3"], "steps=3 must be at least 4"),
+        (["--offload-weights", "2.5"], "offload_weights=2.5 must be"),
+    ],
+)
+def test_memory_options_are_checked(
+    given: list[str], error: str, monkeypatch: pytest.MonkeyPatch, repeating_text: Text
+) -> None:
+    monkeypatch.setattr("examples.finetune_llama.load_text", lambda: repeating_text)
+    with pytest.raises(SystemExit, match=error):
+        main([*SMALL, *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [("auto", "auto"), ("0.5", 0.5), ("1.0", 1.0), ("64MB", 64 * 10**6), ("1.5 KiB", 1536), ("1000", 1000)],
+)
+def test_weights_option_is_read(given: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[FineTuneConfig] = []
+
+    def read(config: FineTuneConfig, **rest: Any) -> Any:
+        seen.append(config)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("examples.finetune_llama.train", read)
+    with pytest.raises(SystemExit, match="enough"):
+        main(["--offload-weights", given, "--device-memory", "2GiB"])
+    assert seen[0].offload_weights == value
+    assert type(seen[0].offload_weights) is type(value)
+    assert seen[0].device_memory == 2**31
+
+
+@pytest.mark.parametrize("given", ["", "much", "64XB", "-"])
+def test_unreadable_bytes_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--offload-weights={given}"])
+    assert "must be auto, a share" in capsys.readouterr().err

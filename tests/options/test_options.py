@@ -52,6 +52,8 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("steps_per_epoch", 0),
     ("gradient_accumulation_steps", 0),
     ("min_offload_size", -1),
+    ("device_memory_bytes", 0),
+    ("offload_weights", 0.0),
     ("policy", "offload"),
     ("select_strategy", "steps"),
     ("host_kernel", "triton"),
@@ -76,6 +78,10 @@ WRONG_TYPE: list[tuple[str, Any]] = [
     ("steps_per_epoch", "auto"),
     ("gradient_accumulation_steps", 2.0),
     ("min_offload_size", None),
+    ("device_memory_bytes", 1.5),
+    ("device_memory_bytes", "auto"),
+    ("offload_weights", "all"),
+    ("offload_weights", True),
     ("overlap_step", 1),
     ("overlap_step", "auto"),
     ("offload", 0),
@@ -194,6 +200,14 @@ def test_unknown_option_error_lists_all_options() -> None:
 def test_unknown_policy_suggests_the_nearest(policy: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f'policy.*did you mean "{nearest}"'):
         Options.from_keywords(policy=policy)
+
+
+def test_device_memory_needs_measured_weights() -> None:
+    assert Options(offload_weights="auto", device_memory_bytes=1).device_memory_bytes == 1
+    with pytest.raises(ValueError, match=r'device_memory_bytes=1 has no effect.*pass offload_weights="auto"'):
+        Options(offload_weights=0.5, device_memory_bytes=1)
+    with pytest.raises(ValueError, match="choose another policy"):
+        Options(offload_weights="auto", policy="auto", tokens_per_step=1)
 
 
 def test_intervals_resolve_to_steps() -> None:

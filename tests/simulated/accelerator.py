@@ -81,6 +81,12 @@ class SimulatedDevice(Device):
     def unused_bytes(self) -> int:
         return 0
 
+    def peak_bytes(self) -> int:
+        return device_module.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        device_module.reset_peak_memory_stats()
+
     @property
     def compute_threads(self) -> None:
         return None

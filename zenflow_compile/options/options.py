@@ -71,19 +71,21 @@ def _check_path(name: str, value: Any) -> Any:
     return value
 
 
-def _check_weights(name: str, value: Any) -> float | Literal[False]:
-    """False, a byte budget, or a share."""
+def _check_weights(name: str, value: Any) -> float | Literal[False, "auto"]:
+    """False, "auto", a byte budget, or a share."""
     if value is False:
         return False
+    if value == "auto":
+        return "auto"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"{name}={value!r} must be False, an integer of bytes, or a number in (0, 1]: pass the device memory that "
-            "loaded weights may take, or the share of them that leaves the device"
+            f'{name}={value!r} must be False, "auto", an integer of bytes, or a number in (0, 1]: pass the device '
+            "memory that loaded weights may take, or the share of them that leaves the device"
         )
     if value <= 0 or (isinstance(value, float) and not value <= 1.0):
         raise ValueError(
-            f"{name}={value!r} must be False, an integer of bytes >= 1, or a number in (0, 1]: pass the device memory "
-            "that loaded weights may take, or the share of them that leaves the device"
+            f'{name}={value!r} must be False, "auto", an integer of bytes >= 1, or a number in (0, 1]: pass the device '
+            "memory that loaded weights may take, or the share of them that leaves the device"
         )
     return value
 
@@ -177,8 +179,10 @@ class Options:
             limits the number of layers. None: a quarter of the free memory.
         offload_weights: Keep large weights in host memory, too, and load each one around its uses in compiled graphs.
             An integer: bytes of device memory that loaded weights may take, at least the largest weight. A number in
-            (0, 1]: the share of these weights' bytes that leaves the device, as far as operators allow. ``False``: all
-            weights stay.
+            (0, 1]: the share of these weights' bytes that leaves the device, as far as operators allow. ``"auto"``: as
+            many stay as fit besides the peak of a step, which is measured. ``False``: all weights stay.
+        device_memory_bytes: Device memory, in bytes, that this process may use. Only ``offload_weights="auto"`` reads
+            it. None: what is free when the engine is built, plus what PyTorch has reserved.
         host_kernel: Host Adam: ``"native"`` (one fused loop in C++; needs a C++ compiler), ``"aten"``
             (``torch._fused_adamw_``, slower), or ``"auto"``: the first if it compiles.
     """
@@ -219,7 +223,8 @@ class Options:
     staging_bytes: int | None = _integer(None, 1, unless=(None,))
     weight_grad_order: str = _choice("asap", "asap", "forward")
     weight_grad_bytes: int | None = _integer(None, 0, unless=(None,))
-    offload_weights: float | Literal[False] = _option(False, _check_weights)
+    offload_weights: float | Literal[False, "auto"] = _option(False, _check_weights)
+    device_memory_bytes: int | None = _integer(None, 1, unless=(None,))
     host_kernel: Literal["auto", "native", "aten"] = _choice("auto", "auto", "native", "aten")
 
     def __post_init__(self) -> None:
@@ -242,6 +247,11 @@ class Options:
             raise ValueError(
                 f"offload_weights={self.offload_weights!r} under policy={self.policy!r} is not supported in this "
                 "version; choose another policy, or offload_weights=False"
+            )
+        if self.device_memory_bytes is not None and self.offload_weights != "auto":
+            raise ValueError(
+                f"device_memory_bytes={self.device_memory_bytes} has no effect with offload_weights="
+                f'{self.offload_weights!r}; pass offload_weights="auto", or leave device_memory_bytes at None'
             )
         if self.policy == "auto" and self.tokens_per_step is None:
             raise ValueError(

@@ -25,17 +25,19 @@ class OffloadedWeights:
     strict: bool = False
 
 
-def weight_budget(option: float | Literal[False], weight_bytes: Mapping[str, int]) -> int:
+def weight_budget(option: float | Literal[False, "auto"], weight_bytes: Mapping[str, int]) -> int:
     """Bytes of device memory for weights that can be offloaded: kept and loaded ones together.
 
     Args:
-        option: ``offload_weights``.
+        option: ``offload_weights``; under ``"auto"``, the budget before anything is measured.
         weight_bytes: of each weight that can be offloaded, by name.
 
     Raises:
         ValueError: the largest weight does not fit.
     """
     name, largest = max(weight_bytes.items(), key=lambda item: item[1], default=("", 0))
+    if option == "auto":
+        return largest
     if isinstance(option, float):
         return max(int((1.0 - option) * sum(weight_bytes.values())), largest)
     if option < largest:

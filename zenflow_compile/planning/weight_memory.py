@@ -45,7 +45,9 @@ def offloadable_weights(shapes: Shapes, sizes: Sequence[int]) -> dict[int, int]:
     return {index: size for index, (shape, size) in pairs if len(shape) >= 2 and size >= SMALLEST_WEIGHT_BYTES}
 
 
-def divide_budget(budget: int, shapes: Shapes, sizes: Mapping[int, int]) -> tuple[frozenset[int], int]:
+def divide_budget(
+    budget: int, shapes: Shapes, sizes: Mapping[int, int], *, ring_bytes: int | None = None
+) -> tuple[frozenset[int], int]:
     """Indices of the weights that are offloaded, and the bytes of the ring for them.
 
     The ring has space for two of the largest blocks. What the budget has beyond that keeps weights on the device: those
@@ -55,12 +57,13 @@ def divide_budget(budget: int, shapes: Shapes, sizes: Mapping[int, int]) -> tupl
     Args:
         shapes: of all parameters, in forward order.
         sizes: bytes of each weight that can be offloaded, by index.
+        ring_bytes: of the ring, if that is there already.
     """
     if budget >= sum(sizes.values()):
         return frozenset(), 0
     blocks = block_ranges(shapes)
     largest = max(sum(sizes.get(index, 0) for index in block) for block in blocks)
-    ring = min(budget, RING_BLOCKS * largest)
+    ring = min(budget, RING_BLOCKS * largest) if ring_bytes is None else ring_bytes
     first = [index for part in parts_without_slack(shapes) for index in part]
     left, kept = budget - ring, set[int]()
     for index in dict.fromkeys([*first, *range(len(shapes))]):

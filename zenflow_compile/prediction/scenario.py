@@ -132,6 +132,11 @@ def _model(model: object, dtype: torch.dtype | None) -> ModelShape:
 
 
 def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
+    if options.offload_weights == "auto":
+        raise ValueError(
+            'offload_weights="auto" depends on the memory that a run measures, and cannot be predicted; pass the bytes '
+            "that loaded weights may take, or the share of them that leaves the device, such as 0.5"
+        )
     if options.offload_weights is not False and hardware.devices > 1:
         raise ValueError(
             f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "

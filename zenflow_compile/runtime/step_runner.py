@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
@@ -81,8 +82,7 @@ class StepRunner(OptimizerRuntime):
         self.registry.check_groups()
         if self.run_ahead is not None:
             self.run_ahead.begin_step()
-        if self.weights.weights:
-            self.weights.begin_step()
+        fitting = self.weights.begin_step() if self.weights.weights else {}
         if self.streamed.params:
             self.streamed.raise_failures()
             self.streamed.check_weights()
@@ -101,6 +101,7 @@ class StepRunner(OptimizerRuntime):
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                 self.uploads.apply(offloaded, offloaded.due(self.step))
                 to_take[offloaded] = None  # a new selection has put its parts together again
+        self._keep_fitting(fitting)
         for offloaded in to_take:
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
@@ -110,6 +111,16 @@ class StepRunner(OptimizerRuntime):
         if (timeline := self.recorder.timeline) is not None:
             record_norms(self.registry, timeline, self.step)
         self._updating = True  # last, so that an error above leaves it unset
+
+    def _keep_fitting(self, fitting: Mapping[int, str]) -> None:
+        """Keep weights that fit, which no update in flight overwrites: due ones have been applied."""
+        for p, reason in fitting.items():
+            if self.weights.weights[p].has_update_on_its_way:
+                continue
+            try:
+                self.keep_weights({p: reason})
+            except torch.OutOfMemoryError:  # other processes use the device, or free memory is in pieces
+                return
 
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor] | None = None) -> None:
         """Update those of ``ps`` whose gradients are final: selected slices now, deferred ones in their update windows.

@@ -34,6 +34,12 @@ class CpuDevice(Device):
     def unused_bytes(self) -> int:
         return 0
 
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def reset_peak(self) -> None:
+        """Nothing is counted."""
+
     @property
     def compute_threads(self) -> int:
         return torch.get_num_threads()

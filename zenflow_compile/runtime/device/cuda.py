@@ -123,6 +123,12 @@ class CudaDevice(Device):
     def unused_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
 
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
     @property
     def compute_threads(self) -> int | None:
         return None

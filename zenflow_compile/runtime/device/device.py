@@ -150,6 +150,14 @@ class Device(ABC):
     def unused_bytes(self) -> int:
         """Memory that PyTorch's allocator has reserved and no tensor uses."""
 
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """Most memory that tensors had at a time since the last ``reset_peak``; None where it is not counted."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Make the memory that tensors have now the peak."""
+
     def memory_of_weights(self) -> AbstractContextManager[object]:
         """The context in which memory of weights is allocated that come and go.
 

@@ -13,8 +13,10 @@ _DEVICES: dict[torch.device, Device] = {}
 
 
 def register_device(device_type: str, implementation: type[Device]) -> None:
-    """Serve devices whose ``torch.device.type`` is ``device_type``."""
+    """Serve devices whose ``torch.device.type`` is ``device_type``. Engines that are built keep theirs."""
     _IMPLEMENTATIONS[device_type] = implementation
+    for device in [each for each in _DEVICES if each.type == device_type]:
+        del _DEVICES[device]
 
 
 def device_types() -> list[str]:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
+from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
@@ -39,6 +41,7 @@ class NewWeights:
         offloaded: their plans, by index.
         kept: why others stay on the device, by index.
         weights: those that were made.
+        shapes: of all parameters of the plan.
         arena: host memory of those without host state.
     """
 
@@ -47,6 +50,7 @@ class NewWeights:
         self.kept: dict[int, str] = {}
         self.weights: dict[int, HostWeight] = {}
         self.ring_bytes = 0
+        self.shapes: list[tuple[int, ...]] = []
         self.arena: HostArena | None = None
         self._transport = transport
         self._note = note
@@ -87,6 +91,7 @@ class HostWeights:
     Args:
         option: ``offload_weights``; False: there are none.
         apply_due: makes due updates of a parameter visible, by index.
+        room: measures the memory for kept weights; None unless ``offload_weights="auto"``.
 
     Attributes:
         weights: by index in the plan.
@@ -98,7 +103,12 @@ class HostWeights:
     """
 
     def __init__(
-        self, option: float | bool, transport: Transport, device: Device, apply_due: Callable[[int], None]
+        self,
+        option: float | Literal[False, "auto"],
+        transport: Transport,
+        device: Device,
+        apply_due: Callable[[int], None],
+        room: WeightRoom | None = None,
     ) -> None:
         self.weights: dict[int, HostWeight] = {}
         self.kept: dict[int, str] = {}
@@ -109,6 +119,8 @@ class HostWeights:
         self._option = option
         self._transport = transport
         self._device = device
+        self._room = room
+        self._shapes: list[tuple[int, ...]] = []  # of all parameters
         self._lock = threading.RLock()
         self._arenas: list[HostArena] = []
 
@@ -141,10 +153,13 @@ class HostWeights:
         plans = [*(each.plan for each in self.weights.values()), *chosen.values()]
         if not plans:
             return decided
-        kept_before = sum(plan.params[p].weight_bytes for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
-        budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans}) - kept_before
+        budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans})
+        if self._room is None:  # a measured peak has those that are kept already
+            kept = (p for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
+            budget -= sum(plan.params[p].weight_bytes for p in kept)
         sizes = {each.index: each.weight_bytes for each in plans}
-        streamed, decided.ring_bytes = divide_budget(budget, [each.shape for each in plan.params], sizes)
+        decided.shapes = [each.shape for each in plan.params]
+        streamed, decided.ring_bytes = divide_budget(budget, decided.shapes, sizes)
         decided.kept.update(dict.fromkeys(sizes.keys() - streamed, _WITHIN_BUDGET))
         decided.offloaded = {index: each for index, each in chosen.items() if index in streamed}
         staged = [each.staged_bytes for index, each in self.weights.items() if index in streamed]
@@ -167,6 +182,9 @@ class HostWeights:
         if decided.arena is not None:
             self._arenas.append(decided.arena)
             self.ring_bytes = self.prefetch.ring_bytes = decided.ring_bytes
+            self._shapes = decided.shapes
+            if self._room is not None:
+                self._room.restart()
         self.keep({p: reason for p, reason in decided.kept.items() if p in self.weights})
         self.kept.update(decided.kept)
         self.weights.update(decided.weights)
@@ -302,13 +320,34 @@ class HostWeights:
         if run:
             yield run
 
-    def begin_step(self) -> None:
-        """An optimizer step begins: whatever read weights has ended."""
+    def begin_step(self) -> dict[int, str]:
+        """An optimizer step begins: whatever read weights has ended.
+
+        Returns:
+            Weights that ``offload_weights="auto"`` keeps on the device from now on, with the reason, for ``keep``.
+            Nothing is recompiled: their loads and unloads in compiled graphs do nothing from then on.
+        """
         self.release()
+        fitting = self._fitting()
         self._steps += 1
         if self._steps == _NOTICED_AFTER:
             self._warn_of_unread()
         self.peak_bytes, self.held_bytes, self.loads = self.loaded_bytes, 0, 0
+        return fitting
+
+    def _fitting(self) -> dict[int, str]:
+        if self._room is None:
+            return {}
+        # Those that no graph loads are on the device already, and in its peak.
+        sizes = {p: weight.nbytes for p, weight in self.weights.items() if weight.served}
+        spare = self._room.begin_step(steady=bool(sizes) and not self.held_bytes)
+        if spare is None or spare <= 0:
+            return {}
+        # Graphs that are compiled load within their ring: a larger one would be of no use to them.
+        streamed, _ = divide_budget(self.ring_bytes + spare, self._shapes, sizes, ring_bytes=self.ring_bytes)
+        # Copies that are on their way would keep their buffers if a weight found no memory.
+        self.prefetch.drop()
+        return dict.fromkeys(sorted(sizes.keys() - streamed), _WITHIN_BUDGET)
 
     def _warn_of_unread(self) -> None:
         names = [each.plan.name for each in self.weights.values() if not each.served]

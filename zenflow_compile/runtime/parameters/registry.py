@@ -31,6 +31,7 @@ from zenflow_compile.runtime.parameters.host_weights import HostWeights
 from zenflow_compile.runtime.parameters.moved_weights import take_host_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
+from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.torch_internals.torch_private import storage_identity
@@ -75,8 +76,11 @@ class ParamRegistry:
         self.memory = EngineMemory(options, device, recorder)
         self.transport = self.memory.transport
         self.streamed = self.memory.streamed
+        room = None
+        if options.offload_weights == "auto":
+            room = WeightRoom(device_of(device), options.device_memory_bytes)
         self.weights = HostWeights(
-            options.offload_weights, self.transport, device_of(device), partial(_apply_due, engine)
+            options.offload_weights, self.transport, device_of(device), partial(_apply_due, engine), room
         )
         self.device_updated = DeviceUpdated(self.streamed, self.weights, self.group_numbers, self.coefficients)
         self._options = options
