@@ -35,7 +35,7 @@ from torch import Tensor
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.emulated import EmulatedModel
-from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane
+from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane, ThreadTicket
 from zenflow_compile.runtime.parameters.host_weight import Staged
 from zenflow_compile.timeline.events import COMPUTE
 
@@ -66,10 +66,10 @@ class Link:
         self.seconds_per_byte = 0.0
         self._free_at = 0.0
 
-    def send(self, size: int) -> None:
-        """Sleep until the link has copied ``size`` bytes."""
-        # From the end of the copy before, as planned: a sleep that lasts too long does not slow the link down.
-        self._free_at = max(time.perf_counter(), self._free_at) + size * self.seconds_per_byte
+    def send(self, size: int, ready: float) -> None:
+        """Sleep until the link has copied ``size`` bytes, which were there at ``ready``."""
+        # Not from now on: sleeps last too long, and a real link would have begun this copy before.
+        self._free_at = max(ready, self._free_at) + size * self.seconds_per_byte
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
 
@@ -160,13 +160,20 @@ class Trainer:
         engine = self.optimizer.engine
         lane = engine.registry.transport.to_device
         assert isinstance(lane, ThreadLane)
-        make, prefetch = lane._make, engine.weights.prefetch
+        hand_over, make, prefetch = lane._hand_over, lane._make, engine.weights.prefetch
+        ready: dict[int, float] = {}  # when each copy was queued
         take = prefetch.take
 
+        def noted(copy: Any) -> ThreadTicket:
+            ready[id(copy)] = time.perf_counter()
+            return hand_over(copy)
+
         def copy_over_link(copy: Any) -> None:
-            if copy.first is not None:
+            begin = ready.pop(id(copy), time.perf_counter())
+            if copy.first is not None and not copy.first.done():
                 copy.first.wait()
-            self.link.send(copy.source.nbytes)
+                begin = time.perf_counter()
+            self.link.send(copy.source.nbytes, begin)
             make(copy)
 
         def counted(p: int) -> Staged | None:
@@ -176,7 +183,7 @@ class Trainer:
             return staged
 
         # In front of the methods of these two objects: no other engine sees them.
-        vars(lane).update(_make=copy_over_link)
+        vars(lane).update(_hand_over=noted, _make=copy_over_link)
         vars(prefetch).update(take=counted)
         if not prefetches:
             vars(prefetch).update(_start_copies=lambda: None)
@@ -295,9 +302,9 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the emulation; exits with 1 if a claim does not hold."""
     parser = option_parser("weight_loads", __doc__, rounds=3)
-    parser.add_argument("--steps", type=int, default=2 * INTERVAL, help="measured per turn (%(default)s)")
+    parser.add_argument("--steps", type=int, default=INTERVAL, help="measured per turn (%(default)s)")
     parser.add_argument("--milliseconds", type=float, default=2.5, help="of each operation (%(default)s)")
-    parser.add_argument("--layers", type=int, default=40, help="(%(default)s)")
+    parser.add_argument("--layers", type=int, default=32, help="(%(default)s)")
     given = parser.parse_args(arguments)
     settings = Settings(given.layers, given.milliseconds / 1e3, given.steps, given.rounds)
     torch.set_num_threads(1)
