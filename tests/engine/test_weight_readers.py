@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights
@@ -442,3 +443,17 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], text: str
 def test_offloading_is_a_number_or_false() -> None:
     with pytest.raises(TypeError, match="integer of bytes"):
         ZenFlowAdamW(Net().named_parameters(), lr=1e-3, offload_weights=True)
+
+
+def test_profile_counts_loads_and_write_backs() -> None:
+    pair = Pair(policy="resident")
+    pair.train(2)
+    with zf.profile(pair.optimizer) as profile:
+        pair.train(2, first=2)
+    copies = {(event.lane, event.kind) for event in profile.recordings()[0].events if event.bytes}
+    assert copies == {("H2D", "load"), ("D2H", "write_back")}
+    summary = profile.summary()
+    assert summary["weight_bytes_per_step"] == (summary["h2d_bytes_per_step"] or 0) + (
+        summary["d2h_bytes_per_step"] or 0
+    )
+    pair.close()

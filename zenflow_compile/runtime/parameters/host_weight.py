@@ -192,7 +192,7 @@ class HostWeight:
         buffer = transport.up_ring.next_free(self._block)
         try:
             ticket = transport.to_device.submit(
-                buffer.tensor, source, step=transport.recorder.step, param=self.plan.name, kind="weight", after=job,
+                buffer.tensor, source, step=transport.recorder.step, param=self.plan.name, kind="load", after=job,
             )  # fmt: skip
             staged = Staged(source, writer, buffer, ticket)
         except BaseException:
@@ -392,7 +392,7 @@ class HostWeight:
         source = self._matrix
         self._written_back = self._transport.to_host.submit(
             self._whole_matrix, source, step=self._transport.recorder.step, param=self.plan.name,
-            kind="weight",
+            kind="write_back",
         )  # fmt: skip
         self.place = Place.WHOLE
         self._bumps = self._counter.external_bumps(self.param)
