@@ -74,11 +74,13 @@ class Staged:
 
     Attributes:
         source: what is copied.
-        writer: the job, or the copy from the device, that wrote it last. Current while both are the weight's.
+        writer: the job, or the copy from the device, that wrote it last.
+        stored: how often the training thread had written it. While all three are the weight's, the copy is current.
     """
 
     source: Tensor
     writer: Job | Ticket | None
+    stored: int
     buffer: StagingBuffer
     ticket: Ticket
 
@@ -121,6 +123,7 @@ class HostWeight:
         self._block: Block = (plan.shape[0], plan.numel // plan.shape[0]), plan.dtype
         self._whole = whole
         self._whole_matrix = None if whole is None else whole.view(self._block[0])
+        self._stored = 0  # times that the training thread has written the upload buffer
         self._written_back: Ticket | None = None  # the last copy into ``_whole``
         self._note = note
         self._storage = storage_identity(param.untyped_storage())
@@ -169,6 +172,8 @@ class HostWeight:
     def stage(self, *, waits: bool) -> Staged | None:
         """Queue the copy of the values into a free buffer of the upload ring, of which there is one.
 
+        The buffer stays free until its user takes it: see [Note: one assignment] in ``staging_ring``.
+
         Args:
             waits: where the lane cannot wait for the job that writes the values, the calling thread does.
 
@@ -194,18 +199,18 @@ class HostWeight:
             ticket = transport.to_device.submit(
                 buffer.tensor, source, step=transport.recorder.step, param=self.plan.name, kind="load", after=job,
             )  # fmt: skip
-            staged = Staged(source, writer, buffer, ticket)
+            staged = Staged(source, writer, self._stored, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
             raise
-        buffer.in_use = True
         if self._states is not None:
             self._states.host.applied = ticket  # see [Note: reads of uploads]
         return staged
 
     def is_current(self, staged: Staged) -> bool:
         """Whether a copy that was queued before brings the values that count now."""
-        return staged.source is self._source() and staged.writer is self._writer()
+        same = staged.source is self._source() and staged.writer is self._writer()
+        return same and staged.stored == self._stored
 
     def _source(self) -> Tensor | None:
         """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""
@@ -238,12 +243,16 @@ class HostWeight:
         before = self.loaded
         try:
             self._allocate()
-            if staged is None and (staged := self.stage(waits=True)) is None:
+            if staged is None and (staged := self.stage(waits=True)) is not None:
+                staged.buffer.in_use = True
+            if staged is not None:
+                self._fill(staged)
+            else:
                 assert self._whole is not None
                 self._matrix.copy_(self._whole.view(self._matrix.shape))
-            else:
-                self._fill(staged)
-        except BaseException:
+        except BaseException:  # no memory, for example
+            if staged is not None:
+                self.drop(staged)
             if not before:
                 self._empty()
             raise
@@ -384,6 +393,7 @@ class HostWeight:
         block = slices if self.plan.dim == 0 else slices.t()
         upload.copy_(self._device.to_host(block, "weight"))
         host.shown_upload, host.shown_by = upload, None
+        self._stored += 1
         self._whole, self.place = None, Place.SLICES
 
     def write_back(self) -> None:

@@ -259,8 +259,8 @@ class HostWeights:
             )
         with self._lock:
             weight.served = True
-            weight.readers += 1
             self._bring_in(weight)
+            weight.readers += 1  # not before: a load that fails is no reader
             self.prefetch.go_on()
 
     def unload(self, p: int) -> None:

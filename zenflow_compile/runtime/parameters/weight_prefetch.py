@@ -127,7 +127,7 @@ class WeightPrefetch:
                 self._apply_due(p)
             if weight.has_update_on_its_way or (staged := weight.stage(waits=False)) is None:
                 return
-            self._staged[p] = staged
+            self._staged[p], staged.buffer.in_use = staged, True  # see [Note: one assignment] in ``staging_ring``
 
     def _ahead(self) -> Iterator[tuple[int, bool]]:
         """The loads to come, and whether updates that are due are applied before."""
