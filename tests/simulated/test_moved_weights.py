@@ -16,7 +16,7 @@ from tests.support.training import EAGER_BACKEND
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host
 
 WIDTH = 160  # a layer has 100 KiB
-LAYERS = 40
+LAYERS = 60
 WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4
 CAPACITY = WEIGHT_BYTES // 2
 EXACT: dict[str, Any] = {
