@@ -49,6 +49,15 @@ def test_every_case_equals_the_cpu(simulated: SimulatedProcess, options: str, mo
     assert simulated.call(differing, every_case(options, model, habit), timeout=500) == []
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", ["weights windows", "weights resident"])
+def test_fifty_orders_of_copies_are_equal(simulated: SimulatedProcess, options: str) -> None:
+    """Memory that is freed, and that a copy has not filled yet, holds NaN."""
+    cases = [Case(options, "gpt", habit="clip", delays="random", seed=seed, steps=4) for seed in range(50)]
+    assert simulated.call(differing, cases, timeout=500) == []
+
+
 @pytest.mark.parametrize("options", WEIGHT_SETS)
 def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, options: str) -> None:
     found: Outcome = simulated.call(train, Case(options, habit="clip", delays="random", steps=9))
