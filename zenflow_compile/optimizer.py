@@ -300,7 +300,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def loaded_weights(self) -> Iterator[None]:
         """Have all weights on the device inside of the block, with due updates, for code that reads or writes them.
 
-        Only ``offload_weights`` takes weights away. What the block writes into them is kept.
+        Only ``offload_weights`` takes weights away. What the block writes into them is kept; a write through ``.data``
+        needs ``torch.autograd.graph.increment_version(param)``, or it is not noticed.
 
         Raises:
             RuntimeError: work in flight failed.

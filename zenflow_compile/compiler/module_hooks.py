@@ -39,7 +39,7 @@ def _synchronize_before_state_dict(engine_id: int, module: nn.Module, prefix: st
 
 
 def _show_host_weights(engine_id: int, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Put weights that are in host memory into a state dict. It gets the memory itself, as that of other weights."""
+    """Put copies of weights that are in host memory into a state dict."""
     if (engine := live_engine(engine_id)) is None:
         return
     for name, param in module.named_parameters(recurse=False):

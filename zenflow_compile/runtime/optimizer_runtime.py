@@ -21,6 +21,7 @@ from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.parameters.host_weight import Place
 from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
@@ -373,19 +374,22 @@ class OptimizerRuntime:
         if not self.weights.weights:
             return
         self._check_host_weights_in_child()
+        if self.order is not None:
+            self.order.follow()
         ps = None if params is None else [p for param in params if (p := self.index_of(param)) is not None]
         with torch_private.outside_of_transforms():
             self.weights.hold(ps)
 
     def weight_on_host(self, param: Tensor) -> Tensor | None:
-        """The values of a weight that is in host memory, of the parameter's shape; None of any other tensor."""
+        """Copy the values of a weight that is in host memory, in the parameter's shape; None of any other tensor."""
         if (index := self.index_of(param)) is None:
             return None
         home = self.weights.weights.get(index)
         if home is None or home.is_on_device():
             return None
         self._check_host_weights_in_child()
-        return self.registry.weight_of(index)
+        values = self.registry.weight_of(index)
+        return values.clone() if home.place is Place.WHOLE else values  # of slices it is a copy already
 
     def _check_host_weights_in_child(self) -> None:
         if self.in_child and any(each.offloaded for each in self.weights.weights.values()):
@@ -393,6 +397,8 @@ class OptimizerRuntime:
 
     def release_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Unload weights that are held. None: all."""
+        if self.order is not None:
+            self.order.follow()
         self.weights.release(
             None if params is None else [p for each in params if (p := self.index_of(each)) is not None]
         )

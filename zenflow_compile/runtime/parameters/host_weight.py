@@ -74,12 +74,12 @@ class Staged:
 
     Attributes:
         source: what is copied.
-        writer: the job, or the copy from the device, that wrote it last.
-        stored: how often the training thread had written it. While all three are the weight's, the copy is current.
+        writer: the job that wrote it last.
+        stored: how often it had been written otherwise. While all three are the weight's, the copy is current.
     """
 
     source: Tensor
-    writer: Job | Ticket | None
+    writer: Job | None
     stored: int
     buffer: StagingBuffer
     ticket: Ticket
@@ -123,7 +123,7 @@ class HostWeight:
         self._block: Block = (plan.shape[0], plan.numel // plan.shape[0]), plan.dtype
         self._whole = whole
         self._whole_matrix = None if whole is None else whole.view(self._block[0])
-        self._stored = 0  # times that the training thread has written the upload buffer
+        self._stored = 0  # writes to the values by other than jobs
         self._written_back: Ticket | None = None  # the last copy into ``_whole``
         self._note = note
         self._storage = storage_identity(param.untyped_storage())
@@ -186,9 +186,7 @@ class HostWeight:
         if (source := self._source()) is None:
             return None
         transport, writer = self._transport, self._writer()
-        job = None if self._states is None else self._states.host.shown_by
-        if job is not None and job.succeeded:
-            job = None
+        job = None if writer is None or writer.succeeded else writer
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
             if not waits:
                 return None
@@ -221,9 +219,9 @@ class HostWeight:
             return self._whole_matrix
         return None
 
-    def _writer(self) -> Job | Ticket | None:
-        """The job, or the copy from the device, that wrote the values last."""
-        return self._written_back if self._states is None else self._states.host.shown_by
+    def _writer(self) -> Job | None:
+        """The job that wrote the values last."""
+        return None if self._states is None else self._states.host.shown_by
 
     def load(self, staged: Staged | None = None) -> None:
         """Fill the device's memory. The version of the parameter does not move: its values are what they were.
@@ -332,6 +330,7 @@ class HostWeight:
         """Take over memory that other code gave the parameter."""
         self._storage, self._stream = storage_identity(self.param.untyped_storage()), None
         self.place = Place.DEVICE
+        self._stored += 1
         self._is_loaded()
 
     # To the host.
@@ -348,8 +347,8 @@ class HostWeight:
             # The copy reads the memory that is freed below. The next load, which reads what it writes, follows this
             # stream.
             self._written_back.wait_on_device()
+        self.loaded, self.held = False, False  # first: after an interrupt below, a load fills the memory again
         self._free()
-        self.loaded, self.held = False, False
         self._note(-self.nbytes)
 
     def _free(self) -> None:
@@ -404,6 +403,7 @@ class HostWeight:
             self._whole_matrix, source, step=self._transport.recorder.step, param=self.plan.name,
             kind="write_back",
         )  # fmt: skip
+        self._stored += 1
         self.place = Place.WHOLE
         self._bumps = self._counter.external_bumps(self.param)
 
@@ -461,11 +461,17 @@ class HostWeight:
         self.place = Place.DEVICE
 
     def updates_dropped(self) -> None:
-        """Updates on their way are dropped. Where there is one upload buffer, the last was written over the weight."""
+        """Updates on their way are dropped. One that is written over the weight becomes the weight."""
+        if self.has_update_on_its_way:
+            assert self._states is not None
+            self._states.host.show(self._states.host.flushed[0])  # no later one has its buffer
+
+    def updates_failed(self) -> None:
+        """A job has failed, or its update was never applied: have what is in the upload buffer, as far as it got."""
         if self.place is Place.SLICES:
             assert self._states is not None
-            if flushed := self._states.host.flushed:
-                self._states.host.show(flushed[-1])
+            self._states.host.clear_windows()  # waits until no job uses the buffer
+        self._stored += 1
 
     def detach_from_state(self) -> None:
         """Have the values in a place of their own, before other state of the optimizer is loaded."""
@@ -484,3 +490,4 @@ class HostWeight:
         else:
             self.detach_from_state()
             self.values().copy_(values)
+            self._stored += 1

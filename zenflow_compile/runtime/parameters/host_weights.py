@@ -22,7 +22,7 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStates
-from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host
+from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
@@ -83,6 +83,20 @@ class NewWeights:
         if unloaded:
             weight.served = True
             weight.unload()
+
+    def discard(self) -> None:
+        """Do not count these weights, behind an error."""
+        for weight in self.weights.values():
+            if weight.loaded:
+                self._note(-weight.nbytes)
+
+    def leave_again(self, index: int, param: Parameter) -> None:
+        """Leave the values of a parameter on the host again, behind an error."""
+        weight = self.weights.get(index)
+        if weight is None or weight.loaded:
+            leave_on_host(param, param.detach().to("cpu", copy=True))
+            return
+        weight.leave_on_host()
 
 
 class HostWeights:
@@ -159,10 +173,12 @@ class HostWeights:
             budget -= sum(plan.params[p].weight_bytes for p in kept)
         sizes = {each.index: each.weight_bytes for each in plans}
         decided.shapes = [each.shape for each in plan.params]
-        streamed, decided.ring_bytes = divide_budget(budget, decided.shapes, sizes)
-        decided.kept.update(dict.fromkeys(sizes.keys() - streamed, _WITHIN_BUDGET))
+        largest = max(sizes.values())
+        ring_bytes = largest if budget < largest else None  # kept weights have taken the budget of a ring
+        streamed, decided.ring_bytes = divide_budget(budget, decided.shapes, sizes, ring_bytes=ring_bytes)
+        decided.kept.update(dict.fromkeys(chosen.keys() - streamed, _WITHIN_BUDGET))
         decided.offloaded = {index: each for index, each in chosen.items() if index in streamed}
-        staged = [each.staged_bytes for index, each in self.weights.items() if index in streamed]
+        staged = [each.staged_bytes for each in self.weights.values()]
         staged += [each.upload_bytes if p in hosts else each.weight_bytes for p, each in decided.offloaded.items()]
         largest = max(staged, default=0)
         count = self._ring_size(largest, len(staged), staging_bytes)
@@ -185,7 +201,6 @@ class HostWeights:
             self._shapes = decided.shapes
             if self._room is not None:
                 self._room.restart()
-        self.keep({p: reason for p, reason in decided.kept.items() if p in self.weights})
         self.kept.update(decided.kept)
         self.weights.update(decided.weights)
 
@@ -239,7 +254,9 @@ class HostWeights:
         """A graph with loads begins to run."""
         with self._lock:
             for p in self.prefetch.begin(graph):
-                self.unload(p)
+                weight = self.weights.get(p)
+                if weight is not None and weight.loaded and not weight.readers and not weight.held:
+                    weight.unload()
 
     def load(self, p: int, inputs: Sequence[Tensor]) -> None:
         """Load a weight, unless the device has it.
@@ -299,11 +316,13 @@ class HostWeights:
         chosen = [weight for p in ps if (weight := self.weights.get(p)) is not None and weight.offloaded]
         for weight in chosen:
             self._bring_in(weight)
-        yield
-        for weight in chosen:
-            weight.write_back()
-        for weight in chosen:
-            self.unload(weight.plan.index)
+        try:
+            yield
+        finally:
+            for weight in chosen:
+                weight.write_back()
+            for weight in chosen:
+                self.unload(weight.plan.index)
 
     def in_turns(self, ps: Sequence[int]) -> Iterator[Sequence[int]]:
         """Cut parameters into runs whose weights fit the budget, or are one."""
@@ -380,13 +399,24 @@ class HostWeights:
     # The end.
 
     def restore(self) -> None:
-        """Load all weights for good; those that the device has no room for are left in host memory. Idempotent."""
+        """Load all weights for good; those that the device has no room for are left in host memory. Idempotent.
+
+        Raises:
+            RuntimeError: work in flight has failed. Each weight has the values that are left, all the same.
+        """
         self.prefetch.drop()
+        failure: Exception | None = None
         for p in tuple(self.weights):
             try:
                 self.keep({p: "the optimizer is closed"})
             except torch.OutOfMemoryError:
                 self.weights.pop(p).leave_on_host()
+            except Exception as error:
+                failure = failure or error
+                self.weights[p].updates_failed()
+                self.keep({p: "the optimizer is closed"})
+        if failure is not None:
+            raise failure
 
     def free(self) -> None:
         """Free the host memory, behind ``restore``. Idempotent."""

@@ -96,7 +96,11 @@ def take_host_values(param: Parameter) -> bool:
         return False
     storage = param.untyped_storage()
     allow_reads(storage)
-    storage.resize_(values.nbytes)
-    param.data.copy_(values)
+    try:
+        storage.resize_(values.nbytes)
+        param.data.copy_(values)
+    except BaseException:  # no memory: the values stay where they are
+        leave_on_host(param, values)
+        raise
     delattr(param, _HOST_VALUES)
     return True

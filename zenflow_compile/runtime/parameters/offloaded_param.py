@@ -687,12 +687,12 @@ class OffloadedParam(IncomingGradient):
             if exchange is None:
                 self._exchange_now(change, uploads)
             else:
-                reads = None if uploads is None else self.host.applied
+                reads, before_it = None if uploads is None else self.host.applied, self.host.last_job
                 exchange.start(
                     device, self.host, change,
                     step=window.flushed_at, deadline=self.deadline, weights=uploads, reads=reads,
                 )  # fmt: skip
-                if uploads is not None:
+                if uploads is not None and self.host.last_job is not before_it:
                     self.host.shown_by = self.host.last_job
             device.selection = change.selection
         except BaseException as error:

@@ -117,14 +117,17 @@ class ParamRegistry:
             exchanges=self.transport.exchange is not None,
         )
         counters = counters_of(params, self.counters)
+        self.weights.prefetch.drop()  # first: the ring that copies end in is made anew
         with ExitStack() as undo:
             allocated = self.memory.allocate(plan, plan.params[first:], new, undo)
             added = [(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)]
             weights = self.weights.decide(plan, added, allocated.hosts.keys(), self._options.staging_bytes)
+            undo.callback(weights.discard)
             offloaded: dict[int, OffloadedParam] = {}
             for index, (param_plan, param, counter) in enumerate(added, start=first):
                 # One at a time: the device may have no room for all of them.
-                was_left_on_host = take_host_values(param)
+                if was_left_on_host := take_host_values(param):
+                    undo.callback(weights.leave_again, index, param)
                 if (host := allocated.hosts.get(index)) is not None:
                     device = DeviceState.allocate(param_plan, self._device)
                     offloaded[index] = OffloadedParam(

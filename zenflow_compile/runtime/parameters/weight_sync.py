@@ -14,7 +14,7 @@ from zenflow_compile.runtime.device_updates.version_counter import VersionCounte
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
-from zenflow_compile.torch_internals.torch_private import storage_identity
+from zenflow_compile.torch_internals.torch_private import address, storage_identity
 
 
 class Weights:
@@ -47,7 +47,7 @@ class Weights:
         A write to it does not move the parameter's version. The device must have the weight, if it is offloaded.
         """
         whole = self._whole
-        if whole is None or whole.data_ptr() != self._param.data_ptr():  # its storage was replaced
+        if whole is None or address(whole) != self._param.data_ptr():  # its storage was replaced
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
                 errors.refuse_changed(self._param, self._plan, whole.device)
             share = self._plan.share
