@@ -211,7 +211,7 @@ WEIGHT_MUTANTS = {
         WEIGHT + "_fill", "exchange.finish()", Case("weights reselect often", delays="H2D late")
     ),
     "copy of a weight before the rows of an exchange": without(
-        PARAM + "OffloadedParam._reselect", "self.host.shown_by = self.host.last_job",
+        PARAM + "OffloadedParam._reselect", "self.host.upload_writer = self.host.last_job",
         Case("weights reselect often", delays="jobs late"),
     ),
 }  # fmt: skip

@@ -21,7 +21,8 @@ from zenflow_compile.runtime.parameters.host_weight import HostWeight
 
 STEADY = 5
 SEEDS = range(8)
-DRAWN = 3
+DRAWN = 2
+OFTEN = ("weights exact", "weights late every step", "weights reselect often", "weights resident")  # in every run
 
 
 def every_case(options: str, model: str, habit: str) -> list[Case]:
@@ -58,7 +59,9 @@ def test_fifty_orders_of_copies_are_equal(simulated: SimulatedProcess, options: 
     assert simulated.call(differing, cases, timeout=500) == []
 
 
-@pytest.mark.parametrize("options", WEIGHT_SETS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in WEIGHT_SETS]
+)
 def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, options: str) -> None:
     found: Outcome = simulated.call(train, Case(options, habit="clip", delays="random", steps=9))
     for syncs, copies in zip(found.syncs[STEADY:], found.copies[STEADY:], strict=True):

@@ -202,8 +202,8 @@ class HostState:
         applied: the copy of the last upload. Its buffer is written again only after that copy, which the copies of
             gradients do not guarantee if the upload came late.
         applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
-        shown_upload: the upload buffer with the values that the weight has, if the weight is in host memory.
-        shown_by: the job that wrote it last; None: no job has.
+        applied_upload: the upload buffer with the values that the weight has, if the weight is in host memory.
+        upload_writer: the job that wrote it last; None: no job has.
         exchanges: jobs that swap rows with the device, the last one and those that have not succeeded.
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
@@ -225,8 +225,8 @@ class HostState:
     flushed: list[FlushedWindow] = field(default_factory=list)
     applied: Ticket | None = None
     applied_job: Job | None = None
-    shown_upload: Tensor | None = None
-    shown_by: Job | None = None
+    applied_upload: Tensor | None = None
+    upload_writer: Job | None = None
     exchanges: list[Job] = field(default_factory=list)
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
@@ -433,9 +433,9 @@ class HostState:
         busy = [window.upload for window in self.flushed]
         return next((upload for upload in in_turn if all(upload is not each for each in busy)), None)
 
-    def show(self, window: FlushedWindow) -> None:
+    def note_applied(self, window: FlushedWindow) -> None:
         """Note that the weight, which is in host memory, has the values of an update window from here on."""
-        self.shown_upload, self.shown_by = window.upload, window.job
+        self.applied_upload, self.upload_writer = window.upload, window.job
 
     # State.
 
@@ -451,7 +451,7 @@ class HostState:
     def jobs(self) -> list[Job]:
         """Jobs that may still use this memory."""
         windows = (window.job for window in self.flushed)
-        users = (*self.readers, *windows, self.applied_job, self.shown_by, *self.exchanges)
+        users = (*self.readers, *windows, self.applied_job, self.upload_writer, *self.exchanges)
         return [job for job in users if job is not None]
 
     def drop_window(self) -> None:
@@ -469,7 +469,7 @@ class HostState:
             # Not ``wait``: a job that has failed is done while its other tasks may still run.
             job.settle()
         self.drop_window()
-        self.flushed, self.exchanges, self.applied_job, self.last_job, self.shown_by = [], [], None, None, None
+        self.flushed, self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], [], None, None, None
         self.readers = [None] * len(self.gradients)
         self.next_buffer = 0
 

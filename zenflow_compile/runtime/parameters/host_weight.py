@@ -214,14 +214,14 @@ class HostWeight:
         """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""
         if self.place is Place.SLICES:
             assert self._states is not None
-            return self._states.host.shown_upload
+            return self._states.host.applied_upload
         if self.place is Place.WHOLE and self._states is None:
             return self._whole_matrix
         return None
 
     def _writer(self) -> Job | None:
         """The job that wrote the values last."""
-        return None if self._states is None else self._states.host.shown_by
+        return None if self._states is None else self._states.host.upload_writer
 
     def load(self, staged: Staged | None = None) -> None:
         """Fill the device's memory. The version of the parameter does not move: its values are what they were.
@@ -302,7 +302,7 @@ class HostWeight:
             return False
         assert self._states is not None
         host = self._states.host
-        return any(window.upload is host.shown_upload for window in host.flushed)
+        return any(window.upload is host.applied_upload for window in host.flushed)
 
     def _check_not_overwritten(self) -> None:
         """
@@ -391,7 +391,7 @@ class HostWeight:
         slices = values.index_select(self.plan.dim, selection.deferred.to(values.device))
         block = slices if self.plan.dim == 0 else slices.t()
         upload.copy_(self._device.to_host(block, "weight"))
-        host.shown_upload, host.shown_by = upload, None
+        host.applied_upload, host.upload_writer = upload, None
         self._stored += 1
         self._whole, self.place = None, Place.SLICES
 
@@ -420,9 +420,12 @@ class HostWeight:
 
     # What the optimizer reads and writes.
 
-    @property
-    def in_slices(self) -> bool:
-        """Whether the upload buffer and the masters have the values; values that masters agree with are put there."""
+    def put_into_slices(self) -> bool:
+        """Have the upload buffer and the masters hold the values, if the masters agree with them.
+
+        Returns:
+            Whether they do. Not if the device alone has the values, or an update is on its way in every buffer.
+        """
         at_rest = self.place is Place.WHOLE and not self.is_on_device()
         if at_rest and self._states is not None and self._states.host.free_upload() is not None:
             assert self._whole is not None
@@ -445,10 +448,10 @@ class HostWeight:
         host.wait()
         if (exchange := self._transport.exchange) is not None:
             exchange.finish()
-        assert host.shown_upload is not None
+        assert host.applied_upload is not None
         whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu")
         selected = self._device.to_host(device.master.to(self.plan.dtype), "weight")
-        parts = (device.selection.selected, selected), (device.selection.deferred, host.shown_upload)
+        parts = (device.selection.selected, selected), (device.selection.deferred, host.applied_upload)
         for slices, values in parts:
             indices = self._device.to_host(slices, "weight")
             column_ops.reference_merge_columns(whole.view(whole.shape[0], -1), self.plan.dim, indices, values)
@@ -464,7 +467,7 @@ class HostWeight:
         """Updates on their way are dropped. One that is written over the weight becomes the weight."""
         if self.has_update_on_its_way:
             assert self._states is not None
-            self._states.host.show(self._states.host.flushed[0])  # no later one has its buffer
+            self._states.host.note_applied(self._states.host.flushed[0])  # no later one has its buffer
 
     def updates_failed(self) -> None:
         """A job has failed, or its update was never applied: have what is in the upload buffer, as far as it got."""

@@ -608,8 +608,8 @@ class OffloadedParam(IncomingGradient):
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
-        if (home := self.weights.in_slices) is not None:
-            self._show_in_host_memory(window, home)
+        if (home := self.weights.put_into_slices()) is not None:
+            self._apply_in_host_memory(window, home)
             return window
         if self.upload is None and not self.start_upload():
             with recorder.compute("wait", param=self.plan.name, on_host=True):
@@ -647,11 +647,11 @@ class OffloadedParam(IncomingGradient):
         self._end_window(window)
 
     @annotated("apply", lambda offloaded, *_: (offloaded.plan.name,))
-    def _show_in_host_memory(self, window: FlushedWindow, home: HostWeight) -> None:
+    def _apply_in_host_memory(self, window: FlushedWindow, home: HostWeight) -> None:
         """Have the next load of the weight bring the update, which nothing waits for here."""
         try:
             self._drop_upload()  # of the time when the device had the weight
-            self.host.show(window)
+            self.host.note_applied(window)
             self.weights.written()
             self._end_window(window)
             if home.loaded:
@@ -683,7 +683,7 @@ class OffloadedParam(IncomingGradient):
             self._kept = wanted, before
             change = reselect(before, wanted)
             home = self.weights.home
-            uploads = self.host.shown_upload if home is not None and home.place is Place.SLICES else None
+            uploads = self.host.applied_upload if home is not None and home.place is Place.SLICES else None
             if exchange is None:
                 self._exchange_now(change, uploads)
             else:
@@ -693,7 +693,7 @@ class OffloadedParam(IncomingGradient):
                     step=window.flushed_at, deadline=self.deadline, weights=uploads, reads=reads,
                 )  # fmt: skip
                 if uploads is not None and self.host.last_job is not before_it:
-                    self.host.shown_by = self.host.last_job
+                    self.host.upload_writer = self.host.last_job
             device.selection = change.selection
         except BaseException as error:
             self._note_half_done(error)

@@ -87,10 +87,10 @@ class Weights:
         bump_versions([self._param], [self.counter])
         self._shown = None
 
-    @property
-    def in_slices(self) -> HostWeight | None:
-        """The weight in host memory, if its values are in the upload buffer and the masters."""
-        return home if (home := self.home) is not None and not self.unverified and home.in_slices else None
+    def put_into_slices(self) -> HostWeight | None:
+        """The weight in host memory, if the upload buffer and the masters have its values from here on; else None."""
+        home = self.home
+        return home if home is not None and not self.unverified and home.put_into_slices() else None
 
     def remember(self, selection: Selection) -> None:
         """Copy the deferred weights before an update is in flight, which leaves them behind their masters.

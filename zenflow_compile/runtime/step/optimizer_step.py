@@ -62,7 +62,7 @@ def update_slices(members: Sequence[Member]) -> None:
     for offloaded, coefficients, eps in members:
         device = offloaded.device
         device.steps += 1
-        if offloaded.weights.in_slices is None:
+        if offloaded.weights.put_into_slices() is None:
             if (home := offloaded.weights.home) is not None:
                 home.begin_write()
             matrix, dim, selection = offloaded.weights.matrix, offloaded.plan.dim, device.selection
@@ -86,7 +86,7 @@ def update_slices(members: Sequence[Member]) -> None:
     # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     for offloaded in params:
-        if (home := offloaded.weights.in_slices) is not None and home.loaded:
+        if (home := offloaded.weights.put_into_slices()) is not None and home.loaded:
             home.load()
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
