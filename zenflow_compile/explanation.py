@@ -23,8 +23,10 @@ from zenflow_compile.passes.pipeline import Counts, run_pipeline
 from zenflow_compile.passes.update_parameters import build_step_graph
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.parameters.host_weights import HostWeights
 
 WIDTH = 80
+_NAMED = 4
 
 WHY: Mapping[Any, str] = {
     ops.BEGIN_WEIGHTS: "the dependency token that keeps loads and unloads of weights in order",
@@ -172,11 +174,13 @@ class Explanation:
         graphs: the rewritten graphs in the order in which they were compiled.
         step: what ``step()`` does, written as a graph; for the optimizer in backward, what the end of a backward does
             for parameters whose updates are not in the backward graphs.
+        weights: which weights are in host memory, and why others are not, in words; empty without ``offload_weights``.
     """
 
     plan: Plan
     graphs: tuple[GraphRecord, ...]
     step: GraphRecord
+    weights: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         console = Console(width=WIDTH, no_color=True, force_terminal=False, legacy_windows=False)
@@ -187,6 +191,8 @@ class Explanation:
     def render(self, full: bool = False) -> RenderableType:
         """A rich renderable; ``full`` is that of ``explain``."""
         parts: list[RenderableType] = [plan_table(self.plan)]
+        if self.weights:
+            parts.append(Text("\n".join(("weights in host memory", *self.weights, ""))))
         if not self.graphs:
             parts.append(Text("No graph has been compiled yet: run the model once.", style="yellow"))
         parts += [render_graph(record, full) for record in self.graphs]
@@ -213,12 +219,31 @@ def explain(compiled_model: Any, *, full: bool = False, console: Console | None 
     (engine,) = engines
     ctx = PassContext(plan=engine.plan, engine_id=engine.id, phase=Phase.STEP, params=())
     lines = graph_lines(build_step_graph(engine.plan, engine.id), ctx)
-    explanation = Explanation(engine.plan, tuple(engine.graphs), GraphRecord(Phase.STEP, "", (), lines))
+    step = GraphRecord(Phase.STEP, "", (), lines)
+    explanation = Explanation(engine.plan, tuple(engine.graphs), step, weight_lines(engine.plan, engine.weights))
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=WIDTH, no_color=True)
     console.print(explanation.render(full))
     return explanation
+
+
+def weight_lines(plan: Plan, weights: HostWeights) -> tuple[str, ...]:
+    """Which weights are in host memory, and which stay on the device for what reason, in words."""
+    if not weights.weights and not weights.kept:
+        return ()
+    moved = sum(each.nbytes for each in weights.weights.values())
+    lines = [
+        f"  {len(weights.weights)} weights of {moved / 1e6:.3g} MB, loaded around their uses within "
+        f"{weights.ring_bytes / 1e6:.3g} MB"
+    ]
+    by_reason: dict[str, list[str]] = {}
+    for p, reason in weights.kept.items():
+        by_reason.setdefault(reason.partition(":")[0], []).append(plan.params[p].name)
+    for reason, names in by_reason.items():
+        listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        lines.append(f"  {len(names)} stay on the device, because {reason}: {listed}")
+    return tuple(lines)
 
 
 def plan_table(plan: Plan) -> Table:

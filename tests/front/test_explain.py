@@ -13,6 +13,7 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.backend import zenflow
 from zenflow_compile.explanation import explain
 from zenflow_compile.passes.base import Phase
+from zenflow_compile.runtime.parameters import host_weights
 
 
 def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> None:
@@ -70,3 +71,15 @@ def test_explain_before_compilation(recording: Callable[..., RecordingEngine]) -
 def test_explain_without_an_optimizer() -> None:
     with pytest.raises(ValueError, match="0 optimizers own"):
         explain(nn.Linear(2, 2))
+
+
+def test_weights_in_host_memory_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 4096)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    with ZenFlowAdamW(model.named_parameters(), policy="zero_offload", offload_weights=1.0):
+        compiled = torch.compile(model, backend="zenflow", options={"inner": "eager"})
+        compiled(torch.randn(2, 64)).sum().backward()
+        found = str(explain(compiled, console=Console(quiet=True)))
+    assert "2 weights of 0.0328 MB, loaded around their uses within 0.0164 MB" in found
+    assert "2 stay on the device, because it is small: 0.bias, 2.bias" in found

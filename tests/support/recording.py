@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,6 +147,7 @@ class RecordingEngine:
             self._note("fetch_parameters_", p)
 
     offloaded_weights = None
+    weights = SimpleNamespace(weights={}, kept={}, ring_bytes=0)
 
     def keep_weights(self, reasons: Mapping[int, str]) -> None: ...
 
