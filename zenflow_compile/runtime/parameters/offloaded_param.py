@@ -608,7 +608,7 @@ class OffloadedParam(IncomingGradient):
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
-        if (home := self.weights.put_into_slices()) is not None:
+        if self.weights.home is not None and (home := self.weights.put_into_slices()) is not None:
             self._apply_in_host_memory(window, home)
             return window
         if self.upload is None and not self.start_upload():

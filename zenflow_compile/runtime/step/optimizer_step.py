@@ -62,8 +62,9 @@ def update_slices(members: Sequence[Member]) -> None:
     for offloaded, coefficients, eps in members:
         device = offloaded.device
         device.steps += 1
-        if offloaded.weights.put_into_slices() is None:
-            if (home := offloaded.weights.home) is not None:
+        home = offloaded.weights.home
+        if home is None or offloaded.weights.put_into_slices() is None:
+            if home is not None:
                 home.begin_write()
             matrix, dim, selection = offloaded.weights.matrix, offloaded.plan.dim, device.selection
         else:
@@ -86,7 +87,7 @@ def update_slices(members: Sequence[Member]) -> None:
     # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     for offloaded in params:
-        if (home := offloaded.weights.put_into_slices()) is not None and home.loaded:
+        if (home := offloaded.weights.home) is not None and home.loaded and offloaded.weights.put_into_slices():
             home.load()
     feed_scores([each.device for each in params], [each.unscale for each in params])
 
