@@ -40,6 +40,9 @@ class SimulatedStreams(Streams):
     def event(self, *, timed: bool = False, blocking: bool = False) -> streams.Event:
         return streams.Event(enable_timing=timed)
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.current())
+
     def write_value(self, stream: Any, address: int, value: int) -> None:
         self._simulator.write_value(stream, address, value)
 

@@ -145,6 +145,9 @@ class LateStreams(Streams):
     def event(self, *, timed: bool = False, blocking: bool = False) -> LateEvent:
         return LateEvent(self)
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        pass  # the memory is the host's
+
     def write_value(self, stream: Any, address: int, value: int) -> None:
         raise NotImplementedError
 

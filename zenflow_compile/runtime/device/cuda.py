@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zenflow_compile.runtime.device import cuda_driver
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
@@ -62,6 +63,9 @@ class CudaStreams(Streams):
     def event(self, *, timed: bool = False, blocking: bool = False) -> DeviceEvent:
         event: DeviceEvent = torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
         return event
+
+    def record_use(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         # With the device's context current: the driver's manual does not say what happens in another device's context.

@@ -79,6 +79,10 @@ class Streams(ABC):
         """
 
     @abstractmethod
+    def record_use(self, tensor: Tensor) -> None:
+        """Have the allocator keep the memory of ``tensor``, when it is freed, until the current stream has read it."""
+
+    @abstractmethod
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         """Make ``stream`` write the 32-bit ``value`` to host memory at ``address`` after all earlier work in it.
 

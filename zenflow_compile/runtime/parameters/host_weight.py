@@ -21,7 +21,7 @@ import enum
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -355,10 +355,9 @@ class HostWeight:
         # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which may
         # run ahead of the one that has read the weight.
         if (streams := self._device.streams) is not None:
-            current = streams.current()
             if self._stream is None:
-                self.param.data.record_stream(cast("torch.Stream", current))
-            elif current != self._stream:
+                streams.record_use(self.param.data)
+            elif (current := streams.current()) != self._stream:
                 self._stream.wait_stream(current)
         self._empty()
 

@@ -19,7 +19,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -371,7 +371,7 @@ class StateExchange:
         if (streams := self._device.streams) is not None:
             # Hazard: a load in a forward may be the one that needs the state. Its stream may be late, and that of the
             # optimizer step, which the rows were allocated in, would reuse their memory.
-            chunk.rows.record_stream(cast("torch.Stream", streams.current()))
+            streams.record_use(chunk.rows)
         self._in_flight = self._in_flight[1:]
 
     def abandon(self) -> None:
