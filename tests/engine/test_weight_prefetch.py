@@ -130,7 +130,7 @@ def test_without_copies_ahead_loads_start_their_own(monkeypatch: pytest.MonkeyPa
     assert equal(run, plain)
 
 
-def test_last_weights_of_a_forward_stay_for_the_backward(loads: dict[str, int]) -> None:
+def test_last_weights_of_a_forward_stay(loads: dict[str, int]) -> None:
     """Three weights at a time: two of them need no load in the backward, and the budget holds."""
     run, plain = Run(offload_weights=3 * WEIGHT, **POLICIES["zero_offload"]), Run(**POLICIES["zero_offload"])
     run.train(range(3))

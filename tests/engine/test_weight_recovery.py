@@ -160,7 +160,7 @@ def test_failed_allocation_leaves_moved_weights(monkeypatch: pytest.MonkeyPatch)
     assert all(map(torch.equal, model.parameters(), build().parameters()))
 
 
-def test_further_parameters_find_a_ring_within_the_budget() -> None:
+def test_further_parameters_find_a_ring() -> None:
     run = Run(offloads=False)
     run.optimizer.close()
     model, extra = build(), nn.Linear(WIDTH, WIDTH, bias=False)

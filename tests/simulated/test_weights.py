@@ -122,7 +122,7 @@ def test_every_load_of_a_graph_is_copied_ahead(simulator: Simulator) -> None:
 
 
 @in_simulator
-def test_memory_is_freed_behind_a_reader_in_another_stream(simulator: Simulator) -> None:
+def test_memory_is_freed_behind_other_streams(simulator: Simulator) -> None:
     serve()
     loop = Loop(Case("weights exact", "matrices"), simulator.device)
     for step in range(3):
