@@ -97,7 +97,7 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     for block in device.state():
         block.copy_(block[inside])
     with host.acquire(write=True) as state:
-        for block in state:
+        for block in state.stored:
             block.copy_(block[outside])
     for index in {buffer.index for buffer in host.open}:
         for buffer in host.open:

@@ -25,6 +25,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.host.state_forms import PLAIN, StateRows
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters import state_exchange
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
@@ -212,7 +213,9 @@ def test_rows_exchanged_at_once_are_the_same(shape: tuple[int, int, int]) -> Non
         sides, expected = (Sides(plan_of(k, deferred, length), seed=swaps) for _ in range(2))
         wanted = wanted_after(sides.device.selection, swaps, min(k, deferred))
         change = reselect(sides.device.selection, wanted)
-        moved = exchange_rows(sides.device.state(), sides.host.state(), change.device_rows, change.host_rows)
+        moved = exchange_rows(
+            sides.device.state(), StateRows(PLAIN, sides.host.state()), change.device_rows, change.host_rows
+        )
         sides.device.selection = change.selection
         expected.exchange_now(wanted)
         sides.assert_same(expected)
@@ -251,9 +254,8 @@ def test_rows_exchanged_at_once_have_weights(shape: tuple[int, int, int], dtype:
         weights = Weights(sides)
         before = sides.device.selection.deferred
         change = reselect(sides.device.selection, wanted_after(sides.device.selection, swaps, min(k, deferred)))
-        moved = exchange_rows(
-            sides.device.state(), sides.host.state(), change.device_rows, change.host_rows, weights.tensor
-        )
+        host_side = StateRows(PLAIN, sides.host.state(), weights.tensor)
+        moved = exchange_rows(sides.device.state(), host_side, change.device_rows, change.host_rows)
         sides.device.selection = change.selection
         weights.expect(before, sides)
         assert same_bits(weights.tensor, weights.expected)

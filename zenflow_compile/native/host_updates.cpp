@@ -3,11 +3,27 @@
 
 namespace zenflow {
 
-void update_window(const UpdateWindow& window, int64_t begin, int64_t end) {
+void update_plain(const UpdateWindow& window, const PlainState& state, int64_t begin, int64_t end) {
   switch (window.out_dtype) {
-    case kFloat32: return update_any<Float32>(window, begin, end);
-    case kBFloat16: return update_any<BFloat16>(window, begin, end);
-    case kFloat16: return update_any<Float16>(window, begin, end);
+    case kFloat32: return update_any<Float32>(window, state, begin, end);
+    case kBFloat16: return update_any<BFloat16>(window, state, begin, end);
+    case kFloat16: return update_any<Float16>(window, state, begin, end);
+  }
+}
+
+void update_window(const UpdateWindow& window, int64_t begin, int64_t end) {
+  const StoredState& stored = window.state;
+  if (is_plain(stored)) {
+    return update_plain(window, {(float*)stored.master, (float*)stored.exp_avg, (float*)stored.exp_avg_sq, 0}, begin, end);
+  }
+  float master[kTile], exp_avg[kTile], exp_avg_sq[kTile];
+  for (int64_t at = begin, stop; at < end; at = stop) {
+    stop = tile_end(stored, at, end);
+    const int count = (int)(stop - at);
+    // Hazard: the new weights may overwrite those that split masters are made of. They are read first.
+    decode(stored, at, count, master, exp_avg, exp_avg_sq);
+    update_plain(window, {master, exp_avg, exp_avg_sq, at}, at, stop);
+    encode(stored, at, count, master, exp_avg, exp_avg_sq, window.random);
   }
 }
 
@@ -20,7 +36,7 @@ extern "C" {
 
 // Python compares them with its own structures, in this order.
 int64_t zenflow_bytes(int structure) {
-  const int64_t bytes[] = {sizeof(zenflow::Step), sizeof(zenflow::UpdateWindow), sizeof(zenflow::Gate),
+  const int64_t bytes[] = {sizeof(zenflow::Step), sizeof(zenflow::StoredState), sizeof(zenflow::UpdateWindow), sizeof(zenflow::Gate),
                            sizeof(zenflow::Record), sizeof(zenflow::LateScale), sizeof(zenflow::Exchange),
                            sizeof(zenflow::FileChunk), sizeof(zenflow::Transfer), sizeof(Job)};
   return bytes[structure];

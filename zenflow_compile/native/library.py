@@ -32,14 +32,26 @@ class Step(ctypes.Structure):
     _fields_ = _fields(ctypes.c_float, "grad_scale", "beta1", "beta1_rest", "beta2", "beta2_rest")
 
 
+class StoredState(ctypes.Structure):
+    """``StoredState`` of state_forms.h."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "master", "exp_avg", "exp_avg_sq", "weights"),
+        ("length", ctypes.c_int64),
+        *_fields(ctypes.c_int32, "split", "moments"),
+    )
+
+
 class UpdateWindow(ctypes.Structure):
     """``UpdateWindow`` of update_rule.h."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "master", "exp_avg", "exp_avg_sq", "out"),
+        ("state", StoredState),
+        ("out", ctypes.c_void_p),
         ("gradients", ctypes.POINTER(ctypes.c_void_p)),
         ("steps", ctypes.POINTER(Step)),
-        *_fields(ctypes.c_int64, "count", "slices", "length"),
+        *_fields(ctypes.c_int64, "count", "slices"),
+        ("random", ctypes.c_uint32),
         *_fields(ctypes.c_int32, "gradient_dtype", "out_dtype"),
         *_fields(ctypes.c_float, "decay", "step_size", "bias_correction2_sqrt", "eps"),
     )
@@ -72,8 +84,7 @@ class Exchange(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_void_p),
-        ("length", ctypes.c_int64),
-        ("state", ctypes.c_void_p * 3),
+        ("state", StoredState),
         ("block", ctypes.c_void_p * 3),
         ("weights", ctypes.c_void_p),
         ("weights_dtype", ctypes.c_int32),
@@ -120,7 +131,7 @@ class HostJob(ctypes.Structure):
     )
 
 
-_STRUCTURES = (Step, UpdateWindow, Gate, Record, LateScale, Exchange, FileChunk, Transfer, HostJob)
+_STRUCTURES = (Step, StoredState, UpdateWindow, Gate, Record, LateScale, Exchange, FileChunk, Transfer, HostJob)
 
 OTHER_CHECKSUM = -1
 """``kOtherChecksum`` in file_transfers.h."""

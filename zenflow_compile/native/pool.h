@@ -66,9 +66,8 @@ struct LateScale {
 
 struct Exchange {
   const int32_t* rows;  // of the state; -1 behind the last one
-  int64_t length;       // of a row
-  float* state[3];      // master and moments
-  float* block[3];
+  StoredState state;
+  float* block[3];      // master and moments
   void* weights;        // in the order of the state's rows; null: none are written
   int32_t weights_dtype;
 };
@@ -121,27 +120,50 @@ inline void read_late_scales(const Job& job) {
   }
 }
 
-// Casts a row of the master. No other task of the job writes the row.
-inline void write_weights(const Exchange& exchange, int64_t row) {
-  const int64_t first = row * exchange.length;
-  const float* const master = exchange.state[0] + first;
+// Casts masters to the weights of the elements from `first` on. No other task of the job writes them.
+inline void write_weights(const Exchange& exchange, const float* master, int64_t first, int64_t count) {
   switch (exchange.weights_dtype) {
-    case kFloat32: return cast<Float32>(master, (float*)exchange.weights + first, exchange.length);
-    case kBFloat16: return cast<BFloat16>(master, (uint16_t*)exchange.weights + first, exchange.length);
-    case kFloat16: return cast<Float16>(master, (uint16_t*)exchange.weights + first, exchange.length);
+    case kFloat32: return cast<Float32>(master, (float*)exchange.weights + first, count);
+    case kBFloat16: return cast<BFloat16>(master, (uint16_t*)exchange.weights + first, count);
+    case kFloat16: return cast<Float16>(master, (uint16_t*)exchange.weights + first, count);
+  }
+}
+
+inline void swap_plain_row(const Exchange& exchange, int64_t row, float* const block[3]) {
+  const int64_t length = exchange.state.length, first = row * length;
+  void* const parts[] = {exchange.state.master, exchange.state.exp_avg, exchange.state.exp_avg_sq};
+  for (int part = 0; part < 3; ++part) {
+    float* __restrict of_state = (float*)parts[part] + first;
+    float* __restrict of_block = block[part];
+    for (int64_t i = 0; i < length; ++i) std::swap(of_state[i], of_block[i]);
+  }
+  if (exchange.weights) write_weights(exchange, (float*)exchange.state.master + first, first, length);
+}
+
+inline void swap_row(const Exchange& exchange, int64_t row, float* const block[3]) {
+  const StoredState& state = exchange.state;
+  const int64_t first = row * state.length, end = first + state.length;
+  float leaving[3][kTile];
+  for (int64_t at = first, stop; at < end; at = stop) {
+    stop = tile_end(state, at, end);
+    const int count = (int)(stop - at);
+    const int64_t in_row = at - first;
+    decode(state, at, count, leaving[0], leaving[1], leaving[2]);
+    encode(state, at, count, block[0] + in_row, block[1] + in_row, block[2] + in_row, 0);
+    if (exchange.weights) write_weights(exchange, block[0] + in_row, at, count);
+    for (int part = 0; part < 3; ++part) std::memcpy(block[part] + in_row, leaving[part], sizeof(float) * count);
   }
 }
 
 // Returns the number of rows.
 inline int64_t swap_rows(const Exchange& exchange, int64_t begin, int64_t end) {
+  const int64_t length = exchange.state.length;
+  const bool plain = is_plain(exchange.state);
   int64_t at = begin;
   for (; at < end && exchange.rows[at] >= 0; ++at) {
-    for (int part = 0; part < 3; ++part) {
-      float* __restrict of_state = exchange.state[part] + exchange.rows[at] * exchange.length;
-      float* __restrict of_block = exchange.block[part] + at * exchange.length;
-      for (int64_t i = 0; i < exchange.length; ++i) std::swap(of_state[i], of_block[i]);
-    }
-    if (exchange.weights) write_weights(exchange, exchange.rows[at]);
+    float* const block[] = {exchange.block[0] + at * length, exchange.block[1] + at * length,
+                            exchange.block[2] + at * length};
+    (plain ? swap_plain_row : swap_row)(exchange, exchange.rows[at], block);
   }
   return at - begin;
 }

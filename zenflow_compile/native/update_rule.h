@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "state_forms.h"
+
 // fp32 elements of this CPU's vectors. GCC 12 takes wider ones apart again, which is ten times slower.
 #if defined(__AVX512F__)
 #define ZENFLOW_LANES 16
@@ -135,19 +137,15 @@ struct Step {
   float beta2_rest;
 };
 
-enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
-
 // The update window of one parameter. Python fills it: see UpdateWindow in native/library.py.
 struct UpdateWindow {
-  float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  StoredState state;
   void* out;
   const void* const* gradients;  // oldest first
   const Step* steps;             // one for each
   int64_t count;                 // of gradients
   int64_t slices;                // of int8 gradients, which begin with a scale per slice: float[slices]
-  int64_t length;                // of a slice
+  uint32_t random;               // decides how moments are rounded to fewer bits: another number at each update
   int32_t gradient_dtype;
   int32_t out_dtype;
   float decay;
@@ -200,15 +198,23 @@ struct Compressed {
   }
 };
 
+// fp32 state from element `origin` on.
+struct PlainState {
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  int64_t origin;
+};
+
 template <class Out, class Gradients>
-void update(const UpdateWindow& window, const Gradients& gradients, int64_t begin, int64_t end) {
+void update(const UpdateWindow& window, const PlainState& state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
   int64_t at = begin;
   for (; at + kBlock <= end; at += kBlock) {
     Floats exp_avg[kVectors], exp_avg_sq[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      exp_avg[i] = Float32::load(window.exp_avg + at + i * kLanes);
-      exp_avg_sq[i] = Float32::load(window.exp_avg_sq + at + i * kLanes);
+      exp_avg[i] = Float32::load(state.exp_avg + at - state.origin + i * kLanes);
+      exp_avg_sq[i] = Float32::load(state.exp_avg_sq + at - state.origin + i * kLanes);
     }
     for (int64_t number = 0; number < window.count; ++number) {
       const Step step = window.steps[number];
@@ -217,40 +223,42 @@ void update(const UpdateWindow& window, const Gradients& gradients, int64_t begi
       }
     }
     for (int i = 0; i < kVectors; ++i) {
-      const int64_t here = at + i * kLanes;
-      const Floats master = new_master(window, Float32::load(window.master + here), exp_avg[i], exp_avg_sq[i]);
-      Float32::store(window.exp_avg + here, exp_avg[i]);
-      Float32::store(window.exp_avg_sq + here, exp_avg_sq[i]);
-      Float32::store(window.master + here, master);
+      const int64_t here = at + i * kLanes, in_state = here - state.origin;
+      const Floats master = new_master(window, Float32::load(state.master + in_state), exp_avg[i], exp_avg_sq[i]);
+      Float32::store(state.exp_avg + in_state, exp_avg[i]);
+      Float32::store(state.exp_avg_sq + in_state, exp_avg_sq[i]);
+      Float32::store(state.master + in_state, master);
       Out::store(out + here, master);
     }
   }
   for (; at < end; at += kLanes) {
     const int count = end - at < kLanes ? (int)(end - at) : kLanes;
-    Floats exp_avg = load_some<Float32>(window.exp_avg + at, count);
-    Floats exp_avg_sq = load_some<Float32>(window.exp_avg_sq + at, count);
+    const int64_t in_state = at - state.origin;
+    Floats exp_avg = load_some<Float32>(state.exp_avg + in_state, count);
+    Floats exp_avg_sq = load_some<Float32>(state.exp_avg_sq + in_state, count);
     for (int64_t number = 0; number < window.count; ++number) {
       add_gradient(window.steps[number], gradients.load_some(number, at, count), exp_avg, exp_avg_sq);
     }
-    const Floats master = new_master(window, load_some<Float32>(window.master + at, count), exp_avg, exp_avg_sq);
-    store_some<Float32>(window.exp_avg + at, exp_avg, count);
-    store_some<Float32>(window.exp_avg_sq + at, exp_avg_sq, count);
-    store_some<Float32>(window.master + at, master, count);
+    const Floats master = new_master(window, load_some<Float32>(state.master + in_state, count), exp_avg, exp_avg_sq);
+    store_some<Float32>(state.exp_avg + in_state, exp_avg, count);
+    store_some<Float32>(state.exp_avg_sq + in_state, exp_avg_sq, count);
+    store_some<Float32>(state.master + in_state, master, count);
     store_some<Out>(out + at, master, count);
   }
 }
 
 template <class Out>
-void update_any(const UpdateWindow& window, int64_t begin, int64_t end) {
+void update_any(const UpdateWindow& window, const PlainState& state, int64_t begin, int64_t end) {
+  const int64_t length = window.state.length;
   switch (window.gradient_dtype) {
-    case kFloat32: return update<Out>(window, Dense<Float32>{window}, begin, end);
-    case kBFloat16: return update<Out>(window, Dense<BFloat16>{window}, begin, end);
-    case kFloat16: return update<Out>(window, Dense<Float16>{window}, begin, end);
+    case kFloat32: return update<Out>(window, state, Dense<Float32>{window}, begin, end);
+    case kBFloat16: return update<Out>(window, state, Dense<BFloat16>{window}, begin, end);
+    case kFloat16: return update<Out>(window, state, Dense<Float16>{window}, begin, end);
     case kInt8:
       while (begin < end) {
-        const int64_t slice = begin / window.length;
-        const int64_t stop = (slice + 1) * window.length < end ? (slice + 1) * window.length : end;
-        update<Out>(window, Compressed{window, slice}, begin, stop);
+        const int64_t slice = begin / length;
+        const int64_t stop = (slice + 1) * length < end ? (slice + 1) * length : end;
+        update<Out>(window, state, Compressed{window, slice}, begin, stop);
         begin = stop;
       }
   }

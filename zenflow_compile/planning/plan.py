@@ -23,6 +23,9 @@ ROW_BYTES = 4  # of the int32 index of a slice's row
 STATE_BYTES = STATE_TENSORS * FP32_BYTES
 """Bytes per element of fp32 master, exp_avg and exp_avg_sq."""
 
+QUANTIZATION_BLOCK = 128
+"""Consecutive elements of a slice whose 8-bit moments share two fp32 scales, which add 1/16 byte per element."""
+
 GRADIENT_RING = 2
 """Buffers of the device's ring of gradients, each as large as the largest parameter's deferred part: one is copied to
 the host while the next gradient is split into the other."""
@@ -231,6 +234,9 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
+        moments: how the host stores both moments of deferred slices: ``"fp32"``, ``"bf16"``, or ``"int8"`` with scales.
+        split_master: the host stores the masters of deferred slices as the bf16 weight in the upload buffer, and the 16
+            bits that complete it.
         share: set where several ranks divide an offloaded parameter; the other attributes are those of this rank's
             part.
         flat: set where several ranks divide a streamed parameter; ``shape`` is that of this rank's part.
@@ -255,6 +261,8 @@ class ParamPlan:
     subgroup: int | None = None
     summed: bool = False
     compressed: bool = False
+    moments: str = "fp32"
+    split_master: bool = False
     share: Share | None = None
     flat: FlatShare | None = None
     shard: Shard | None = None
@@ -359,6 +367,19 @@ class ParamPlan:
         return self.deferred * self.length
 
     @property
+    def moment_slice_bytes(self) -> int:
+        """Bytes of one moment of one slice in the host's state."""
+        if self.moments == "int8":
+            return self.length + FP32_BYTES * -(-self.length // QUANTIZATION_BLOCK)
+        return self.length * (2 if self.moments == "bf16" else FP32_BYTES)
+
+    @property
+    def deferred_state_bytes(self) -> int:
+        """Bytes of the host's state of the ``deferred`` slices. Split masters are counted without their weights."""
+        master = self.length * (2 if self.split_master else FP32_BYTES)
+        return self.deferred * (master + 2 * self.moment_slice_bytes)
+
+    @property
     def upload_bytes(self) -> int:
         """Bytes of new weights that a flushed update window sends to the device."""
         return self.deferred_numel * self.dtype.itemsize
@@ -366,13 +387,15 @@ class ParamPlan:
     def update_bytes(self, gradients: int) -> int:
         """Bytes of host memory that the host update of one update window reads and writes, caches aside.
 
-        The fp32 state is read and written, each gradient is read, and the new weights are written.
+        The state is read and written, each gradient is read, and the new weights are written. Split masters read the
+        weights, too.
 
         Args:
             gradients: steps of the window that have a gradient; those of a ``summed`` window share one buffer.
         """
         buffers = min(gradients, 1) if self.summed else gradients
-        return self.deferred_numel * 2 * STATE_BYTES + self.upload_bytes + buffers * self.buffer_bytes
+        weights = self.upload_bytes * (2 if self.split_master else 1)
+        return 2 * self.deferred_state_bytes + weights + buffers * self.buffer_bytes
 
     @property
     def uploads(self) -> int:
@@ -387,19 +410,19 @@ class ParamPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in a file: the fp32 state of the ``deferred`` slices."""
-        return self.deferred_numel * STATE_BYTES if self.in_file else 0
+        """Bytes in a file: the state of the ``deferred`` slices."""
+        return self.deferred_state_bytes if self.in_file else 0
 
     @property
     def host_state_bytes(self) -> int:
-        """fp32 state in host memory, without the cache of files."""
+        """State in host memory, without the cache of files."""
         if self.streamed:
             return self.whole_state_bytes
-        return self.deferred_numel * STATE_BYTES if self.offloaded and not self.in_file else 0
+        return self.deferred_state_bytes if self.offloaded and not self.in_file else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: fp32 state, gradient buffers and upload buffers of the ``deferred`` slices.
+        """Host memory: state, gradient buffers and upload buffers of the ``deferred`` slices.
 
         State in a file is not counted: all parameters share its cache.
         """

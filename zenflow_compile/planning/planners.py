@@ -16,7 +16,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import parts_without_slack
 from zenflow_compile.planning.partition import ShardedBy, divide, shard_of
-from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, ParamPlan, Placement, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,8 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """Plan further parameters; the parameters of ``plan`` keep their placement and phase.
 
     Raises:
-        ValueError: no planner has the name of the policy.
+        ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype`` or
+            ``split_master``.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
@@ -100,12 +101,13 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     on_host = [_on_host(param) if _offloadable(spec, options) else param for spec, param in pairs]
     new = _PLANNERS[options.policy](resident, on_host, options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    new = _with_streaming(new, resident, subgroups, options)
+    new = _with_state_forms(_with_streaming(new, resident, subgroups, options), options)
     existing = [param.whole for param in plan.params]
     planned = [
         param if spec.sharded is None else shard_of(param, spec.sharded)
         for spec, param in zip(specs, _with_phases(existing, new), strict=True)
     ]
+    _check_state_forms(planned, options)
     return divide(replace(plan, params=(*plan.params, *planned)))
 
 
@@ -164,6 +166,38 @@ def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Opt
             plan = replace(resident[offset], placement=Placement.HOST_STREAMED)
         grouped[offset] = replace(plan, subgroup=subgroup)
     return grouped
+
+
+def _with_state_forms(plans: _Plans, options: Options) -> _Plans:
+    """Have the host store its state as the options say, under the policies that read them."""
+    if options.policy == "deep_optimizer_states":
+        return plans
+    return [
+        replace(plan, moments=options.state_dtype, split_master=options.split_master and plan.dtype == BFLOAT16)
+        if plan.offloaded
+        else plan
+        for plan in plans
+    ]
+
+
+def _check_state_forms(plans: _Plans, options: Options) -> None:
+    """
+    Raises:
+        ValueError: slices are too short for 8-bit moments, or no weight can complete a split master.
+    """
+    offloaded = [plan for plan in plans if plan.offloaded and plan.deferred]
+    for plan in offloaded:
+        if plan.moments == "int8" and plan.length < QUANTIZATION_BLOCK:
+            raise ValueError(
+                f'state_dtype="int8" needs slices of {QUANTIZATION_BLOCK} elements or more, and those of {plan.name} '
+                f'have {plan.length}; pass state_dtype="bf16", or min_offload_size={plan.numel + 1}, which keeps '
+                "parameters of this size on the device"
+            )
+    if options.split_master and offloaded and not any(plan.dtype == BFLOAT16 for plan in offloaded):
+        raise ValueError(
+            f"split_master=True needs bf16 weights, and those that the host updates are {offloaded[0].dtype}; convert "
+            "the model with model.to(torch.bfloat16), or pass split_master=False"
+        )
 
 
 def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:

@@ -127,7 +127,8 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
     selection = offloaded.device.selection
-    with offloaded.host.acquire() as on_host_side:
+    with offloaded.host.acquire() as state:
+        on_host_side = state.read()
         return {
             name: in_shape(
                 offloaded.plan, [(selection.selected, on_device), (selection.deferred, on_host)], torch.float32
@@ -325,12 +326,14 @@ def _load_offloaded(
     flushed = [at for at in entry["visible_at"].tolist() if at != NONE]
     uploads = [host.next_upload() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
-        for name, of_device, of_host in zip(_STATE, device.state(), host_state, strict=True):
+        of_host = []
+        for name, of_device in zip(_STATE, device.state(), strict=True):
             slices = in_slices(plan, entry[name].cpu())
             of_device.copy_(slices[on_device_side])
-            of_host.copy_(slices[on_host_side])
+            of_host.append(slices[on_host_side].float())
+        host_state.write(of_host)
         for upload in uploads:
-            upload.copy_(host_state.master)
+            upload.copy_(of_host[0])
     device.score.copy_(entry["score"].flatten())
     selected_at, count = int(entry["selected_at"]), int(entry["open"])
     device.selected_at = None if selected_at == NONE else selected_at

@@ -32,6 +32,7 @@ from zenflow_compile.planning.plan import FP32_BYTES
 from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients, rule_p_, window_coefficients
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.host.compressed_block import EXPANDED_ELEMENTS, expanded, scales_and_values
+from zenflow_compile.runtime.host.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
 
 Kernel = Literal["auto", "native", "aten"]
@@ -44,12 +45,14 @@ class WindowUpdate:
     """The gradients of one update window, and the host state that they update.
 
     Attributes:
-        state: master, exp_avg and exp_avg_sq: f32[n] on the CPU, contiguous.
+        state: master, exp_avg and exp_avg_sq on the CPU, contiguous: f32[n], or as ``form`` stores them.
         out: [n] in the weights' dtype; takes the new master, also when every gradient was missing.
         gradients: oldest first, [n] each, or compressed blocks of n elements.
         coefficients: one for each gradient.
         step: gradients in the moments after this window.
         eps: of Adam, outside the root.
+        form: of the state.
+        weights: [n], the weights that complete split masters. They may be ``out``.
     """
 
     state: Sequence[Tensor]
@@ -58,6 +61,8 @@ class WindowUpdate:
     coefficients: Sequence[StepCoefficients]
     step: int
     eps: float
+    form: StateForm = PLAIN
+    weights: Tensor | None = None
     _prepared: UpdateWindow | None = None  # by the first thread that runs a part of it
 
 
@@ -77,7 +82,7 @@ class HostAdam(Protocol):
 
         Args:
             update: not changed after the first call with it.
-            part: of compressed gradients, it covers whole slices.
+            part: of compressed gradients, and of state that is not plain, it covers whole slices.
 
         Raises:
             ValueError, TypeError: a tensor has another shape, dtype or layout. Nothing has been written then.
@@ -168,8 +173,7 @@ class NativeHostAdam:
         if update.coefficients:
             self._run(window, part.start, part.stop)
         else:
-            with torch.no_grad(), torch_private.one_intra_op_thread():
-                update.out[part].copy_(update.state[0][part])
+            _cast_masters(update, part)
 
     def _prepare(self, update: WindowUpdate) -> UpdateWindow:
         window = self.window(update)
@@ -186,7 +190,7 @@ class NativeHostAdam:
         _check(update, self)
         count = len(update.gradients)
         window = UpdateWindow(
-            *(each.data_ptr() for each in update.state),
+            state=update.form.describe(update.state, update.weights),
             out=update.out.data_ptr(),
             count=count,
             gradient_dtype=DTYPES[self.gradient_dtype],
@@ -194,7 +198,7 @@ class NativeHostAdam:
         )
         if count:
             if self.gradient_dtype == torch.int8:
-                window.slices, window.length = scales_and_values(update.gradients[0])[1].shape
+                window.slices, window.state.length = scales_and_values(update.gradients[0])[1].shape
             window.gradients = (ctypes.c_void_p * count)(*(gradient.data_ptr() for gradient in update.gradients))
         return window
 
@@ -217,7 +221,7 @@ def put_numbers(
             late.append(LateScale(cells, len(cells), number, scale.factor))
         else:
             to.grad_scale = scale
-    window.steps, window.eps = steps, eps
+    window.steps, window.eps, window.random = steps, eps, step
     if coefficients:
         whole = window_coefficients(coefficients, step)
         window.decay, window.step_size = whole.decay, whole.step_size
@@ -250,20 +254,35 @@ class AtenHostAdam:
         _check(update, self)
         with torch.no_grad(), torch_private.one_intra_op_thread():
             if not update.coefficients:
-                update.out[part].copy_(update.state[0][part])
+                _cast_masters(update, part)
                 return
-            if self.gradient_dtype != torch.int8:
-                self._apply(update, part, [gradient[part] for gradient in update.gradients])
+            compressed = self.gradient_dtype == torch.int8
+            if update.form.plain and not compressed:
+                state = [each[part] for each in update.state]
+                self._apply(update, state, update.out[part], [gradient[part] for gradient in update.gradients])
                 return
-            # An expanded piece should stay in the cache until it has been read, and must begin with a slice.
-            length = scales_and_values(update.gradients[0])[1].shape[1]
+            # A converted piece should stay in the cache until it has been read, and must begin with a slice.
+            length = scales_and_values(update.gradients[0])[1].shape[1] if compressed else update.form.length
             piece = max(1, EXPANDED_ELEMENTS // length) * length
             for first in range(part.start, part.stop, piece):
                 elements = slice(first, min(first + piece, part.stop))
-                self._apply(update, elements, [expanded(block, elements) for block in update.gradients])
+                gradients = [expanded(each, elements) if compressed else each[elements] for each in update.gradients]
+                self._apply_piece(update, elements, gradients)
 
-    def _apply(self, update: WindowUpdate, part: slice, gradients: list[Tensor]) -> None:
-        """Apply ``gradients``, which are those of the elements ``part``."""
+    def _apply_piece(self, update: WindowUpdate, part: slice, gradients: list[Tensor]) -> None:
+        """Apply ``gradients``, which are those of the elements ``part``, to state of any form."""
+        form, out = update.form, update.out[part]
+        if form.plain:
+            self._apply(update, [each[part] for each in update.state], out, gradients)
+            return
+        slices = slice(part.start // form.length, part.stop // form.length)
+        state = [each.reshape(-1).clone() for each in form.rows(update.state, update.weights).read(slices)]
+        self._apply(update, state, out, gradients)
+        changed = [each.view(-1, form.length) for each in state]
+        form.rows(update.state, update.out if form.split else None).write(changed, slices, step=update.step)
+
+    def _apply(self, update: WindowUpdate, state: list[Tensor], out: Tensor, gradients: list[Tensor]) -> None:
+        """Apply ``gradients`` to fp32 state of the same elements, and write its masters to ``out``."""
         coefficients, eps = update.coefficients, update.eps
         window, last = window_coefficients(coefficients, update.step), coefficients[-1]
         weight_decay = (1.0 - window.decay) / window.rate if window.rate else 0.0
@@ -287,7 +306,7 @@ class AtenHostAdam:
             )  # fmt: skip
             new_weights.copy_(weights)
 
-        cut = PaddedTail.of((*(each[part] for each in (*update.state, update.out)), *gradients))
+        cut = PaddedTail.of((*state, out, *gradients))
         for start in range(0, cut.vectors[0].numel(), self.PIECE):
             apply([each[start : start + self.PIECE] for each in cut.vectors])
         if cut.tail:
@@ -309,6 +328,13 @@ class AtenHostAdam:
         return scaled
 
 
+def _cast_masters(update: WindowUpdate, part: slice) -> None:
+    """Write the weights of masters that no gradient has changed."""
+    masters = update.state[0] if update.weights is None else update.weights
+    with torch.no_grad(), torch_private.one_intra_op_thread():
+        update.out[part].copy_(masters[part])
+
+
 def _check(update: WindowUpdate, kernel: NativeHostAdam | AtenHostAdam) -> None:
     """Kernels take raw pointers: a tensor of another layout would be read and written out of bounds."""
     most, numel = kernel.max_gradients, update.out.numel()
@@ -318,19 +344,25 @@ def _check(update: WindowUpdate, kernel: NativeHostAdam | AtenHostAdam) -> None:
             f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each, and at most "
             f"max_gradients={most}"
         )
+    form = update.form
+    if (update.weights is None) == form.split:
+        raise ValueError(f"split masters need weights, and other masters take none; this state is {form}")
     names = ("master", "exp_avg", "exp_avg_sq")
-    flat = [(name, tensor, torch.float32) for name, tensor in zip(names, update.state, strict=True)]
-    flat.append(("out", update.out, kernel.out_dtype))
-    flat += [("gradient", gradient, kernel.gradient_dtype) for gradient in gradients]
-    for name, tensor, dtype in flat:
+    of_state = zip(names, update.state, form.dtypes, form.row_elements, strict=True)
+    flat = [(name, tensor, dtype, numel // form.length * elements) for name, tensor, dtype, elements in of_state]
+    flat.append(("out", update.out, kernel.out_dtype, numel))
+    if update.weights is not None:
+        flat.append(("weights", update.weights, torch.bfloat16, numel))
+    flat += [("gradient", gradient, kernel.gradient_dtype, numel) for gradient in gradients]
+    for name, tensor, dtype, elements in flat:
         if tensor.dtype != dtype or not tensor.is_cpu:
             raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; this kernel takes {dtype} on the CPU")
-        if dtype == torch.int8:
+        if name == "gradient" and dtype == torch.int8:
             right = tensor.dim() == 2 and tensor.shape[1] > FP32_BYTES
             right = right and (tensor.shape[1] - FP32_BYTES) * tensor.shape[0] == numel
             expected = f"contiguous [deferred, length + {FP32_BYTES}] with deferred * length = {numel}"
         else:
-            right, expected = tensor.dim() == 1 and tensor.numel() == numel, f"contiguous [{numel}]"
+            right, expected = tensor.dim() == 1 and tensor.numel() == elements, f"contiguous [{elements}]"
         if not right or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; this kernel takes {expected}"

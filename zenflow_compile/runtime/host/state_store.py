@@ -1,4 +1,4 @@
-"""Where the host's fp32 state of one parameter is kept."""
+"""Where the host's state of one parameter is kept."""
 
 from __future__ import annotations
 
@@ -6,20 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
-from zenflow_compile.planning.plan import STATE_TENSORS, ParamPlan
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
+from zenflow_compile.runtime.host.state_forms import State, StateForm
 from zenflow_compile.runtime.host.workers import Job
-
-
-class State(NamedTuple):
-    """f32[deferred, length] tensors in host memory."""
-
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
 
 
 class Needs(NamedTuple):
@@ -43,7 +33,7 @@ class StateStore(Protocol):
         ...
 
     def state(self) -> State:
-        """The tensors; of state in a file only after ``prepare``, for that job, or while it is acquired."""
+        """The stored tensors; of state in a file only after ``prepare``, for that job, or while it is acquired."""
         ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
@@ -88,13 +78,12 @@ class InMemoryState:
     error: BaseException | None = None
 
     def __init__(self, plan: ParamPlan, arena: HostArena) -> None:
-        shape = (plan.deferred, plan.length)
-        self._state = State(*(arena.take(shape, torch.float32) for _ in range(STATE_TENSORS)))
+        self._state = State(*(arena.take(*each) for each in StateForm.of(plan).tensors(plan.deferred)))
 
     @staticmethod
     def arena_bytes(plan: ParamPlan) -> int:
         """Bytes that it takes of the arena."""
-        return carved_bytes([((plan.deferred, plan.length), torch.float32)] * STATE_TENSORS)
+        return carved_bytes(StateForm.of(plan).tensors(plan.deferred))
 
     def state(self) -> State:
         """See :meth:`StateStore.state`."""

@@ -33,7 +33,8 @@ from zenflow_compile.planning.plan import ParamPlan, file_window_bytes, resident
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonPool
-from zenflow_compile.runtime.host.state_store import Needs, State
+from zenflow_compile.runtime.host.state_forms import State
+from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.workers import Job, Pool
 from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes, state_in
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory, StateFileError, whole_pages

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from zenflow_compile.runtime.host.state_store import Needs, State
+from zenflow_compile.runtime.host.state_forms import State
+from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import Chunk

@@ -1,16 +1,15 @@
-"""A chunk: the fp32 state of one parameter in a file, and what the cache knows of it."""
+"""A chunk: the state of one parameter in a file, and what the cache knows of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import FileChunk
-from zenflow_compile.planning.plan import FP32_BYTES, STATE_TENSORS, ParamPlan
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.host.arena import carved_bytes
-from zenflow_compile.runtime.host.state_store import State
+from zenflow_compile.runtime.host.state_forms import State, StateForm
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.nvme.state_file import StateFile, StateFileError, whole_pages
 
@@ -90,17 +89,14 @@ class Chunk:
 
 def chunk_bytes(plan: ParamPlan) -> int:
     """Bytes that the parameter's state takes in the cache and in a file: whole pages."""
-    return whole_pages(STATE_TENSORS * _tensor_stride_bytes(plan))
+    return whole_pages(carved_bytes(StateForm.of(plan).tensors(plan.deferred)))
 
 
 def state_in(memory: Tensor, plan: ParamPlan) -> State:
-    """The state tensors in the memory of a chunk, u8[size]."""
-    stride, shape = _tensor_stride_bytes(plan), (plan.deferred, plan.length)
-    size = FP32_BYTES * plan.deferred * plan.length
-    parts = (memory[i * stride : i * stride + size] for i in range(STATE_TENSORS))
-    return State(*(part.view(torch.float32).view(shape) for part in parts))
-
-
-def _tensor_stride_bytes(plan: ParamPlan) -> int:
-    """Bytes from the beginning of one state tensor to the next: aligned as in an arena."""
-    return carved_bytes([((plan.deferred, plan.length), torch.float32)])
+    """The stored tensors in the memory of a chunk, u8[size], aligned as in an arena."""
+    tensors, begin = [], 0
+    for shape, dtype in StateForm.of(plan).tensors(plan.deferred):
+        end = begin + shape[0] * shape[1] * dtype.itemsize
+        tensors.append(memory[begin:end].view(dtype).view(shape))
+        begin += carved_bytes([(shape, dtype)])
+    return State(*tensors)

@@ -13,6 +13,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device_updates import column_ops, selection_groups
 from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.host.state_forms import StateRows
 
 SCORE_DECAY = 0.9
 """Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten
@@ -154,23 +155,15 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
     return counts
 
 
-def exchange_rows(
-    device_side: tuple[Tensor, ...],
-    host_side: tuple[Tensor, ...],
-    device_rows: Tensor,
-    host_rows: Tensor,
-    weights: Tensor | None = None,
-) -> int:
+def exchange_rows(device_side: tuple[Tensor, ...], host_side: StateRows, device_rows: Tensor, host_rows: Tensor) -> int:
     """Swap rows of state in the calling thread, with blocking copies. ``StateExchange`` swaps the same rows without.
 
-    No job may use the host's side, and no copy may read ``weights``.
+    No job may use the host's side, and no copy may read its weights.
 
     Args:
         device_side: f32[k, length] tensors, the master first.
-        host_side: f32[deferred, length] tensors of the same meaning.
+        host_side: tensors of the same meaning, and weights that get the new masters of swapped rows.
         device_rows, host_rows: as in ``Reselection``, the second one on the host.
-        weights: [deferred, length] in the model's dtype, on the host, in the order of ``host_side``. Swapped rows get
-            the new masters, cast; None writes no weights.
 
     Returns:
         The bytes that were moved in one direction.
@@ -179,11 +172,9 @@ def exchange_rows(
     rows, device = device_rows[: len(swapped)], device_of(device_rows.device)
     moved = 0
     # After an interrupt in here the two sides do not match: the caller marks the update as partially applied.
-    for on_device, on_host in zip(device_side, host_side, strict=True):
-        leaving = device.to_host(on_device[rows], "state")
-        on_device[rows] = device.from_host(on_host[swapped], "state")
-        on_host[swapped] = leaving
-        moved += leaving.nbytes
-    if weights is not None:
-        weights[swapped] = host_side[0][swapped].to(weights.dtype)
+    leaving = [device.to_host(each[rows], "state") for each in device_side]
+    for on_device, entering in zip(device_side, host_side.read(swapped), strict=True):
+        on_device[rows] = device.from_host(entering, "state")
+        moved += entering.nbytes
+    host_side.write(leaving, swapped)
     return moved

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -22,7 +22,8 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pa
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
-from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, State, StateInFile, StateStore
+from zenflow_compile.runtime.host.state_forms import State, StateForm, StateRows
+from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, StateInFile, StateStore
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -53,7 +54,7 @@ def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[s
 def touched_bytes(plan: ParamPlan, gradients: int) -> float:
     """Bytes of host memory that an update window's update reads and writes per element, caches aside.
 
-    That is the fp32 state both ways, each gradient once, and the upload. Each step of a moment reads and writes it
+    That is the state both ways, each gradient once, and the upload. Each step of a moment reads and writes it
     once, whatever the number of gradients.
 
     Args:
@@ -95,6 +96,7 @@ class WindowJob(PythonJob):
 
     Args:
         gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
+        weights: that complete split masters.
         inputs: the copies into them, those of their factors, and the copy that reads the upload buffer's last content;
             none that is complete.
         needs: the jobs that it waits for.
@@ -105,6 +107,7 @@ class WindowJob(PythonJob):
         host: HostState,
         gradients: list[Tensor],
         coefficients: list[StepCoefficients],
+        weights: Tensor | None,
         upload: Tensor,
         inputs: list[Ticket],
         needs: Needs,
@@ -116,6 +119,7 @@ class WindowJob(PythonJob):
         self._host = host
         # Copied: the next update window may be flushed, and its state be elsewhere, before this job runs.
         self._state, self._taken = host.state(), host.taken
+        self._weights = weights
         self._gradients = gradients
         self._coefficients = coefficients
         self._upload = upload
@@ -133,8 +137,9 @@ class WindowJob(PythonJob):
         if (update := self._update) is None:
             # Not before: now the factors have arrived. Several workers may do this: they store the same.
             update = self._update = host.window_update(
-                self._state, self._gradients, self._coefficients, self._upload, step=self._taken, eps=self._eps
-            )
+                self._state, self._gradients, self._coefficients, self._weights, self._upload,
+                step=self._taken, eps=self._eps,
+            )  # fmt: skip
         host.kernel(update, part)
         count: int = part.stop - part.start
         return round(host.bytes_per_element(len(self._coefficients)) * count)
@@ -189,9 +194,10 @@ class NativeUpdate(NativeWork):
 
 @dataclass(slots=True)
 class HostState:
-    """fp32 state and upload buffers ``[deferred, length]``, gradient buffers, and the update window, in one arena.
+    """State and upload buffers of the deferred slices, gradient buffers, and the update window, in one arena.
 
     Attributes:
+        form: how the state is stored. The upload buffer that was handed out last completes split masters.
         store: where the state is: in the arena, too, or in a file.
         file: the same store, if it is in a file.
         in_memory: the state, if it is always in memory.
@@ -215,6 +221,7 @@ class HostState:
     """
 
     plan: ParamPlan
+    form: StateForm
     store: StateStore
     gradients: list[Tensor]
     uploads: list[Tensor]
@@ -253,10 +260,12 @@ class HostState:
         """
         assert (file is not None) == plan.in_file
         block = (plan.deferred, plan.length)
-        unit = plan.length if plan.compressed else CUT_ELEMENTS  # compressed gradients are cut between slices
+        form = StateForm.of(plan)
+        unit = CUT_ELEMENTS if form.plain and not plan.compressed else plan.length  # others are cut between slices
         store = file or InMemoryState(plan, arena)
         return cls(
             plan=plan,
+            form=form,
             store=store,
             in_memory=None if plan.in_file else store.state(),
             file=file,
@@ -309,7 +318,7 @@ class HostState:
         """
         buffers, self.open = self.open, []
         self.taken += len(buffers)
-        upload = self.next_upload()
+        weights, upload = self.master_weights, self.next_upload()
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
@@ -318,7 +327,7 @@ class HostState:
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)
         deadline, needs = self.prepare(step=at, deadline=deadline)
-        job = self._window_job(buffers, upload, inputs, needs, deadline=deadline, step=at, eps=eps)
+        job = self._window_job(buffers, weights, upload, inputs, needs, deadline=deadline, step=at, eps=eps)
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
             self.readers[buffer.index] = job
@@ -345,6 +354,7 @@ class HostState:
     def _window_job(
         self,
         buffers: list[GradientBuffer],
+        weights: Tensor | None,
         upload: Tensor,
         inputs: list[Ticket],
         needs: Needs,
@@ -357,12 +367,14 @@ class HostState:
         coefficients = [buffer.coefficients for buffer in buffers]
         if self.native is None:
             return WindowJob(
-                self, gradients, coefficients, upload, inputs, needs, deadline=deadline, step=step, eps=eps
+                self, gradients, coefficients, weights, upload, inputs, needs, deadline=deadline, step=step, eps=eps
             )
         assert isinstance(self.kernel, NativeHostAdam)
-        places = (upload.data_ptr(), *[buffer.index for buffer in buffers])
+        source = 0 if weights is None else weights.data_ptr()
+        places = (source, upload.data_ptr(), *[buffer.index for buffer in buffers])
         if (addresses := self._addresses.get(places)) is None:
-            owner = self.window_update(self.state(), gradients, coefficients, upload, step=self.taken, eps=eps)
+            state = self.state()
+            owner = self.window_update(state, gradients, coefficients, weights, upload, step=self.taken, eps=eps)
             addresses = WindowAddresses(self.kernel.window(owner), owner)
             if self.in_memory is not None:  # else the state is elsewhere the next time
                 self._addresses[places] = addresses
@@ -380,6 +392,7 @@ class HostState:
         state: State,
         gradients: list[Tensor],
         coefficients: list[StepCoefficients],
+        weights: Tensor | None,
         upload: Tensor,
         *,
         step: int,
@@ -388,7 +401,8 @@ class HostState:
         """The update of ``state`` by these gradients; see :class:`WindowUpdate`."""
         blocks = [block.view(-1) for block in (*state, upload)]
         flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
-        return WindowUpdate(blocks[:3], blocks[3], flat, coefficients, step, eps)
+        source = None if weights is None else weights.view(-1)
+        return WindowUpdate(blocks[:3], blocks[3], flat, coefficients, step, eps, self.form, source)
 
     def bytes_per_element(self, gradients: int) -> float:
         """``touched_bytes`` of a window of so many gradients."""
@@ -439,13 +453,20 @@ class HostState:
 
     # State.
 
+    @property
+    def master_weights(self) -> Tensor | None:
+        """The upload buffer that completes split masters: the last one that was handed out; None for other masters."""
+        return self.uploads[self._next_upload - 1] if self.form.split else None
+
     def state(self) -> State:
-        """fp32 master and moments; see :meth:`StateStore.state`."""
+        """The stored master and moments; see :meth:`StateStore.state`."""
         return self.in_memory or self.store.state()
 
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
-        """See :meth:`StateStore.acquire`."""
-        return self.store.acquire(write=write, fresh=fresh)
+    @contextmanager
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[StateRows]:
+        """The state in fp32; see :meth:`StateStore.acquire`."""
+        with self.store.acquire(write=write, fresh=fresh) as stored:
+            yield StateRows(self.form, stored, self.master_weights)
 
     @property
     def jobs(self) -> list[Job]:

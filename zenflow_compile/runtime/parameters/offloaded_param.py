@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -684,6 +684,10 @@ class OffloadedParam(IncomingGradient):
             change = reselect(before, wanted)
             home = self.weights.home
             uploads = self.host.applied_upload if home is not None and home.place is Place.SLICES else None
+            if self.host.form.split:
+                # The masters that change sides are completed by them. No later window is in flight at a re-selection.
+                assert uploads is None or uploads is self.host.master_weights
+                uploads = self.host.master_weights
             if exchange is None:
                 self._exchange_now(change, uploads)
             else:
@@ -705,7 +709,7 @@ class OffloadedParam(IncomingGradient):
         """Move the state of slices that change sides, in the calling thread.
 
         Args:
-            weights: see ``exchange_rows``.
+            weights: in the order of the host's state; they get the masters of slices that enter it.
         """
         # A job of this parameter may still update the rows that change sides.
         self.host.wait()
@@ -714,7 +718,8 @@ class OffloadedParam(IncomingGradient):
         begin = time.perf_counter_ns()
         host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
         with self.host.acquire(write=True) as state:
-            moved = exchange_rows(self.device.state(), state, change.device_rows, host_rows, weights)
+            host_side = replace(state, weights=weights)
+            moved = exchange_rows(self.device.state(), host_side, change.device_rows, host_rows)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     def _wait_for_state(self) -> None:

@@ -7,7 +7,7 @@ buffer. Nothing else reads that state: forward and backward need the weights and
 workers wait, as long as the lane itself can wait for a job.
 
 Where the host also keeps the weights of deferred slices, in the model's dtype, the same job casts the masters that it
-puts into the host's state, and writes them there.
+puts into the host's state, and writes them there. On the way it converts rows from and to the form of the host's state.
 
 How many slices really change sides is known on the device alone, so a bound of it is copied. Rows beyond the real ones
 come back as they went.
@@ -32,6 +32,7 @@ from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.host.state_forms import PLAIN, StateForm, StateRows
 from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -70,11 +71,10 @@ class ExchangeJob(PythonJob):
         deadline: int,
         step: int,
     ) -> None:
-        self._state = host.state()
+        self._state = StateRows(host.form, host.state(), weights)
         self._length = host.plan.length
         self._rows = rows
         self._blocks = blocks
-        self._weights = weights
         tasks = [partial(self.run, part) for part in parts]
         super().__init__(
             tasks, inputs, needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
@@ -87,21 +87,16 @@ class ExchangeJob(PythonJob):
         rows = self._rows[part]
         rows = rows[rows >= 0].long()  # those before the first -1
         piece = max(1, _PIECE_ELEMENTS // self._length)
-        swapped = written = 0
         with torch_private.one_intra_op_thread():
-            for number, (state, block) in enumerate(zip(self._state, self._blocks, strict=True)):
-                for first in range(0, len(rows), piece):
-                    of_state = rows[first : first + piece]
-                    incoming = block[part.start + first :][: len(of_state)]
-                    leaving = state.index_select(0, of_state)
-                    state.index_copy_(0, of_state, incoming)
-                    if self._weights is not None and number == 0:  # the master
-                        cast = incoming.to(self._weights.dtype)
-                        self._weights.index_copy_(0, of_state, cast)
-                        written += cast.nbytes
-                    incoming.copy_(leaving)
-                    swapped += leaving.nbytes
-        return 4 * swapped + written
+            for first in range(0, len(rows), piece):
+                of_state = rows[first : first + piece]
+                begin = part.start + first
+                incoming = [block[begin : begin + len(of_state)] for block in self._blocks]
+                leaving = self._state.read(of_state)
+                self._state.write(incoming, of_state)
+                for block, state in zip(incoming, leaving, strict=True):
+                    block.copy_(state)
+        return len(rows) * self._length * _touched_per_element(self._state.stored, self._state.weights)
 
 
 @dataclass(slots=True)
@@ -109,7 +104,7 @@ class NativeExchange(NativeWork):
     """Swaps rows of host state with rows in the host's half of an exchange buffer, by native threads.
 
     Attributes:
-        state: f32[deferred, length] each: master and moments.
+        state: of the host, as ``form`` stores it.
         rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each.
         weights: as in :meth:`StateExchange.start`.
@@ -121,16 +116,18 @@ class NativeExchange(NativeWork):
     blocks: Sequence[Tensor]
     bounds: Bounds
     weights: Tensor | None = None
+    form: StateForm = PLAIN
 
     def describe(self, memory: HostJob) -> object:
         """See :meth:`NativeWork.describe`."""
         assert all(each.is_contiguous() for each in (*self.state, self.rows, *self.blocks))
-        exchange = Exchange(rows=self.rows.data_ptr(), length=self.state[0].shape[1])
-        exchange.state[:] = [each.data_ptr() for each in self.state]
+        weights = self.weights
+        exchange = Exchange(rows=self.rows.data_ptr(), state=self.form.describe(self.state, weights))
+        exchange.state.length = self.blocks[0].shape[1]
         exchange.block[:] = [each.data_ptr() for each in self.blocks]
-        if (weights := self.weights) is not None:
+        if weights is not None:
             # Native code gets an address alone: another layout would be written out of bounds.
-            assert weights.shape == self.state[0].shape
+            assert weights.shape == (len(self.state[0]), self.blocks[0].shape[1])
             assert weights.is_contiguous()
             assert weights.is_cpu
             assert weights.dtype.is_floating_point
@@ -142,10 +139,13 @@ class NativeExchange(NativeWork):
     def touched_bytes(self, task: int, record: Record) -> int:
         """See :meth:`NativeWork.touched_bytes`. Both places of a row are read and written."""
         rows: int = record.rows
-        per_element = 4 * STATE_TENSORS * FP32_BYTES
-        if self.weights is not None:
-            per_element += self.weights.itemsize  # written
-        return per_element * self.state[0].shape[1] * rows
+        return rows * self.blocks[0].shape[1] * _touched_per_element(self.state, self.weights)
+
+
+def _touched_per_element(state: Sequence[Tensor], weights: Tensor | None) -> int:
+    """Bytes of host memory that a swap reads and writes, on both sides of it, per element."""
+    of_state = sum(each.itemsize for each in state)
+    return 2 * (of_state + STATE_TENSORS * FP32_BYTES) + (0 if weights is None else weights.itemsize)
 
 
 @dataclass(slots=True)
@@ -306,7 +306,7 @@ class StateExchange:
         else:
             # As for uploads: a lane that waits for a job must copy from pinned memory.
             flag = host.next_flag() if self._pinned else None
-            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts), weights)
+            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts), weights, host.form)
             job = NativeJob(
                 swap, inputs, needs.after, host.native, behind=needs.behind,
                 deadline=deadline, step=step, param=name, flag=flag,

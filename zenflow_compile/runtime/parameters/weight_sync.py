@@ -162,7 +162,10 @@ class Weights:
         if selection.deferred.numel():
             weights = self._on_host(selection.deferred)
             with host.acquire(write=True) as state:
-                differs = _overwrite(state.master, weights) or differs
+                master = state.read().master
+                if _overwrite(master, weights):
+                    state.write_master(master)
+                    differs = True
         self.accept()
         return differs
 

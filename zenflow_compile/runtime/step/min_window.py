@@ -20,6 +20,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.host.state_forms import StateForm
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
@@ -119,13 +120,16 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: HostWorkers | PythonPo
     elements = slices * plan.length
     task_bytes = round(elements * touched_bytes(plan, len(coefficients)))
     shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
+    form = StateForm.of(plan)
+    stored = list(zip(form.row_elements, form.dtypes, strict=True))
 
     def task() -> Callable[[], int]:
         # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
-        state = [torch.ones(elements, dtype=torch.float32, device="cpu") for _ in range(3)]
+        state = [torch.ones(slices * row, dtype=dtype, device="cpu") for row, dtype in stored]
         out = torch.ones(elements, dtype=plan.dtype, device="cpu")
         gradients = [torch.ones(shape, dtype=plan.buffer_dtype, device="cpu") for _ in coefficients]
-        update = WindowUpdate(state, out, gradients, coefficients, step=len(coefficients), eps=1.0)
+        weights = out if form.split else None
+        update = WindowUpdate(state, out, gradients, coefficients, len(coefficients), 1.0, form, weights)
 
         def run() -> int:
             kernel(update, slice(0, elements))

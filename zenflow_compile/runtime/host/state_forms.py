@@ -1,0 +1,268 @@
+"""The host's state in fewer bytes: how it is stored, and its conversion from and to fp32.
+
+[Note: state forms] Each tensor of a parameter's state has one row per deferred slice: a slice that changes sides moves
+alone. ``native/state_forms.h`` computes the same bits as this file.
+
+- **Split master.** The fp32 master is the bf16 weight, which the upload buffer that was written last has, and an int16
+  of what rounding took away. Two fp32 numbers have the same weight and the same int16 only if one is halfway between
+  two bf16 numbers and rounded down (to even): such a master is stored one fp32 ulp lower. So PyTorch's cast of a master
+  is the weight, as for fp32 masters.
+- **bf16 moments.** Of the 16 bits that are cut off, rounding up has the probability: the mean of the error is zero. A
+  second moment changes by 0.1% per step, which rounding to nearest (0.2 to 0.4%) would lose.
+- **8-bit moments.** 128 consecutive elements of a slice share a scale, their largest magnitude. Codes are roots of the
+  moments relative to it: the square root of the first one (as with the companding of FlashOptim, arXiv 2602.23349,
+  small moments keep relative precision), and the fourth root of the second one. Between two codes, rounding is as
+  random as for bf16. A second moment above zero never becomes zero: the update would divide by eps.
+
+The random bits are a hash of both moments and of the number of gradients in them. So they do not depend on threads, on
+the order of slices, or on whether training was resumed. A stored value is stored again as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.native.library import DTYPES, StoredState
+from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, ParamPlan
+
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+_MOST, _MOST_SQUARE = 127, 255  # the largest codes
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+_WORD = 0xFFFFFFFF
+
+
+class State(NamedTuple):
+    """Tensors of one parameter in host memory, with a row per deferred slice: f32[deferred, length], or as stored."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """How the state of one parameter is stored; see [Note: state forms].
+
+    Attributes:
+        split: masters are split.
+        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        length: elements of a slice. fp32 and bf16 moments do not depend on it.
+    """
+
+    split: bool = False
+    moments: str = "fp32"
+    length: int = 1
+
+    @classmethod
+    def of(cls, plan: ParamPlan) -> StateForm:
+        """The form that the plan asks for."""
+        return cls(plan.split_master, plan.moments, plan.length)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the state is stored in fp32."""
+        return not self.split and self.moments == "fp32"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Dtypes of the stored tensors."""
+        moments = _MOMENTS[self.moments]
+        return torch.int16 if self.split else torch.float32, moments, moments
+
+    @property
+    def row_elements(self) -> tuple[int, int, int]:
+        """Elements of a row of each stored tensor. A row of 8-bit moments begins with the bytes of its scales."""
+        moment = self.length + (FP32_BYTES * self.blocks if self.moments == "int8" else 0)
+        return self.length, moment, moment
+
+    @property
+    def blocks(self) -> int:
+        """Quantization blocks of a slice; the last one may be shorter."""
+        return -(-self.length // QUANTIZATION_BLOCK)
+
+    def tensors(self, slices: int) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """Shapes and dtypes of the stored tensors of so many slices."""
+        return [((slices, elements), dtype) for elements, dtype in zip(self.row_elements, self.dtypes, strict=True)]
+
+    def rows(self, state: Sequence[Tensor], weights: Tensor | None) -> StateRows:
+        """Access to stored tensors and weights of any contiguous shape."""
+        stored = (each.view(-1, elements) for each, elements in zip(state, self.row_elements, strict=True))
+        return StateRows(self, State(*stored), None if weights is None else weights.view(-1, self.length))
+
+    def describe(self, state: Sequence[Tensor], weights: Tensor | None) -> StoredState:
+        """Describe stored tensors for native code. The result keeps none of them alive."""
+        return StoredState(
+            *(each.data_ptr() for each in state),
+            weights=None if weights is None else weights.data_ptr(),
+            length=self.length,
+            split=self.split,
+            moments=DTYPES[_MOMENTS[self.moments]],
+        )
+
+
+PLAIN = StateForm()
+"""fp32 masters and moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Reads and writes rows of one parameter's state in fp32, whatever its form.
+
+    Attributes:
+        stored: one row per deferred slice.
+        weights: [deferred, length] in the model's dtype, which get the cast of each master that is written; split
+            masters are completed by them. None writes none.
+    """
+
+    form: StateForm
+    stored: State
+    weights: Tensor | None = None
+
+    def read(self, rows: Tensor | slice = slice(None)) -> State:
+        """fp32 master and moments of ``rows``, [n, length]: copies, unless ``rows`` is a slice of fp32 state."""
+        form = self.form
+        master, exp_avg, exp_avg_sq = (each[rows] for each in self.stored)
+        if form.split:
+            assert self.weights is not None
+            master = _joined(self.weights[rows], master)
+        if form.moments == "bf16":
+            exp_avg, exp_avg_sq = exp_avg.float(), exp_avg_sq.float()
+        elif form.moments == "int8":
+            exp_avg, exp_avg_sq = _expanded(form, exp_avg, signed=True), _expanded(form, exp_avg_sq, signed=False)
+        return State(master, exp_avg, exp_avg_sq)
+
+    def write(self, state: Sequence[Tensor], rows: Tensor | slice = slice(None), *, step: int = 0) -> None:
+        """Store fp32 master and moments as ``rows``, each one time.
+
+        Args:
+            state: f32[n, length] each.
+            step: decides how moments are rounded, with their values.
+        """
+        form, (master, exp_avg, exp_avg_sq) = self.form, state
+        if self.weights is not None:
+            self.weights[rows] = master.to(self.weights.dtype)
+        self.stored.master[rows] = _rest(master) if form.split else master
+        if form.moments != "fp32":
+            random = _random_bits(exp_avg, exp_avg_sq, step)
+            if form.moments == "bf16":
+                exp_avg, exp_avg_sq = _rounded(exp_avg, random & 0xFFFF), _rounded(exp_avg_sq, random >> 16)
+            else:
+                exp_avg, exp_avg_sq = _quantized(form, exp_avg, exp_avg_sq, random)
+        self.stored.exp_avg[rows] = exp_avg
+        self.stored.exp_avg_sq[rows] = exp_avg_sq
+
+    def write_master(self, master: Tensor) -> None:
+        """Store fp32 masters of all rows, and leave the moments."""
+        if self.weights is not None:
+            self.weights.copy_(master)
+        self.stored.master.copy_(_rest(master) if self.form.split else master)
+
+
+# Random bits: 32-bit words in int64 tensors.
+
+
+def _random_bits(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
+    other = _mixed((_bits(exp_avg_sq) + step * 0x9E3779B9) & _WORD)
+    return _mixed(_bits(exp_avg) ^ other)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32).long() & _WORD
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The hash "lowbias32" of C. Wellons, Prospecting for Hash Functions (2018)."""
+    bits = bits ^ (bits >> 16)
+    bits = (bits * 0x7FEB352D) & _WORD
+    bits = bits ^ (bits >> 15)
+    bits = (bits * 0x846CA68B) & _WORD
+    return bits ^ (bits >> 16)
+
+
+def _uniform(half: Tensor) -> Tensor:
+    """Numbers in (0, 1) of 16 bits."""
+    return (half.float() + 0.5) * 2.0**-16
+
+
+# Split masters.
+
+
+def _joined(weights: Tensor, rest: Tensor) -> Tensor:
+    return ((weights.view(torch.int16).int() << 16) + rest).view(torch.float32)
+
+
+def _rest(master: Tensor) -> Tensor:
+    weights = master.to(torch.bfloat16).view(torch.int16).int() << 16
+    # Above it is a tie that was rounded down.
+    rest = (master.contiguous().view(torch.int32) - weights).clamp_(max=32767)
+    return torch.where(master.isnan(), 0, rest).to(torch.int16)
+
+
+# Moments.
+
+
+def _rounded(values: Tensor, half: Tensor) -> Tensor:
+    bits = _bits(values)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    rounded = ((bits + torch.where(finite, half, 0)) & _WORD) >> 16
+    rounded = torch.where(values.isnan(), 0x7FC0, rounded)
+    return torch.where(rounded > 0x7FFF, rounded - 0x10000, rounded).to(torch.int16).view(torch.bfloat16)
+
+
+def _level(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
+    """The fp32 value of int32 codes >= 0."""
+    if signed:
+        return scale * ((code * code).float() * (1.0 / torch.tensor(float(_MOST**2))))
+    square = (code * code).float() * (1.0 / torch.tensor(float(_MOST_SQUARE**2)))
+    return scale * (square * square)
+
+
+def _in_blocks(form: StateForm, values: Tensor) -> Tensor:
+    """[n, length] as [n, blocks, QUANTIZATION_BLOCK], with zeros behind the end."""
+    padding = form.blocks * QUANTIZATION_BLOCK - form.length
+    return torch.nn.functional.pad(values, (0, padding)).view(len(values), form.blocks, QUANTIZATION_BLOCK)
+
+
+def _out_of_blocks(form: StateForm, blocks: Tensor) -> Tensor:
+    return blocks.reshape(len(blocks), -1)[:, : form.length]
+
+
+def _quantized(form: StateForm, exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of stored 8-bit moments: i8[n, 4 * blocks + length] each."""
+    rows = []
+    for values, half, signed in ((exp_avg, random & 0xFFFF, True), (exp_avg_sq, random >> 16, False)):
+        blocks, uniform = _in_blocks(form, values), _uniform(_in_blocks(form, half))
+        most = _MOST if signed else _MOST_SQUARE
+        scale = blocks.abs().amax(-1, keepdim=True)
+        scale = torch.where(blocks.isfinite().all(-1, keepdim=True), scale, torch.nan)
+        scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+        any_ = scale > 0.0  # not if it is NaN
+        magnitude = torch.where(any_, blocks.abs(), 0.0)
+        relative = magnitude * torch.where(any_, 1.0 / scale, 0.0)
+        root = relative.sqrt() if signed else relative.sqrt().sqrt()
+        low = (root * most).int().clamp_(max=most - 1)
+        below, above = _level(low, scale, signed=signed), _level(low + 1, scale, signed=signed)
+        code = low + (magnitude - below > uniform * (above - below))
+        if signed:
+            code = torch.where(blocks < 0.0, -code, code)
+        else:
+            code = torch.where((code == 0) & (relative > 0.0), 1, code)  # zero divides the first moment by eps alone
+            code = torch.where(code > 127, code - 256, code)  # the byte
+        scales = scale.squeeze(-1).contiguous().view(torch.int8)
+        rows.append(torch.cat([scales, _out_of_blocks(form, code).to(torch.int8)], dim=1))
+    return rows[0], rows[1]
+
+
+def _expanded(form: StateForm, rows: Tensor, *, signed: bool) -> Tensor:
+    """f32[n, length] of rows of a stored 8-bit moment."""
+    scales = rows[:, : FP32_BYTES * form.blocks].contiguous().view(torch.float32).unsqueeze(-1)
+    codes = _in_blocks(form, rows[:, FP32_BYTES * form.blocks :].int())
+    if signed:
+        level = _level(codes.abs(), scales, signed=True)
+        return _out_of_blocks(form, torch.where(codes < 0, -level, level))
+    return _out_of_blocks(form, _level(codes & 0xFF, scales, signed=False))
