@@ -165,12 +165,14 @@ def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
         "staleness": config.staleness,
         "full_warm_up_rounds": config.warm_up,
     }
+    on_host: dict[str, Any] = {"state_dtype": config.state_dtype}
     return zf.ZenFlowAdamW(
         model.named_parameters(),
         lr=config.lr,
         weight_decay=config.weight_decay,
         policy=config.policy,
         **(windows if config.policy == "zenflow" else {}),
+        **({} if config.policy == "resident" else on_host),
         max_grad_norm=config.max_grad_norm,
         process_group=dist.group.WORLD if ranks()[1] > 1 and not config.fsdp else None,
         pt_reserved_cores_perc=CORES_OF_PYTORCH if config.torch_device().type == "cpu" else None,

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.convergence_study.outcomes import Outcomes
-from benchmarks.convergence_study.plan import CONTROL, REFERENCE, RULES, Phase, Study, plan
+from benchmarks.convergence_study.plan import CONTROL, REFERENCE, RULES, Phase, Rule, Study, plan
 
 LIMIT = 0.01
-"""Allowed mean distance of a rule's validation loss above the reference's, as a share."""
+"""A rule that is known to be bad must end above the reference by more than this share of its validation loss."""
 
 Losses = Mapping[str, Mapping[int, float]]
 """Validation loss, in nats per byte, by rule's name and seed; seeds that have not run are left out."""
@@ -75,21 +75,21 @@ def judge(phase: Phase, losses: Losses, seeds: Sequence[int]) -> list[Verdict]:
     for rule in RULES[phase]:
         if rule.claimed:
             expected = seeds[:1] if rule.one_seed else seeds
-            verdicts.append(_near(rule.name, pairs[rule.name], expected))
+            verdicts.append(_near(rule, pairs[rule.name], expected))
     if phase == "scratch":
         claimed = [pairs[rule.name] for rule in RULES[phase] if rule.claimed and not rule.one_seed]
         verdicts.append(_resolution(pairs[CONTROL.name], claimed))
     return verdicts
 
 
-def _near(name: str, paired: Paired, seeds: Sequence[int]) -> Verdict:
+def _near(rule: Rule, paired: Paired, seeds: Sequence[int]) -> Verdict:
     if set(paired.relative) != set(seeds):
-        return Verdict(None, f"{name}: NOT MEASURED on every seed.")
-    holds = paired.mean <= LIMIT
+        return Verdict(None, f"{rule.name}: NOT MEASURED on every seed.")
+    holds = paired.mean <= rule.limit
     bound = f", {paired.upper:+.2%} with two standard errors" if len(seeds) > 1 else ", one seed"
     return Verdict(
         holds,
-        f"{name} ends {paired.mean:+.2%} from {REFERENCE.name}{bound}; at most {LIMIT:+.0%} is wanted: "
+        f"{rule.name} ends {paired.mean:+.2%} from {REFERENCE.name}{bound}; at most {rule.limit:+.1%} is wanted: "
         f"{'holds' if holds else 'FAILS'}.",
     )
 

@@ -24,6 +24,8 @@ class Rule:
         policy: as in ``ZenFlowAdamW``.
         update_interval: as in ``ZenFlowAdamW``.
         staleness: as in ``ZenFlowAdamW``.
+        state_dtype: as in ``ZenFlowAdamW``.
+        limit: claimed mean distance of its validation loss above the reference's, as a share.
         claimed: whether it has to end near the reference. The others are shown for comparison.
         one_seed: whether the first seed is enough.
     """
@@ -32,12 +34,20 @@ class Rule:
     policy: str = "zenflow"
     update_interval: int | Literal["auto"] = 4
     staleness: int = 0
+    state_dtype: str = "fp32"
+    limit: float = 0.01
     claimed: bool = True
     one_seed: bool = False
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """``config`` under this rule."""
-        return replace(config, policy=self.policy, update_interval=self.update_interval, staleness=self.staleness)
+        return replace(
+            config,
+            policy=self.policy,
+            update_interval=self.update_interval,
+            staleness=self.staleness,
+            state_dtype=self.state_dtype,
+        )
 
 
 REFERENCE = Rule(name="resident AdamW", policy="resident", claimed=False)
@@ -49,10 +59,12 @@ _S2 = Rule(name="zenflow, S = 2", update_interval=2)
 _S4 = Rule(name="zenflow, S = 4", update_interval=4)
 _S8 = Rule(name="zenflow, S = 8", update_interval=8)
 _AUTO = Rule(name='zenflow, S = "auto"', update_interval="auto")
+_BF16 = Rule(name="zero_offload, bf16 moments", policy="zero_offload", state_dtype="bf16", limit=0.003)
+_INT8 = Rule(name="zero_offload, 8-bit moments", policy="zero_offload", state_dtype="int8", limit=0.005)
 RULES: MappingProxyType[Phase, tuple[Rule, ...]] = MappingProxyType(
     {
-        "scratch": (REFERENCE, _S2, _S4, _AUTO, _ZERO_OFFLOAD, CONTROL),
-        "finetune": (REFERENCE, _S2, _S4, _S8, _AUTO, _ZERO_OFFLOAD, CONTROL),
+        "scratch": (REFERENCE, _S2, _S4, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL),
+        "finetune": (REFERENCE, _S2, _S4, _S8, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL),
     }
 )
 

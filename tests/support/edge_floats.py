@@ -30,7 +30,7 @@ def edge_floats(*shape: int, seed: int = 0) -> Tensor:
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Whether all bits are equal. In bf16 and fp16 those of NaN are not compared: PyTorch's own depend on the CPU."""
-    integers = {2: torch.int16, 4: torch.int32}[expected.dtype.itemsize]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[expected.dtype.itemsize]
     pair = [each.clone().view(integers) for each in (actual, expected)]
     if expected.dtype != torch.float32:
         nan = expected.isnan()
