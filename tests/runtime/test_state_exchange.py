@@ -289,6 +289,54 @@ def test_exchange_writes_the_weights(
             assert same_bits(weights.tensor, weights.expected)
 
 
+class StoredSides:
+    """A parameter's state on both sides, in fewer bytes on the host."""
+
+    def __init__(self, moments: str, split: bool, length: int) -> None:
+        self.plan = replace(plan_of(5, 9, length, torch.bfloat16), moments=moments, split_master=split)
+        torch.manual_seed(0)
+        self.device = DeviceState.allocate(self.plan, CPU)
+        self.device.selection = shuffled_selection(5, 14)
+        kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=2)
+        self.host = HostState.allocate(self.plan, HostArena(HostState.arena_bytes(self.plan)), kernel)
+        for tensor in self.device.state():
+            tensor.normal_()
+        self.device.exp_avg_sq.abs_()
+        with self.host.acquire(write=True, fresh=True) as rows:
+            rows.write([torch.randn(9, length), torch.randn(9, length), torch.rand(9, length) ** 4])
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.device.state(), *self.host.state(), *self.host.uploads]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+@pytest.mark.parametrize("buffer_bytes", [1 << 9, 1 << 20])
+@pytest.mark.parametrize("length", [128, 333])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_exchange_converts_rows(
+    moments: str, split: bool, length: int, buffer_bytes: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job of either kind, and the swap in the calling thread, have the same bits."""
+    monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
+    monkeypatch.setattr(state_exchange, "_PIECE_ELEMENTS", 2 * length)
+    expected, actual = (StoredSides(moments, split, length) for _ in range(2))
+    with engine(actual.plan, workers=3) as made:
+        actual.host.native = made.native.handle if native else None
+        for swaps in range(6):
+            change = reselect(expected.device.selection, wanted_after(expected.device.selection, swaps, swaps + 1))
+            with expected.host.acquire(write=True) as rows:
+                exchange_rows(expected.device.state(), rows, change.device_rows, change.host_rows)
+            made.exchange.start(
+                actual.device, actual.host, change, step=0, deadline=0, weights=actual.host.master_weights
+            )
+            for each in (expected, actual):
+                each.device.selection = change.selection
+            made.exchange.finish()
+            actual.host.wait()
+            assert all(same_bits(*pair) for pair in zip(actual.tensors(), expected.tensors(), strict=True))
+
+
 @pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
 def test_exchange_waits_for_reads_of_the_weights(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job of every chunk writes what a late copy still reads."""

@@ -113,7 +113,8 @@ def test_rows_are_stored_alone(form: StateForm) -> None:
     for rows in order.split(5):
         single.write([each[rows] for each in state], rows, step=3)
     assert all(same_bits(*pair) for pair in zip(tensors(whole), tensors(single), strict=True))
-    assert all(same_bits(*pair) for pair in zip(whole.read(order), (each[order] for each in whole.read()), strict=True))
+    for rows in (order, order[:1], slice(3, 4), slice(2, 2)):  # a row of 8-bit moments may begin at any byte
+        assert all(same_bits(each, whole_[rows]) for each, whole_ in zip(whole.read(rows), whole.read(), strict=True))
 
 
 def test_split_master_is_exact_but_for_ties() -> None:

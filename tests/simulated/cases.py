@@ -78,6 +78,19 @@ WEIGHT_SETS = {
 } | {"weights resident": {"policy": "resident", "offload_weights": 1.0}}  # fmt: skip
 """With weights in host memory, which graphs load around their uses."""
 
+_ROUNDED = {"min_offload_size": 10_000, "state_dtype": "int8", "split_master": True}
+STATE_SETS = {
+    f"bytes {name}": {**OPTION_SETS[name], **_ROUNDED}
+    for name in (
+        "exact", "windows", "late every step", "int8", "reselect often", "reselect stale", "zero_offload", "twinflow",
+        "zenflow files", "python workers",
+    )
+} | {
+    "bytes bf16": {**OPTION_SETS["reselect often"], **_ROUNDED, "state_dtype": "bf16"},
+    "bytes of weights": {**OPTION_SETS["reselect stale"], **_ROUNDED, "offload_weights": 1.0},
+}  # fmt: skip
+"""With host state in fewer bytes, which only the model "wide" can have."""
+
 HABITS = ("plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled")
 """What a training loop does besides forward, backward and step."""
 
@@ -93,8 +106,8 @@ class Case:
     """One run.
 
     Attributes:
-        options: a key of ``OPTION_SETS`` or ``WEIGHT_SETS``.
-        model: a key of ``MODELS``.
+        options: a key of ``OPTION_SETS``, ``WEIGHT_SETS`` or ``STATE_SETS``.
+        model: a key of ``MODELS``, or "wide".
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``.
         delays: a key of the simulator's ``PATTERNS``, or one of ``LATE``.
@@ -149,6 +162,9 @@ def gpt() -> nn.Module:
 
 def data(model: str, step: int) -> tuple[Tensor, Tensor]:
     """The batch of a step, on the CPU."""
+    if model == "wide":
+        inputs, targets = batch(step)
+        return inputs.bfloat16(), targets
     if model != "gpt":
         return batch(step)
     generator = torch.Generator().manual_seed(step)
@@ -187,9 +203,18 @@ def experts() -> nn.Module:
     return Experts()
 
 
+def wide() -> nn.Module:
+    """bf16, with two matrices whose slices have a quantization block or more."""
+    torch.manual_seed(1)
+    linears = [nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 160), nn.Tanh(), nn.Linear(160, 128), nn.Tanh()]
+    return nn.Sequential(*linears, nn.Linear(128, 10)).to(torch.bfloat16)
+
+
 MODELS = {"mlp": mlp, "gpt": gpt, "matrices": matrices}
 RANK_MODELS = {**MODELS, "experts": experts}
 """Those of several ranks: each may use other experts."""
+_ALL_MODELS = {**RANK_MODELS, "wide": wide}
+_ALL_SETS = {**OPTION_SETS, **WEIGHT_SETS, **STATE_SETS}
 
 
 class Loop:
@@ -199,9 +224,9 @@ class Loop:
         torch._dynamo.reset()
         self.case = case
         self.device = device
-        self.model = RANK_MODELS[case.model]().to(device)
+        self.model = _ALL_MODELS[case.model]().to(device)
         self.rank = dist.get_rank() if case.ranks > 1 else 0
-        options = {"host_kernel": "native", "min_offload_size": 100, **{**OPTION_SETS, **WEIGHT_SETS}[case.options]}
+        options = {"host_kernel": "native", "min_offload_size": 100, **_ALL_SETS[case.options]}
         if "offload_weights" in options:
             host_weights.SMALLEST_WEIGHT_BYTES = 1
         if case.model == "gpt" and "staging_bytes" in options:

@@ -229,7 +229,7 @@ def _in_blocks(form: StateForm, values: Tensor) -> Tensor:
 
 
 def _out_of_blocks(form: StateForm, blocks: Tensor) -> Tensor:
-    return blocks.reshape(len(blocks), -1)[:, : form.length]
+    return blocks.flatten(1)[:, : form.length]
 
 
 def _quantized(form: StateForm, exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,7 +260,9 @@ def _quantized(form: StateForm, exp_avg: Tensor, exp_avg_sq: Tensor, random: Ten
 
 def _expanded(form: StateForm, rows: Tensor, *, signed: bool) -> Tensor:
     """f32[n, length] of rows of a stored 8-bit moment."""
-    scales = rows[:, : FP32_BYTES * form.blocks].contiguous().view(torch.float32).unsqueeze(-1)
+    # Copied: a row may begin at any byte. ``contiguous()`` does not copy a single row.
+    scales = rows[:, : FP32_BYTES * form.blocks].clone(memory_format=torch.contiguous_format)
+    scales = scales.view(torch.float32).unsqueeze(-1)
     codes = _in_blocks(form, rows[:, FP32_BYTES * form.blocks :].int())
     if signed:
         level = _level(codes.abs(), scales, signed=True)
