@@ -253,7 +253,7 @@ def _quantized(form: StateForm, exp_avg: Tensor, exp_avg_sq: Tensor, random: Ten
         else:
             code = torch.where((code == 0) & (relative > 0.0), 1, code)  # zero divides the first moment by eps alone
             code = torch.where(code > 127, code - 256, code)  # the byte
-        scales = scale.squeeze(-1).contiguous().view(torch.int8)
+        scales = scale.squeeze(-1).clone(memory_format=torch.contiguous_format).view(torch.int8)
         rows.append(torch.cat([scales, _out_of_blocks(form, code).to(torch.int8)], dim=1))
     return rows[0], rows[1]
 
