@@ -6,14 +6,16 @@ fp32 masters and moments, and the new weights are written in the model's dtype.
 * ``ours``: the fused pass that training uses, in tasks of 2^20 elements.
 * ``fused``: the same window with PyTorch's functions, in the same tasks: gradients cast and summed into an fp32
   buffer, ``torch._fused_adamw_``, a cast into the upload buffer, gradients zeroed.
+* ``split``, ``bf16``, ``fp8``: the same pass over state in fewer bytes: split masters (bf16 weights only), and with
+  them where possible moments in bf16 or 8 bits.
 * ``aten``: this project's fallback where there is no C++ compiler.
 * ``deepspeed``: DeepSpeed's ``adam_update`` with the same casts, sum and zeroing around it, its own OpenMP threads;
   ``deepspeed_kernel``: ``adam_update`` alone. Only where scripts/setup_deepspeed.sh was run.
 * ``copy``: ``Tensor.copy_`` of as many bytes as the window moves.
 
-GB/s counts what a window must move: masters and moments read and written (24 bytes per parameter), S gradients read
-and one upload buffer written. Write-allocate traffic is not counted, in ``copy`` neither. All kernels take turns in
-the same run, on the same cores, one thread per core.
+GB/s counts what a window must move: masters and moments read and written (24 bytes per parameter in fp32), S gradients
+read and one upload buffer written; of split masters, the old weights read, too. Write-allocate traffic is not counted,
+in ``copy`` neither. All kernels take turns in the same run, on the same cores, one thread per core.
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
+from zenflow_compile.runtime.host.state_forms import StateForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TASK = 2**20
 """Elements per call, as in training."""
+LENGTH = 4096
+"""Elements of a slice, for 8-bit moments."""
 ADAM_UPDATE_BYTES = 28
-COPY_SHARE, OVER_FUSED = 0.9, 1.3  # the targets
+COPY_SHARE, OVER_FUSED, OF_FP32 = 0.9, 1.3, 1.0  # the targets
+FORMS = ("split", "bf16", "fp8")
 
 
 class Window:
@@ -55,21 +61,36 @@ class Window:
         self.out = torch.zeros(numel, dtype=dtype)
         self._coefficients = [StepCoefficients(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
 
-    @property
-    def bytes_per_parameter(self) -> int:
+    def form(self, name: str) -> StateForm:
+        """How the kernel of that name stores state."""
+        split = name in FORMS and self.dtype == torch.bfloat16
+        return StateForm(split, name if name in ("bf16", "fp8") else "fp32", LENGTH)
+
+    def bytes_per_parameter(self, name: str = "ours") -> float:
         """The least bytes per parameter that a flush moves."""
-        return 24 + (self.slots + 1) * self.dtype.itemsize
+        form = self.form(name)
+        state = sum(elements * dtype.itemsize for elements, dtype in zip(form.row_elements, form.dtypes, strict=True))
+        return 2 * state / LENGTH + (self.slots + 1 + form.split) * self.dtype.itemsize
 
     def host_adam(self, name: str) -> Callable[[slice], None]:
         """This project's kernel of that name."""
         adam = make_host_adam(
-            "native" if name == "ours" else "aten",
+            "aten" if name == "aten" else "native",
             gradient_dtype=self.dtype,
             out_dtype=self.dtype,
             max_gradients=self.slots,
         )
-
-        update = WindowUpdate(self.state, self.out, self.gradients, self._coefficients, step=self.slots, eps=1e-8)
+        form, out, state = self.form(name), self.out, self.state
+        if not form.plain:
+            out = self.out.clone()
+            rows = form.rows(
+                [torch.zeros(shape, dtype=dtype) for shape, dtype in form.tensors(len(out) // LENGTH)], out
+            )
+            rows.write([each.view(-1, LENGTH) for each in self.state])
+            state = [each.view(-1) for each in rows.stored]
+        update = WindowUpdate(
+            state, out, self.gradients, self._coefficients, self.slots, 1e-8, form, out if form.split else None
+        )
         return partial(adam, update)
 
     def fused(self) -> Callable[[slice], None]:
@@ -103,11 +124,11 @@ def measure(
     skipped: dict[str, str] = {}
     with PinnedThreads(threads) as pool, ExitStack() as stack:
         if "copy" in kernels:
-            half = window.bytes_per_parameter * numel // COPY_BYTES_PER_ELEMENT
+            half = round(window.bytes_per_parameter() * numel) // COPY_BYTES_PER_ELEMENT
             source, destination = torch.ones(half), torch.empty(half)
             works["copy"] = partial(pool.seconds, partial(_copy, source, destination, threads))
-        for name in ("ours", "aten", "fused"):
-            if name in kernels:
+        for name in ("ours", *FORMS, "aten", "fused"):
+            if name in kernels and not (name == "split" and dtype != torch.bfloat16):
                 update = window.fused() if name == "fused" else window.host_adam(name)
                 works[name] = partial(pool.seconds, partial(_in_tasks, update, numel, threads))
         if "deepspeed" in kernels:
@@ -123,13 +144,13 @@ def measure(
     made: list[dict[str, Any]] = []
     for name, times in seconds.items():
         # adam_update alone reads one fp32 gradient and has no upload buffer.
-        moved = ADAM_UPDATE_BYTES if name == "deepspeed_kernel" else window.bytes_per_parameter
+        moved = ADAM_UPDATE_BYTES if name == "deepspeed_kernel" else window.bytes_per_parameter(name)
         bandwidths = [moved * numel / each / 1e9 for each in times]
         row = {"kernel": name, **case, "bytes_per_parameter": moved}
         row["million_parameters_per_s"] = Spread.of([numel / each / 1e6 for each in times]).row()
         row["gb_per_s"] = Spread.of(bandwidths).row()
         if "copy" in seconds:
-            of_copy = [moved / window.bytes_per_parameter * ratio for ratio in ratios(seconds["copy"], times)]
+            of_copy = [moved / window.bytes_per_parameter() * ratio for ratio in ratios(seconds["copy"], times)]
             row["share_of_copy"] = Spread.of(of_copy).row()
         if "ours" in seconds:
             row["speed_of_ours_over_this"] = Spread.of(ratios(times, seconds["ours"])).row()
@@ -146,6 +167,10 @@ def _targets(what: str, seconds: dict[str, list[float]]) -> list[Target]:
     if {"ours", "fused"} <= seconds.keys():
         speed = statistics.median(ratios(seconds["fused"], seconds["ours"]))
         made.append(Target(f"{what}: speed over _fused_adamw_, casts and zeroing", speed, OVER_FUSED, True))
+    for name in FORMS:
+        if {"ours", name} <= seconds.keys():
+            speed = statistics.median(ratios(seconds["ours"], seconds[name]))
+            made.append(Target(f"{what}: speed of {name} over fp32 state", speed, OF_FP32, True))
     return made
 
 
@@ -207,7 +232,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks host_adam``."""
     parser = option_parser("host_adam", __doc__, rounds=7)
-    kernels = ("copy", "ours", "fused", "aten", "deepspeed")
+    kernels = ("copy", "ours", *FORMS, "fused", "aten", "deepspeed")
     add = parser.add_argument
     add("--params", type=float, default=32, help="millions of parameters (32)")
     add("--slots", type=int, nargs="+", default=[1, 2, 4, 8], help="window lengths S (1 2 4 8)")
@@ -222,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for threads in given.threads:
         for dtype in given.dtype:
             for slots in given.slots:
-                numel = round(given.params * 1e6)
+                numel = round(given.params * 1e6 / LENGTH) * LENGTH
                 made, found = measure(dtype, slots, numel, threads, given.rounds, given.kernel, given.deepspeed_python)
                 rows += made
                 targets += found

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
     for name in _COUNTS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}")
     parser.add_argument("--update-interval", type=interval, metavar="N|auto", help=f"{defaults.update_interval}")
-    dtypes = ("fp32", "bf16", "int8")
+    dtypes = ("fp32", "bf16", "fp8")
     parser.add_argument("--state-dtype", choices=dtypes, help=f"of moments on the host ({defaults.state_dtype})")
     parser.add_argument("--lr", type=float, help=f"highest learning rate ({defaults.lr})")
     parser.add_argument(

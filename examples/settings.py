@@ -35,7 +35,7 @@ class TrainConfig:
         seed: of the initial weights and of the order of the data.
         update_interval: steps per update window, or ``auto`` (``zenflow`` only).
         staleness: 0 or 1, steps by which the update of a flushed window may come late (``zenflow`` only).
-        state_dtype: how the host stores moments: ``fp32``, ``bf16`` or ``int8`` (not ``resident``).
+        state_dtype: how the host stores moments: ``fp32``, ``bf16`` or ``fp8`` (not ``resident``).
         inner: what compiles the rewritten graphs: ``inductor``, or ``eager`` to run them as they are.
         fsdp: shard the model over the ranks by ``fully_shard``; each block is compiled on its own then.
         device: ``auto`` takes CUDA where there is one.

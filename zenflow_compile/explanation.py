@@ -191,6 +191,8 @@ class Explanation:
     def render(self, full: bool = False) -> RenderableType:
         """A rich renderable; ``full`` is that of ``explain``."""
         parts: list[RenderableType] = [plan_table(self.plan)]
+        if (note := self.plan.state_note) is not None:
+            parts.append(Text(f"state on the host: {note}\n"))
         if self.weights:
             parts.append(Text("\n".join(("weights in host memory", *self.weights, ""))))
         if not self.graphs:

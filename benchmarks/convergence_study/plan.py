@@ -60,7 +60,7 @@ _S4 = Rule(name="zenflow, S = 4", update_interval=4)
 _S8 = Rule(name="zenflow, S = 8", update_interval=8)
 _AUTO = Rule(name='zenflow, S = "auto"', update_interval="auto")
 _BF16 = Rule(name="zero_offload, bf16 moments", policy="zero_offload", state_dtype="bf16", limit=0.003)
-_INT8 = Rule(name="zero_offload, 8-bit moments", policy="zero_offload", state_dtype="int8", limit=0.005)
+_INT8 = Rule(name="zero_offload, 8-bit moments", policy="zero_offload", state_dtype="fp8", limit=0.005)
 RULES: MappingProxyType[Phase, tuple[Rule, ...]] = MappingProxyType(
     {
         "scratch": (REFERENCE, _S2, _S4, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL),

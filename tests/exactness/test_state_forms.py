@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND
 from tests.support.trajectories import ADAM
 from tests.support.zoo import generator
@@ -37,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"split_master": True},
     "bf16": {"state_dtype": "bf16"},
-    "int8 split": {"state_dtype": "int8", "split_master": True},
+    "fp8 split": {"state_dtype": "fp8", "split_master": True},
 }
 
 
@@ -171,7 +172,7 @@ def test_external_write_reaches_the_masters(form: str) -> None:
         assert torch.equal(found[f"{index} master"].bfloat16(), written[name])
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8 split"])
+@pytest.mark.parametrize("form", ["bf16", "fp8 split"])
 def test_fp32_state_is_rounded_when_it_is_loaded(form: str) -> None:
     """And rounded state loads exactly as fp32."""
     policy = POLICIES["zero_offload"]
@@ -186,10 +187,8 @@ def test_fp32_state_is_rounded_when_it_is_loaded(form: str) -> None:
 
 
 def test_short_slices_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'state_dtype="int8" needs slices of 128 elements.* 0.weight have 64.*"bf16"'):
-        ZenFlowAdamW(
-            {"0.weight": nn.Parameter(torch.zeros(512, 64))}.items(), policy="zero_offload", state_dtype="int8"
-        )
+    with pytest.raises(ValueError, match=r'state_dtype="fp8" needs slices of 32 elements.* 0.weight have 16.*"bf16"'):
+        ZenFlowAdamW({"0.weight": nn.Parameter(torch.zeros(512, 16))}.items(), policy="zero_offload", state_dtype="fp8")
 
 
 def test_split_masters_need_bf16_weights() -> None:
@@ -209,3 +208,16 @@ def test_resident_policy_does_not_read_the_options() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ZenFlowAdamW([nn.Parameter(torch.zeros(256, 256))], policy="zero_offload", state_dtype="bf16").close()
+
+
+def test_explain_and_report_name_the_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training({**POLICIES["windows"], **FORMS["fp8 split"]}, compiled=True)
+    with zf.profile(training.optimizer) as profile:
+        training.run(0, 3)
+    explained = str(zf.explain(training.call))
+    profile.report()
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in (" ".join(explained.split()), printed):
+        assert 'fp8 moments of 3 parameters: rounded, exact with state_dtype="fp32"' in text
+        assert "split masters of 3 parameters: one fp32 ulp lower if halfway between bf16" in text
+    training.optimizer.close()

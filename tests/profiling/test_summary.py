@@ -21,6 +21,7 @@ def test_known_run():
         "shortest_window_measured": False,
         "mean_window_steps": 1.0,
         "blocking": False,
+        "state_note": None,
         "selected_share": 0.1,
         "steps": 2,
         "warm_up_steps": 0,

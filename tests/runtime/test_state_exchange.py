@@ -313,7 +313,7 @@ class StoredSides:
 @pytest.mark.parametrize("buffer_bytes", [1 << 9, 1 << 20])
 @pytest.mark.parametrize("length", [128, 333])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_exchange_converts_rows(
     moments: str, split: bool, length: int, buffer_bytes: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ SLICES = 12
 LENGTHS = (128, 200, 333)  # whole quantization blocks, and partial ones
 FORMS = [
     StateForm(split, moments, length)
-    for split, moments, length in product((False, True), ("fp32", "bf16", "int8"), LENGTHS)
+    for split, moments, length in product((False, True), ("fp32", "bf16", "fp8"), LENGTHS)
 ]
 ROUNDED = [form for form in FORMS if form.moments != "fp32"]
 COEFFICIENTS = [StepCoefficients(1e-3, 0.9, 0.999, 0.1, scale) for scale in (1.0, 0.5)]
@@ -99,10 +99,10 @@ def test_aten_kernel_equals_reading_and_writing(form: StateForm) -> None:
 @pytest.mark.parametrize("state", [some_state, edge_state])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_stored_values_are_stored_again_as_they_are(form: StateForm, state: type[State]) -> None:
-    """So a checkpoint in fp32 continues to the bit, and a slice loses nothing by changing sides."""
+    """So a checkpoint in fp32 continues to the bit, and a slice loses nothing by changing sides. Scales may shrink."""
     once = stored(form, state(form.length))
     again = stored(form, State(*(each.clone() for each in once.read())), step=70)
-    assert all(same_bits(*pair) for pair in zip(tensors(once), tensors(again), strict=True))
+    assert all(same_bits(*pair) for pair in zip(once.read(), again.read(), strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -152,20 +152,17 @@ def test_mean_of_the_error_is_zero(form: StateForm) -> None:
             if form.moments == "bf16":
                 most = max(most, error.abs().max().item())
     for sum_, exact in zip(total, state[1:], strict=True):
-        if form.moments == "bf16":
-            # The relative error of a step is at most 2^-7: its mean has a standard deviation below 2^-8 / 20.
-            assert (sum_ / steps).abs().max() < 6 * 2**-8 / math.sqrt(steps)
-        else:
-            large = exact.abs() > 0.05 * exact.abs().amax(1, keepdim=True)
-            assert (sum_ / steps)[large].abs().max() < 6 * 0.05 / math.sqrt(steps)
+        # A relative error of one step of the grid at most: its mean has a standard deviation of half of that / 20.
+        grid = 2**-7 if form.moments == "bf16" else 2**-3
+        large = exact.abs() > 2**-10 * exact.abs().amax(1, keepdim=True)  # normal numbers, in 8 bits, too
+        assert (sum_ / steps)[large].abs().max() < 6 * grid / 2 / math.sqrt(steps)
     assert most < 2**-7
 
 
 def test_second_moment_does_not_become_zero() -> None:
     """The update would divide the first moment by eps alone."""
-    form = StateForm(False, "int8", 256)
-    exp_avg_sq = torch.logspace(-38, 0, SLICES * 256).view(SLICES, 256).flip(1)
-    exp_avg_sq[:, 0] = 1.0
+    form = StateForm(False, "fp8", 256)
+    exp_avg_sq = torch.logspace(-37, 0, SLICES * 256).view(256, SLICES).t().contiguous()
     rows = rows_of(form)
     rows.write([torch.zeros(SLICES, 256), torch.zeros(SLICES, 256), exp_avg_sq])
     assert bool((rows.read().exp_avg_sq > 0.0).all())
@@ -174,22 +171,22 @@ def test_second_moment_does_not_become_zero() -> None:
 
 
 def test_element_that_is_not_finite_loses_its_block_only() -> None:
-    form = StateForm(False, "int8", 300)
+    form = StateForm(False, "fp8", 300)
     state = some_state(300)
     state.exp_avg[2, 130] = math.inf
     state.exp_avg_sq[3, 299] = math.nan
     read = stored(form, state).read()
     lost = torch.zeros(SLICES, 300, dtype=torch.bool)
-    lost[2, 128:256] = True
+    lost[2, 128:160] = True
     assert torch.equal(read.exp_avg.isnan(), lost)
     lost = torch.zeros(SLICES, 300, dtype=torch.bool)
-    lost[3, 256:] = True
+    lost[3, 288:] = True
     assert torch.equal(read.exp_avg_sq.isnan(), lost)
 
 
 @pytest.mark.parametrize(
     ("split", "moments", "expected"),
-    [(False, "fp32", 12), (True, "fp32", 10), (False, "bf16", 8), (True, "bf16", 6), (True, "int8", 4.0625)],
+    [(False, "fp32", 12), (True, "fp32", 10), (False, "bf16", 8), (True, "bf16", 6), (True, "fp8", 4.0625)],
 )
 def test_bytes_are_those_of_the_plan(split: bool, moments: str, expected: float) -> None:
     plan = ParamPlan(

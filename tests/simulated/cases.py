@@ -78,7 +78,7 @@ WEIGHT_SETS = {
 } | {"weights resident": {"policy": "resident", "offload_weights": 1.0}}  # fmt: skip
 """With weights in host memory, which graphs load around their uses."""
 
-_ROUNDED = {"min_offload_size": 10_000, "state_dtype": "int8", "split_master": True}
+_ROUNDED = {"min_offload_size": 10_000, "state_dtype": "fp8", "split_master": True}
 STATE_SETS = {
     f"bytes {name}": {**OPTION_SETS[name], **_ROUNDED}
     for name in (

@@ -16,14 +16,14 @@ void update_window(const UpdateWindow& window, int64_t begin, int64_t end) {
   if (is_plain(stored)) {
     return update_plain(window, {(float*)stored.master, (float*)stored.exp_avg, (float*)stored.exp_avg_sq, 0}, begin, end);
   }
-  float master[kTile], exp_avg[kTile], exp_avg_sq[kTile];
+  Tile tile;
   for (int64_t at = begin, stop; at < end; at = stop) {
     stop = tile_end(stored, at, end);
     const int count = (int)(stop - at);
     // Hazard: the new weights may overwrite those that split masters are made of. They are read first.
-    decode(stored, at, count, master, exp_avg, exp_avg_sq);
-    update_plain(window, {master, exp_avg, exp_avg_sq, at}, at, stop);
-    encode(stored, at, count, master, exp_avg, exp_avg_sq, window.random);
+    tile.load(stored, at, count);
+    update_plain(window, {tile.master, tile.exp_avg, tile.exp_avg_sq, at}, at, stop);
+    tile.store(stored, at, count, window.random);
   }
 }
 

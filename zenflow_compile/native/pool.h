@@ -143,15 +143,18 @@ inline void swap_plain_row(const Exchange& exchange, int64_t row, float* const b
 inline void swap_row(const Exchange& exchange, int64_t row, float* const block[3]) {
   const StoredState& state = exchange.state;
   const int64_t first = row * state.length, end = first + state.length;
-  float leaving[3][kTile];
+  Tile tile;
   for (int64_t at = first, stop; at < end; at = stop) {
     stop = tile_end(state, at, end);
     const int count = (int)(stop - at);
-    const int64_t in_row = at - first;
-    decode(state, at, count, leaving[0], leaving[1], leaving[2]);
-    encode(state, at, count, block[0] + in_row, block[1] + in_row, block[2] + in_row, 0);
-    if (exchange.weights) write_weights(exchange, block[0] + in_row, at, count);
-    for (int part = 0; part < 3; ++part) std::memcpy(block[part] + in_row, leaving[part], sizeof(float) * count);
+    tile.load(state, at, count);
+    float* const parts[] = {tile.master, tile.exp_avg, tile.exp_avg_sq};
+    for (int part = 0; part < 3; ++part) {
+      float* __restrict of_block = block[part] + (at - first);
+      for (int i = 0; i < count; ++i) std::swap(parts[part][i], of_block[i]);
+    }
+    if (exchange.weights) write_weights(exchange, tile.master, at, count);
+    tile.store(state, at, count, 0);
   }
 }
 

@@ -158,8 +158,8 @@ class Options:
         gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per slice, and
             adds the rounding error to the next step's gradient; None sends them in the model's dtype.
         state_dtype: How the host stores both moments: ``"fp32"``; ``"bf16"``, rounded at random, so that the mean of
-            the error is zero, with bits that depend on the values and the step alone; or ``"int8"``, the same on 127
-            and 255 levels per block of 128 elements (docs/guide/state.md). State on the device is fp32.
+            the error is zero, with bits that depend on the values and the step alone; or ``"fp8"``, the same in
+            8 bits with a scale per block of 32 elements (docs/guide/state.md). State on the device is fp32.
         split_master: The host stores each fp32 master as the bf16 weight, which the upload buffer has anyway, and the
             16 bits that complete it: 2 bytes instead of 4 per element. Masters halfway between two bf16 values are
             stored one fp32 ulp lower. Parameters that are not bf16 keep fp32 masters.
@@ -220,7 +220,7 @@ class Options:
     min_offload_size: int = _integer(4096, 0)
     accumulate_on_device: bool = _option(False, check_flag)
     gradient_compression: str | None = _choice(None, "int8", unless=(None,))
-    state_dtype: str = _choice("fp32", "fp32", "bf16", "int8")
+    state_dtype: str = _choice("fp32", "fp32", "bf16", "fp8")
     split_master: bool = _option(False, check_flag)
     ratio: float = _option(1.0, check_ratio)
     sub_group_size: int | None = _integer(None, 1, unless=(None,))

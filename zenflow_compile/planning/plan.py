@@ -23,8 +23,8 @@ ROW_BYTES = 4  # of the int32 index of a slice's row
 STATE_BYTES = STATE_TENSORS * FP32_BYTES
 """Bytes per element of fp32 master, exp_avg and exp_avg_sq."""
 
-QUANTIZATION_BLOCK = 128
-"""Consecutive elements of a slice whose 8-bit moments share two fp32 scales, which add 1/16 byte per element."""
+QUANTIZATION_BLOCK = 32
+"""Consecutive elements of a slice whose 8-bit moments share a scale of one byte, as in the OCP Microscaling formats."""
 
 GRADIENT_RING = 2
 """Buffers of the device's ring of gradients, each as large as the largest parameter's deferred part: one is copied to
@@ -234,7 +234,7 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
-        moments: how the host stores both moments of deferred slices: ``"fp32"``, ``"bf16"``, or ``"int8"`` with scales.
+        moments: how the host stores both moments of deferred slices: ``"fp32"``, ``"bf16"``, or ``"fp8"`` with scales.
         split_master: the host stores the masters of deferred slices as the bf16 weight in the upload buffer, and the 16
             bits that complete it.
         share: set where several ranks divide an offloaded parameter; the other attributes are those of this rank's
@@ -369,8 +369,8 @@ class ParamPlan:
     @property
     def moment_slice_bytes(self) -> int:
         """Bytes of one moment of one slice in the host's state."""
-        if self.moments == "int8":
-            return self.length + FP32_BYTES * -(-self.length // QUANTIZATION_BLOCK)
+        if self.moments == "fp8":
+            return self.length + -(-self.length // QUANTIZATION_BLOCK)
         return self.length * (2 if self.moments == "bf16" else FP32_BYTES)
 
     @property
@@ -500,6 +500,20 @@ class Plan:
     def sent_bytes(self, param: ParamPlan) -> int:
         """Bytes of new weights that a flushed update window sends; 0 for a weight whose next load reads them."""
         return 0 if self.loads_weight(param) else param.upload_bytes
+
+    @property
+    def state_note(self) -> str | None:
+        """How the host stores state in fewer bytes, and whether that is exact, in words; None: as fp32."""
+        on_host = [param for param in self.params if param.offloaded and param.deferred]
+        notes = []
+        for moments in dict.fromkeys(param.moments for param in on_host if param.moments != "fp32"):
+            count = sum(param.moments == moments for param in on_host)
+            notes.append(f'{moments} moments of {count} parameters: rounded, exact with state_dtype="fp32"')
+        if split := sum(param.split_master for param in on_host):
+            kept = len(on_host) - split
+            others = f"; {kept} keep fp32 masters, their weights are not bf16" if kept else ""
+            notes.append(f"split masters of {split} parameters: one fp32 ulp lower if halfway between bf16{others}")
+        return "; ".join(notes) or None
 
     @property
     def offloaded_weight_bytes(self) -> int:

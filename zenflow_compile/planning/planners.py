@@ -187,9 +187,9 @@ def _check_state_forms(plans: _Plans, options: Options) -> None:
     """
     offloaded = [plan for plan in plans if plan.offloaded and plan.deferred]
     for plan in offloaded:
-        if plan.moments == "int8" and plan.length < QUANTIZATION_BLOCK:
+        if plan.moments == "fp8" and plan.length < QUANTIZATION_BLOCK:
             raise ValueError(
-                f'state_dtype="int8" needs slices of {QUANTIZATION_BLOCK} elements or more, and those of {plan.name} '
+                f'state_dtype="fp8" needs slices of {QUANTIZATION_BLOCK} elements or more, and those of {plan.name} '
                 f'have {plan.length}; pass state_dtype="bf16", or min_offload_size={plan.numel + 1}, which keeps '
                 "parameters of this size on the device"
             )

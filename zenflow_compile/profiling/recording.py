@@ -27,6 +27,7 @@ class Recording:
         update_interval: steps per update window (the longest of the plan); None if nothing is offloaded.
         adaptive_windows: bounds of the window length under ``update_interval="auto"``; None for fixed lengths.
         blocking: the step waits for its host updates by design (``zero_offload``, ``overlap_step=False``).
+        state_note: see ``Plan.state_note``.
         selected_share: share of the offloaded parameters' elements that is selected; None if unknown.
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
         traffic: what the plan moves per step; None if nothing is offloaded, or unknown.
@@ -40,6 +41,7 @@ class Recording:
     update_interval: int | None = None
     adaptive_windows: AdaptiveWindows | None = None
     blocking: bool = False
+    state_note: str | None = None
     selected_share: float | None = None
     norms: NormSums | None = None
     traffic: Traffic | None = None
@@ -81,6 +83,7 @@ def recording_of(plan: Plan, events: Iterable[Event], model_bytes: int) -> Recor
         policy=plan.policy,
         update_interval=max((param.interval for param in offloaded), default=None),
         blocking=bool(offloaded) and all(param.blocking for param in offloaded),
+        state_note=plan.state_note,
         selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
         traffic=traffic_of(plan),
     )

@@ -131,6 +131,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("parts of a step", _join(*parts, separator=" + ")),
         *_evaluation_rows(s),
         ("stall", _share(s["stall_share"], " of the time")),
+        *([] if s["state_note"] is None else [("state on the host", s["state_note"])]),
         (
             "host update",
             _join(

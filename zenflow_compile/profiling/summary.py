@@ -37,7 +37,7 @@ class Summary(TypedDict):
     twice.
 
     Keys:
-        policy, update_interval, blocking, selected_share: of the plan, see ``Recording``.
+        policy, update_interval, blocking, state_note, selected_share: of the plan, see ``Recording``.
         adaptive_windows: whether update windows adapt, up to ``update_interval`` steps.
         shortest_window: the smallest length of an adaptive window, in steps; None if windows do not adapt, or until
             the time that decides it has been measured.
@@ -96,6 +96,7 @@ class Summary(TypedDict):
     shortest_window_measured: bool
     mean_window_steps: float | None
     blocking: bool
+    state_note: str | None
     selected_share: float | None
     steps: int
     warm_up_steps: int
@@ -195,6 +196,7 @@ def summarize(recording: Recording) -> Summary:
         shortest_window_measured=bounds is not None and bounds.measured,
         mean_window_steps=_mean_window(events),
         blocking=recording.blocking,
+        state_note=recording.state_note,
         selected_share=recording.selected_share,
         steps=len(steps),
         warm_up_steps=warm_up,

@@ -9,13 +9,14 @@ alone. ``native/state_forms.h`` computes the same bits as this file.
   is the weight, as for fp32 masters.
 - **bf16 moments.** Of the 16 bits that are cut off, rounding up has the probability: the mean of the error is zero. A
   second moment changes by 0.1% per step, which rounding to nearest (0.2 to 0.4%) would lose.
-- **8-bit moments.** 128 consecutive elements of a slice share a scale, their largest magnitude. Codes are roots of the
-  moments relative to it: the square root of the first one (as with the companding of FlashOptim, arXiv 2602.23349,
-  small moments keep relative precision), and the fourth root of the second one. Between two codes, rounding is as
-  random as for bf16. A second moment above zero never becomes zero: the update would divide by eps.
+- **8-bit moments.** 32 consecutive elements of a slice share a scale, a power of two in one byte, as in the OCP
+  Microscaling formats (MX, version 1.0). A code has 4 bits of exponent: with a sign and 3 bits of mantissa for the
+  first moment, with 4 bits of mantissa for the second one. Between two codes, rounding is as random as for bf16. A
+  second moment above zero never becomes zero: the update would divide by eps.
 
 The random bits are a hash of both moments and of the number of gradients in them. So they do not depend on threads, on
-the order of slices, or on whether training was resumed. A stored value is stored again as it is.
+the order of slices, or on whether training was resumed. A value that was stored one time is stored again without an
+error.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import DTYPES, StoredState
-from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, ParamPlan
+from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, ParamPlan
 
-_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-_MOST, _MOST_SQUARE = 127, 255  # the largest codes
-_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.int8}
+_MANTISSA, _MANTISSA_SQUARE = 3, 4  # bits of codes
+_LOST = 255  # the scale of a block with a number that is too large or not finite
 _WORD = 0xFFFFFFFF
 
 
@@ -50,7 +51,7 @@ class StateForm:
 
     Attributes:
         split: masters are split.
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        moments: ``"fp32"``, ``"bf16"`` or ``"fp8"``.
         length: elements of a slice. fp32 and bf16 moments do not depend on it.
     """
 
@@ -76,8 +77,8 @@ class StateForm:
 
     @property
     def row_elements(self) -> tuple[int, int, int]:
-        """Elements of a row of each stored tensor. A row of 8-bit moments begins with the bytes of its scales."""
-        moment = self.length + (FP32_BYTES * self.blocks if self.moments == "int8" else 0)
+        """Elements of a row of each stored tensor. A row of 8-bit moments begins with its scales."""
+        moment = self.length + (self.blocks if self.moments == "fp8" else 0)
         return self.length, moment, moment
 
     @property
@@ -132,7 +133,7 @@ class StateRows:
             master = _joined(self.weights[rows], master)
         if form.moments == "bf16":
             exp_avg, exp_avg_sq = exp_avg.float(), exp_avg_sq.float()
-        elif form.moments == "int8":
+        elif form.moments == "fp8":
             exp_avg, exp_avg_sq = _expanded(form, exp_avg, signed=True), _expanded(form, exp_avg_sq, signed=False)
         return State(master, exp_avg, exp_avg_sq)
 
@@ -167,8 +168,8 @@ class StateRows:
 
 
 def _random_bits(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-    other = _mixed((_bits(exp_avg_sq) + step * 0x9E3779B9) & _WORD)
-    return _mixed(_bits(exp_avg) ^ other)
+    of_sq = _bits(exp_avg_sq)
+    return _mixed((_bits(exp_avg) + (of_sq << 16 | of_sq >> 16) + step * 0x9E3779B9) & _WORD)
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -182,11 +183,6 @@ def _mixed(bits: Tensor) -> Tensor:
     bits = bits ^ (bits >> 15)
     bits = (bits * 0x846CA68B) & _WORD
     return bits ^ (bits >> 16)
-
-
-def _uniform(half: Tensor) -> Tensor:
-    """Numbers in (0, 1) of 16 bits."""
-    return (half.float() + 0.5) * 2.0**-16
 
 
 # Split masters.
@@ -214,14 +210,6 @@ def _rounded(values: Tensor, half: Tensor) -> Tensor:
     return torch.where(rounded > 0x7FFF, rounded - 0x10000, rounded).to(torch.int16).view(torch.bfloat16)
 
 
-def _level(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 value of int32 codes >= 0."""
-    if signed:
-        return scale * ((code * code).float() * (1.0 / torch.tensor(float(_MOST**2))))
-    square = (code * code).float() * (1.0 / torch.tensor(float(_MOST_SQUARE**2)))
-    return scale * (square * square)
-
-
 def _in_blocks(form: StateForm, values: Tensor) -> Tensor:
     """[n, length] as [n, blocks, QUANTIZATION_BLOCK], with zeros behind the end."""
     padding = form.blocks * QUANTIZATION_BLOCK - form.length
@@ -233,38 +221,52 @@ def _out_of_blocks(form: StateForm, blocks: Tensor) -> Tensor:
 
 
 def _quantized(form: StateForm, exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of stored 8-bit moments: i8[n, 4 * blocks + length] each."""
-    rows = []
-    for values, half, signed in ((exp_avg, random & 0xFFFF, True), (exp_avg_sq, random >> 16, False)):
-        blocks, uniform = _in_blocks(form, values), _uniform(_in_blocks(form, half))
-        most = _MOST if signed else _MOST_SQUARE
-        scale = blocks.abs().amax(-1, keepdim=True)
-        scale = torch.where(blocks.isfinite().all(-1, keepdim=True), scale, torch.nan)
-        scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
-        any_ = scale > 0.0  # not if it is NaN
-        magnitude = torch.where(any_, blocks.abs(), 0.0)
-        relative = magnitude * torch.where(any_, 1.0 / scale, 0.0)
-        root = relative.sqrt() if signed else relative.sqrt().sqrt()
-        low = (root * most).int().clamp_(max=most - 1)
-        below, above = _level(low, scale, signed=signed), _level(low + 1, scale, signed=signed)
-        code = low + (magnitude - below > uniform * (above - below))
-        if signed:
-            code = torch.where(blocks < 0.0, -code, code)
-        else:
-            code = torch.where((code == 0) & (relative > 0.0), 1, code)  # zero divides the first moment by eps alone
-            code = torch.where(code > 127, code - 256, code)  # the byte
-        scales = scale.squeeze(-1).clone(memory_format=torch.contiguous_format).view(torch.int8)
-        rows.append(torch.cat([scales, _out_of_blocks(form, code).to(torch.int8)], dim=1))
-    return rows[0], rows[1]
+    """Rows of stored 8-bit moments: i8[n, blocks + length] each."""
+    signed = _rows(form, exp_avg, random & 0xFFFFF, _MANTISSA, signed=True)
+    return signed, _rows(form, exp_avg_sq, random >> 13, _MANTISSA_SQUARE, signed=False)
+
+
+def _rows(form: StateForm, values: Tensor, random: Tensor, mantissa: int, *, signed: bool) -> Tensor:
+    bits, random = _in_blocks(form, _bits(values)), _in_blocks(form, random)
+    largest = (bits & 0x7FFFFFFF).amax(-1, keepdim=True)
+    scale = (largest + 0x7FFFFF) >> 23  # exponent bits of the power of two that is not below it
+    scale = torch.where(scale >= 254, _LOST, torch.where(largest < 0x00800000, 0, scale))
+    any_ = (scale > 0) & (scale < _LOST)
+    inverse = torch.where(any_, _floats((254 - scale) << 23), 0.0)
+    bits = torch.where(scale == _LOST, 0, bits)
+    relative = _floats(bits & 0x7FFFFFFF) * inverse
+    code = _code(relative, random, mantissa)
+    if signed:
+        code |= bits >> 31 << 7
+    else:
+        code = torch.where((code == 0) & (relative > 0.0), 1, code)  # zero divides the first moment by eps alone
+    row = torch.cat([scale.squeeze(-1), _out_of_blocks(form, code)], dim=1)
+    return torch.where(row > 127, row - 256, row).to(torch.int8)
+
+
+def _code(relative: Tensor, random: Tensor, mantissa: int) -> Tensor:
+    """Codes of numbers in [0, 1], rounded up if the bits of ``random`` below the last bit of a code carry."""
+    smallest_normal = (127 - 14) << 23
+    # Below the smallest normal number, the sum has the number in its last bits.
+    subnormal = _bits(relative + 2.0**-14) - smallest_normal
+    normal = _bits(relative) - ((127 - 15) << 23)
+    return (torch.where(relative < 2.0**-14, subnormal, normal) + random) >> (23 - mantissa)
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """fp32 numbers of 32-bit words."""
+    return torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def _expanded(form: StateForm, rows: Tensor, *, signed: bool) -> Tensor:
     """f32[n, length] of rows of a stored 8-bit moment."""
-    # Copied: a row may begin at any byte. ``contiguous()`` does not copy a single row.
-    scales = rows[:, : FP32_BYTES * form.blocks].clone(memory_format=torch.contiguous_format)
-    scales = scales.view(torch.float32).unsqueeze(-1)
-    codes = _in_blocks(form, rows[:, FP32_BYTES * form.blocks :].int())
-    if signed:
-        level = _level(codes.abs(), scales, signed=True)
-        return _out_of_blocks(form, torch.where(codes < 0, -level, level))
-    return _out_of_blocks(form, _level(codes & 0xFF, scales, signed=False))
+    rows = rows.long() & 0xFF
+    scale, code = rows[:, : form.blocks].unsqueeze(-1), _in_blocks(form, rows[:, form.blocks :])
+    mantissa = _MANTISSA if signed else _MANTISSA_SQUARE
+    magnitude = code & 0x7F if signed else code
+    bits = magnitude << (23 - mantissa)
+    relative = torch.where(
+        magnitude < 1 << mantissa, _floats(bits + ((127 - 14) << 23)) - 2.0**-14, _floats(bits + ((127 - 15) << 23))
+    )
+    values = relative * torch.where(scale == _LOST, torch.nan, _floats(scale << 23))
+    return _out_of_blocks(form, torch.where(code > magnitude, -values, values))

@@ -1,0 +1,126 @@
+// Vectors of this CPU, and the dtypes that they are loaded from and stored to.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+// fp32 elements of this CPU's vectors. GCC 12 takes wider ones apart again, which is ten times slower.
+#if defined(__AVX512F__)
+#define ZENFLOW_LANES 16
+#elif defined(__AVX2__) && defined(__F16C__)
+#define ZENFLOW_LANES 8
+#else
+#define ZENFLOW_LANES 4
+#endif
+
+#if ZENFLOW_LANES > 4
+#include <immintrin.h>
+#endif
+
+namespace zenflow {
+
+constexpr int kLanes = ZENFLOW_LANES;
+constexpr int kVectors = 4;  // per block: its moments stay in registers while all gradients are applied
+constexpr int kBlock = kVectors * kLanes;
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+
+enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
+
+// ---- dtypes: how elements are loaded and stored
+
+template <class Vector, class Element>
+inline Vector loaded(const Element* from) {
+  Vector values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+
+struct Float32 {
+  using Element = float;
+  static Floats load(const float* from) { return loaded<Floats>(from); }
+  static void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+};
+
+struct BFloat16 {
+  using Element = uint16_t;
+  static Floats load(const uint16_t* from) {
+    return (Floats)(__builtin_convertvector(loaded<Halves>(from), Words) << 16);
+  }
+  static void store(uint16_t* to, Floats values) {
+    const Words bits = (Words)values;
+    const Words nearest_even = (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16;
+    const Ints is_nan = values != values;
+    const Words rounded = ((Words)is_nan & 0x7fc0) | (~(Words)is_nan & nearest_even);
+    const Halves halves = __builtin_convertvector(rounded, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+  }
+};
+
+struct Float16 {
+  using Element = uint16_t;
+#if ZENFLOW_LANES == 16
+  static Floats load(const uint16_t* from) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+  static void store(uint16_t* to, Floats values) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT));
+  }
+#elif ZENFLOW_LANES == 8
+  static Floats load(const uint16_t* from) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+  static void store(uint16_t* to, Floats values) {
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  typedef _Float16 Values __attribute__((vector_size(2 * kLanes)));
+  static Floats load(const uint16_t* from) { return __builtin_convertvector(loaded<Values>(from), Floats); }
+  static void store(uint16_t* to, Floats values) {
+    const Values halves = __builtin_convertvector(values, Values);
+    std::memcpy(to, &halves, sizeof halves);
+  }
+#endif
+};
+
+struct Int8 {
+  using Element = int8_t;
+  // GCC 12 would convert vectors of bytes element by element.
+#if ZENFLOW_LANES == 16
+  static Floats load(const int8_t* from) {
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+  }
+#elif ZENFLOW_LANES == 8
+  static Floats load(const int8_t* from) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+  }
+#else
+  static Floats load(const int8_t* from) { return __builtin_convertvector(loaded<Bytes>(from), Floats); }
+#endif
+};
+
+// The elements of a partial vector, padded with zeros.
+template <class Dtype>
+inline Floats load_some(const typename Dtype::Element* from, int count) {
+  typename Dtype::Element padded[kLanes] = {};
+  std::memcpy(padded, from, count * sizeof *from);
+  return Dtype::load(padded);
+}
+
+template <class Dtype>
+inline void store_some(typename Dtype::Element* to, Floats values, int count) {
+  typename Dtype::Element padded[kLanes];
+  Dtype::store(padded, values);
+  std::memcpy(to, padded, count * sizeof *to);
+}
+
+// Casts fp32 elements, with the rounding of the output of `update`.
+template <class Dtype>
+inline void cast(const float* from, typename Dtype::Element* to, int64_t count) {
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) Dtype::store(to + at, Float32::load(from + at));
+  const int rest = (int)(count - at);
+  if (rest > 0) store_some<Dtype>(to + at, load_some<Float32>(from + at, rest), rest);
+}
+
+}  // namespace zenflow
