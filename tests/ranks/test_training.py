@@ -113,6 +113,27 @@ def test_bf16_ranks_stay_equal(two_ranks: RankProcesses, name: str) -> None:
     assert difference(results[0], train(None, build=bf16, clip=0.5)) < 0.05
 
 
+ROUNDED = {"state_dtype": "fp8", "split_master": True, "min_offload_size": 41}
+
+
+@pytest.mark.parametrize("name", ["zero_offload", "zenflow"])
+def test_split_masters_change_no_rank(two_ranks: RankProcesses, name: str) -> None:
+    """Each rank has the upload buffers of its own slices, which complete their masters."""
+    results = two_ranks.call(as_rank, 2, {**ALL_POLICIES[name], "split_master": True}, build=bf16)
+    assert_equal_ranks(results)
+    for one, other in zip(results[0], two_ranks.call(as_rank, 2, ALL_POLICIES[name], build=bf16)[0], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [ALL_POLICIES["zero_offload"], WINDOWED["re-selecting"]], ids=["whole", "slices"])
+def test_ranks_with_rounded_moments_are_equal(two_ranks: RankProcesses, options: dict[str, Any]) -> None:
+    """Rounding depends on values alone, so it does not matter which rank has a slice."""
+    results = two_ranks.call(as_rank, 2, {**options, **ROUNDED}, build=bf16, steps=12)
+    assert_equal_ranks(results)
+    assert difference(results[0], train({**options, **ROUNDED}, build=bf16, steps=12)) < 0.05
+    assert difference(results[0], train(options, build=bf16, steps=12)) > 0.0
+
+
 @pytest.mark.parametrize(("dtype", "least", "most"), [("fp32", 0.0, 1e-6), ("bf16", 1e-5, 5e-2)])
 def test_dtype_of_sums_is_chosen(two_ranks: RankProcesses, dtype: str, least: float, most: float) -> None:
     options = {**ALL_POLICIES["zenflow"], "communication_data_type": dtype}
