@@ -78,7 +78,9 @@ WEIGHT_SETS = {
 } | {"weights resident": {"policy": "resident", "offload_weights": 1.0}}  # fmt: skip
 """With weights in host memory, which graphs load around their uses."""
 
-HABITS = ("plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled")
+HABITS = (
+    "plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled", "offload all",
+)  # fmt: skip
 """What a training loop does besides forward, backward and step."""
 
 LATE = ("D2H late", "H2D late", "jobs late")
@@ -252,6 +254,12 @@ class Loop:
             found = torch.zeros((), device=self.device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, self.scale.reciprocal())
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        if habit == "offload all":
+            if step == 4:
+                self.offload_all()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+            if step == 5:
+                self.offload_all()
         if habit == "reads":
             for param in self.model.parameters():
                 if param.grad is not None and param.dim() > 1:
@@ -259,6 +267,8 @@ class Loop:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if habit == "offload all" and step in (2, 7):
+            self.offload_all()
         if habit == "flush" and step % 4 == 1:
             self.optimizer.flush()
         if habit == "reload" and step % 4 == 1:
@@ -280,14 +290,22 @@ class Loop:
             loss.backward()
             return loss
         loss = self.loss(step)
-        if habit == "accumulate":
+        if habit in ("accumulate", "offload all"):
             (loss / 2).backward()
+            if habit == "offload all" and step == 3:
+                self.offload_all()
             (self.loss((step + 1) % self.case.steps) / 2).backward()
         elif habit == "scaled":
             (loss * self.scale).backward()
         else:
             loss.backward()
         return loss
+
+    def offload_all(self) -> None:
+        """Give the optimizer's device memory back. Not on the CPU: the run there is the one without."""
+        if self.device.type != "cpu":
+            self.optimizer.offload_all()
+            assert self.optimizer.device_bytes == 0
 
     def weights(self) -> list[Tensor]:
         if self.optimizer is not None:
