@@ -302,8 +302,8 @@ class Loop:
         return loss
 
     def offload_all(self) -> None:
-        """Give the optimizer's device memory back. Not on the CPU: the run there is the one without."""
-        if self.device.type != "cpu":
+        """Give the optimizer's device memory back, on the first rank. Not on the CPU: the run there is without."""
+        if self.device.type != "cpu" and self.rank == 0:
             self.optimizer.offload_all()
             assert self.optimizer.device_bytes == 0
 
