@@ -386,6 +386,17 @@ def test_interrupted_move_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
 
 
+def test_close_without_a_flush_applies_updates() -> None:
+    """As a collected optimizer does: updates that are flushed and not due yet become visible."""
+    plain, moved = training("stale").run(0, 4), training("stale").run(0, 4)
+    moved.optimizer.offload_all()
+    before = moved.weights()
+    for each in (plain, moved):
+        each.optimizer._lazy_engine.close(flush=False)
+    assert all(map(torch.equal, moved.model.parameters(), plain.model.parameters()))
+    assert not all(map(torch.equal, moved.model.parameters(), before))
+
+
 def test_close_frees_the_memory_on_the_host() -> None:
     trained = training("windows").run(0, 4)
     memory: DeviceMemory = trained.optimizer.engine.device_memory

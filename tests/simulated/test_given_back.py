@@ -80,6 +80,23 @@ def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
 
 
 @in_simulator
+def test_factors_on_a_gradient_come_back(simulator: Simulator) -> None:
+    serve()
+    loop = Loop(Case("windows"), simulator.device)
+    for step in range(2):
+        loop.step(step)
+    loop.loss(2).backward()
+    grad = loop.model[0].weight.grad  # type: ignore[index]
+    expected = grad.clone().cpu() / 4
+    half = torch.tensor(0.5, device=simulator.device)
+    grad.mul_(half)
+    loop.optimizer.offload_all()
+    grad.mul_(half)
+    assert torch.equal(grad.clone().cpu(), expected)
+    loop.close()
+
+
+@in_simulator
 def test_failed_return_leaves_no_copy_behind(simulator: Simulator) -> None:
     """The device runs full while the values come back: no copy writes memory that was freed again."""
     serve()

@@ -239,7 +239,6 @@ class HostWeight:
             self._accept_memory()
             return
         self._check_not_overwritten()
-        self._transport.device_memory.bring_back()  # before the weight takes memory
         before = self.loaded
         try:
             self._allocate()
