@@ -119,7 +119,8 @@ def test_failed_return_leaves_no_copy_behind(simulator: Simulator) -> None:
         patch.setattr(lane, "submit", failing)
         with pytest.raises(torch.OutOfMemoryError, match="has no room"):
             loop.optimizer.reload_all()
-    others = [torch.full((size,), 7, dtype=torch.uint8, device=simulator.device) for size in range(64, 2048, 64)]
+    sizes = [block.size_bytes for block in memory._blocks.values()]
+    others = [torch.full((size,), 7, dtype=torch.uint8, device=simulator.device) for size in sizes]
     torch.sim.synchronize()  # type: ignore[attr-defined]
     assert all(bool(each.cpu().eq(7).all()) for each in others)
     assert loop.optimizer.device_bytes == 0
