@@ -255,10 +255,10 @@ class Loop:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, self.scale.reciprocal())
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
         if habit == "offload all":
-            if step == 4:
+            if step == 1:
                 self.offload_all()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
-            if step == 5:
+            if step == 2:
                 self.offload_all()
         if habit == "reads":
             for param in self.model.parameters():
@@ -267,7 +267,7 @@ class Loop:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if habit == "offload all" and step in (2, 7):
+        if habit == "offload all" and step in (3, 7):
             self.offload_all()
         if habit == "flush" and step % 4 == 1:
             self.optimizer.flush()
@@ -290,9 +290,9 @@ class Loop:
             loss.backward()
             return loss
         loss = self.loss(step)
-        if habit in ("accumulate", "offload all"):
+        if habit == "accumulate" or (habit == "offload all" and step == 5):
             (loss / 2).backward()
-            if habit == "offload all" and step == 3:
+            if habit == "offload all":
                 self.offload_all()
             (self.loss((step + 1) % self.case.steps) / 2).backward()
         elif habit == "scaled":
