@@ -22,7 +22,8 @@ WINDOWS: dict[str, Any] = {"topk_ratio": 0.25, "update_interval": 3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"topk_ratio": 0.25, "update_interval": 1},
     "windows": WINDOWS,
-    "stale": {**WINDOWS, "update_interval": 2, "staleness": 1, "select_strategy": "step", "select_interval": 2},
+    "stale": {**WINDOWS, "update_interval": 1, "staleness": 1},
+    "reselecting": {**WINDOWS, "update_interval": 2, "select_strategy": "step", "select_interval": 2},
     "summed": {**WINDOWS, "accumulate_on_device": True},
     "int8": {**WINDOWS, "gradient_compression": "int8"},
     "auto": {"topk_ratio": 0.25, "update_interval": "auto", "max_update_interval": 4, "min_update_interval": 1},

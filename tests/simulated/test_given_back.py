@@ -60,7 +60,7 @@ def shows(name: str, seed: int) -> bool:
     mutant = MEMORY_MUTANTS[name]
     try:
         return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(on_cpu(mutant.shown_by))
-    except (RuntimeError, IndexError):
+    except (RuntimeError, IndexError, AssertionError):  # the package's own assertions, too
         return True
 
 
