@@ -284,6 +284,39 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if (engine := self._lazy_engine.built) is not None:
             engine.discard()
 
+    @torch_private.outside_of_graphs
+    def offload_all(self) -> None:
+        """Give back the device memory of everything that the optimizer has there, until it is used next.
+
+        State and gradients that no step has used move to host memory, and buffers are freed. The trajectory stays what
+        it would have been. The next backward, ``step()``, ``flush()``, ``load_state_dict()`` or ``close()`` brings all
+        of it back, as ``reload_all()`` does; ``state_dict()`` reads it where it is. Weights, and gradients of resident
+        parameters in ``.grad``, are the model's and stay; ``offload_weights`` unloads its weights.
+
+        The memory returns to PyTorch's allocator: call ``torch.cuda.empty_cache()`` for other processes. The host's is
+        kept for the next call. Blocks until the device is idle. Each of several ranks gives back its own.
+
+        Raises:
+            RuntimeError: a backward or a step runs, work in flight failed, or the optimizer is closed.
+            MemoryError: the host has no room. Nothing has been moved then.
+        """
+        self._lazy_engine.check_open()
+        if self._lazy_engine.built is not None:
+            self.engine.offload_all()
+
+    @torch_private.outside_of_graphs
+    def reload_all(self) -> None:
+        """Have everything on the device again that ``offload_all()`` has moved, before it is used.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for all of it. Nothing has been moved then; free memory
+                there, and call it again.
+            RuntimeError: a copy failed, or the optimizer is closed.
+        """
+        self._lazy_engine.check_open()
+        if self._lazy_engine.built is not None:
+            self.engine.reload_all()
+
     def synchronize(self) -> None:
         """Wait for work in flight and make due updates visible, before weights are read outside of compiled graphs.
 

@@ -52,6 +52,23 @@ def test_readme_loop_trains() -> None:
     assert_trained(before, model)
 
 
+def test_loop_with_inference_trains() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    seen: list[int] = []
+
+    def generate(model: nn.Module, prompts: Tensor) -> list[Tensor]:
+        optimizer: ZenFlowAdamW = names["optimizer"]
+        seen.append(optimizer.device_bytes)
+        return [model(prompts).detach() + prompts, prompts]
+
+    names: dict[str, Any] = {"model": model, "loader": torch.randn(3, 8, 128), "generate": generate}
+    run("docs/guide/sharing_the_device.md", names)
+    assert seen[1:] == [0, 0]
+    assert_trained(before, model)
+
+
 @pytest.mark.slow
 def test_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")

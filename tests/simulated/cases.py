@@ -91,7 +91,9 @@ STATE_SETS = {
 }  # fmt: skip
 """With host state in fewer bytes, which only the model "wide" can have."""
 
-HABITS = ("plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled")
+HABITS = (
+    "plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled", "offload all",
+)  # fmt: skip
 """What a training loop does besides forward, backward and step."""
 
 LATE = ("D2H late", "H2D late", "jobs late")
@@ -277,6 +279,12 @@ class Loop:
             found = torch.zeros((), device=self.device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, self.scale.reciprocal())
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        if habit == "offload all":
+            if step == 1:
+                self.offload_all()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+            if step == 2:
+                self.offload_all()
         if habit == "reads":
             for param in self.model.parameters():
                 if param.grad is not None and param.dim() > 1:
@@ -284,6 +292,8 @@ class Loop:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if habit == "offload all" and step in (3, 7):
+            self.offload_all()
         if habit == "flush" and step % 4 == 1:
             self.optimizer.flush()
         if habit == "reload" and step % 4 == 1:
@@ -305,14 +315,22 @@ class Loop:
             loss.backward()
             return loss
         loss = self.loss(step)
-        if habit == "accumulate":
+        if habit == "accumulate" or (habit == "offload all" and step == 5):
             (loss / 2).backward()
+            if habit == "offload all":
+                self.offload_all()
             (self.loss((step + 1) % self.case.steps) / 2).backward()
         elif habit == "scaled":
             (loss * self.scale).backward()
         else:
             loss.backward()
         return loss
+
+    def offload_all(self) -> None:
+        """Give the optimizer's device memory back, on the first rank. Not on the CPU: the run there is without."""
+        if self.device.type != "cpu" and self.rank == 0:
+            self.optimizer.offload_all()
+            assert self.optimizer.device_bytes == 0
 
     def weights(self) -> list[Tensor]:
         if self.optimizer is not None:

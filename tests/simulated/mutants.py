@@ -217,6 +217,25 @@ WEIGHT_MUTANTS = {
 }  # fmt: skip
 """Hazards of weights in host memory."""
 
+MEMORY = "host.device_memory:DeviceMemory."
+MEMORY_MUTANTS = {
+    "memory given back before it is copied": without(
+        MEMORY + "offload", "copy.wait()", Case("windows", habit="offload all", delays="D2H late")
+    ),
+    "ring given back under a copy": without(
+        MEMORY + "settle", "self._device.synchronize()", Case("exact", habit="offload all", delays="D2H late")
+    ),
+    "values used before they are back": without(
+        MEMORY + "bring_back", "copy.wait_on_device()",
+        Case("windows", habit="offload all", delays="H2D late", steps=4),
+    ),
+    "updates under way": without(
+        "optimizer_runtime:OptimizerRuntime.offload_all", "self.synchronize()",
+        Case("late every step", habit="offload all", delays="jobs late"),
+    ),
+}  # fmt: skip
+"""Hazards of memory that is given back."""
+
 GATHER = "step.weight_gather:WeightGather."
 RANK_MUTANTS = {
     "weights before the other ranks' slices": without(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulated.cases import differing, on_cpu, train
-from tests.simulated.mutants import MUTANTS, RANK_MUTANTS, SEEDS, WEIGHT_MUTANTS
+from tests.simulated.mutants import MEMORY_MUTANTS, MUTANTS, RANK_MUTANTS, SEEDS, WEIGHT_MUTANTS
 from tests.simulated.process import SimulatedCrash, SimulatedProcess
 
 IN_EVERY_RUN = 7  # of the catalog, one in so many
@@ -48,7 +48,9 @@ def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
 
 def test_every_hazard_is_still_in_the_source() -> None:
     """Most of the catalog is run by ``make test-long`` alone: a piece that has changed must not wait for that."""
-    for mutant in (*MUTANTS.values(), *RANK_MUTANTS.values(), *WEIGHT_MUTANTS.values()):
+    for mutant in (
+        *MUTANTS.values(), *RANK_MUTANTS.values(), *WEIGHT_MUTANTS.values(), *MEMORY_MUTANTS.values(),
+    ):  # fmt: skip
         with mutant.active():
             pass
     assert len(MUTANTS) >= 25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator
@@ -70,6 +71,40 @@ def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
     model, habit = draw.choice(list(RANK_MODELS)), draw.choice(HABITS)
     drawn = draw.choice(every_case(options, model, habit, entries_of(habit)))
     assert ranks.call(differing_of_rank, [drawn], timeout=200) == [[], []]
+
+
+def bytes_left_by(rank: int, options: str) -> list[int]:
+    """Device memory that an optimizer has when it has given all back, behind each step."""
+    serve()
+    loop = Loop(Case(options, "experts", habit="scaled", ranks=2, steps=5), load_simulator().device)
+    gc.collect()
+    torch.sim.synchronize()  # type: ignore[attr-defined]
+    before, left = torch.sim.memory_allocated(), []  # type: ignore[attr-defined]
+    for step in range(5):
+        loop.step(step)
+        loop.optimizer.offload_all()
+        gc.collect()
+        left.append(torch.sim.memory_allocated() - before)  # type: ignore[attr-defined]
+    loop.close()
+    return left
+
+
+@pytest.mark.parametrize("options", ["windows", "reselect often", "zenflow streamed"])
+def test_ranks_give_every_byte_back(ranks: RankProcesses, options: str) -> None:
+    assert ranks.call(bytes_left_by, options, timeout=200) == [[0] * 5, [0] * 5]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("windows", "matrices", habit="offload all", delays="random", ranks=2),
+        Case("reselect often", entry="hooks", habit="offload all", delays=LATE_COLLECTIVES, ranks=2),
+    ],
+    ids=lambda case: case.options,
+)
+def test_each_rank_gives_its_memory_back(ranks: RankProcesses, case: Case) -> None:
+    """The other one keeps its memory."""
+    assert ranks.call(differing_of_rank, [case], timeout=200) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class Engine(StepRunner):
         self.used = True
         if self.order is not None:
             self.order.follow()
+        self._bring_back()
         self.registry.check_unchanged()
         backward.enter_thread()
         if self.ranks is not None:

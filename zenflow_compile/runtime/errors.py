@@ -77,6 +77,14 @@ def refuse_mixed_grad(name: str) -> NoReturn:
     )
 
 
+def refuse_offload_now() -> NoReturn:
+    """Raise RuntimeError: ``offload_all`` would take memory that is in use."""
+    raise RuntimeError(
+        "offload_all() was called while a backward or an optimizer step runs, which uses the memory; call it behind "
+        "them (after a backward that raised, call optimizer.zero_grad() first)"
+    )
+
+
 def refuse_forked(name: str) -> NoReturn:
     """Raise RuntimeError: a forked process reads a gradient in host memory that it does not share."""
     raise RuntimeError(

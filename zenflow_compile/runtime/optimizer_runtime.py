@@ -19,6 +19,7 @@ from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.weight_schedule import GraphLoads
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.host_weight import Place
@@ -50,6 +51,7 @@ class OptimizerRuntime:
         offloaded: runtime state of the parameters that the host updates, by index.
         streamed: runtime state of those whose state is streamed through the device.
         weights: those that are in host memory between their uses.
+        device_memory: of all state and buffers, which may be given back.
         ranks: the ranks that divide the parameters; None without any.
         shards: the ranks of a sharded model; None without any.
         calls: ``ranks`` or ``shards``; None if this rank trains alone.
@@ -92,6 +94,7 @@ class OptimizerRuntime:
         self.offloaded = self.registry.offloaded
         self.streamed = self.registry.streamed
         self.weights = self.registry.weights
+        self.device_memory = self.registry.transport.device_memory
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.ranks: RankCalls | None = None
         self.shards: ShardCalls | None = None
@@ -153,6 +156,7 @@ class OptimizerRuntime:
         """
         if self.params:
             self.synchronize()
+            self._bring_back()
         known = len(self.params)
         self.registry.add(named, first_group)
         self.schedule.make_room(len(self.params))
@@ -269,6 +273,50 @@ class OptimizerRuntime:
         if (exchange := self.registry.transport.exchange) is not None:
             exchange.finish()
         self.streamed.wait()
+
+    def offload_all(self) -> None:
+        """Give the device's memory of all state and buffers back until their next use, which brings them back.
+
+        Raises:
+            RuntimeError: work in flight failed, or a backward or an optimizer step runs.
+            MemoryError: the host has no room for the values. Nothing has been moved then.
+        """
+        self._check()
+        backward = self.backward
+        if backward.task is not None or self._updating or torch_private.current_graph_task() != -1:
+            errors.refuse_offload_now()
+        with backward.lock:  # a backward that begins in another thread waits, and brings everything back
+            self.synchronize()
+            if self.device_memory.on_host:
+                return
+            if self.weights.weights:
+                self.weights.prefetch.drop()
+                self.weights.release()
+            # Before the memory is listed: what only work in flight needs is dropped there.
+            self.device_memory.settle()
+            self.registry.transport.land()
+            found = MemoryList()
+            self.registry.list_memory(found)
+            self.schedule.list_memory(found)
+            if self.ranks is not None:
+                self.ranks.list_memory(found)
+            self.device_memory.offload(found)
+
+    def reload_all(self) -> None:
+        """Have everything on the device that ``offload_all`` has moved. Cheap when it is there.
+
+        Raises:
+            torch.OutOfMemoryError: see :meth:`DeviceMemory.bring_back`.
+        """
+        self._check()
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        if self.device_memory.on_host:
+            if self.order is not None:
+                self.order.follow()
+            with self.announcing():
+                self.device_memory.bring_back()
 
     def announcing(self) -> AbstractContextManager[None]:
         """Tell the other ranks of an error inside of the block, if there are any: they would wait for this one."""
@@ -425,6 +473,7 @@ class OptimizerRuntime:
         self.check_parameters()
         for index in self.offloaded:
             self.registry.eps(index)
+        self._bring_back()
         try:
             self.schedule.restart_windows()
             if self.ranks is None:
@@ -444,6 +493,7 @@ class OptimizerRuntime:
         """Drop everything in flight, gradients and failed work too, before a state is loaded."""
         self.failure = None
         self._check()
+        self._bring_back()
         self._updating = False
         self.backward.reset()
         self.backward.task = None
@@ -507,6 +557,13 @@ class OptimizerRuntime:
         if self.in_child:
             self.closed = True
             return
+        if flush and not self._closing:
+            try:
+                self._bring_back()
+            except torch.OutOfMemoryError:
+                raise  # nothing is lost: the call may be repeated when the device has room
+            except Exception:
+                pass  # of a device that has died: raised again below, when the rest is closed
         self._closing = True
         for hook in self._module_hooks:
             hook.remove()
@@ -541,6 +598,7 @@ class OptimizerRuntime:
             if self.order is not None:
                 self.order.follow()
             try:
+                self._bring_back()
                 flush = flush and self.failure is None
                 if (calls := self.calls) is not None and calls.group.failed:
                     flush = False

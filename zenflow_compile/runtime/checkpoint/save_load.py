@@ -112,7 +112,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
         if index in engine.offloaded:
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
         elif (state := engine.registry.device_updated.state(index)) is not None:
-            entry["step"].copy_(state.step)
+            entry["step"].copy_(engine.device_memory.read(state.step))
         else:
             entry["step"].zero_()
         shown.append((entry["step"], entry["step"]._version))
@@ -126,12 +126,12 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
-    selection = offloaded.device.selection
+    selection, read = _selection(offloaded), offloaded.transport.device_memory.read
     with offloaded.host.acquire() as state:
         on_host_side = state.read()
         return {
             name: in_shape(
-                offloaded.plan, [(selection.selected, on_device), (selection.deferred, on_host)], torch.float32
+                offloaded.plan, [(selection.selected, read(on_device)), (selection.deferred, on_host)], torch.float32
             )
             for name, on_device, on_host in zip(_STATE, offloaded.device.state(), on_host_side, strict=True)
         }
@@ -196,10 +196,13 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
         zeros = [torch.zeros_like(param, dtype=dtype, device="cpu") for _ in range(2)]
         master = param.to(device="cpu", dtype=dtype, copy=True)
         return {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1], "master": master}
-    found = {"step": state.step, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    found, read = (
+        {"step": state.step, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq},
+        engine.device_memory.read,
+    )
     if state.master is not None:
         found["master"] = state.master
-    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+    return {name: read(tensor).to("cpu", copy=True) for name, tensor in found.items()}
 
 
 def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) -> ResidentState | None:
@@ -219,6 +222,11 @@ def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) ->
 # Offloaded parameters: saving.
 
 
+def _selection(offloaded: OffloadedParam) -> Selection:
+    """The selection to read, in host memory where the device's memory is given back."""
+    return Selection(*map(offloaded.transport.device_memory.read, offloaded.device.selection.tensors()))
+
+
 def _gradients_taken(offloaded: OffloadedParam) -> int:
     """Steps that had a gradient of this parameter, those in its update window included."""
     if offloaded.plan.k:
@@ -228,10 +236,10 @@ def _gradients_taken(offloaded: OffloadedParam) -> int:
 
 def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Tensor]:
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
-    selection = device.selection
+    selection, read = _selection(offloaded), engine.device_memory.read
     found = dense_state(offloaded)
     found["step"] = torch.tensor(float(_gradients_taken(offloaded)))
-    found["score"] = device.score.to("cpu", copy=True).unsqueeze(1)
+    found["score"] = read(device.score).to("cpu", copy=True).unsqueeze(1)
     found["mask"] = per_slice(plan, selection.selected, torch.ones(plan.k, dtype=torch.bool))
     found["selected_at"] = torch.tensor(_or_none(device.selected_at))
     found["selecting_ranks"] = torch.tensor(plan.selecting_ranks)
@@ -240,7 +248,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     if window_places(plan):
         found.update(_window_entries(offloaded))
     if (residual := _residual(offloaded)) is not None:
-        found["residual"] = in_shape(plan, [(selection.deferred, residual.lost)], residual.lost.dtype)
+        found["residual"] = in_shape(plan, [(selection.deferred, read(residual.lost))], residual.lost.dtype)
     if plan.staleness and plan.deferred:
         waiting = [window.visible_at for window in host.flushed]
         found["visible_at"] = torch.tensor(waiting + [NONE] * (plan.staleness - len(waiting)))
@@ -251,7 +259,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
 
 def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """The gradients in the update window, oldest first, and zeros in its empty places."""
-    host, plan, deferred = offloaded.host, offloaded.plan, offloaded.device.selection.deferred
+    host, plan, deferred = offloaded.host, offloaded.plan, _selection(offloaded).deferred
     # A factor may still be on its way to the host: ``float`` waits for it.
     per_gradient = [[float(number) for number in each] for each in _coefficients(offloaded)]
     empty = [0.0] * len(StepCoefficients._fields)
@@ -260,7 +268,8 @@ def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
     )
     found = {"open": torch.tensor(len(per_gradient)), "coefficients": coefficients}
     if (window_sum := _window_sum(offloaded)) is not None:
-        found["window_sum"] = in_shape(plan, [(deferred, window_sum.total)] if per_gradient else [], torch.float32)
+        summed = [(deferred, offloaded.transport.device_memory.read(window_sum.total))] if per_gradient else []
+        found["window_sum"] = in_shape(plan, summed, torch.float32)
         return found
     for place in range(window_places(plan)):
         gradient = host.gradients[host.open[place].index] if place < len(per_gradient) else None

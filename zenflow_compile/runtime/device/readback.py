@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import DeviceEvent
@@ -90,3 +91,7 @@ class Readback:
     def forget(self) -> None:
         """Drop filled cells."""
         self._filled = []
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        found.content(self._table)

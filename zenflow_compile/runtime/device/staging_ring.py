@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.memory_list import MemoryList
 
 Block = tuple[tuple[int, int], torch.dtype]
 """Shape and dtype of what passes through a buffer."""
@@ -72,6 +73,11 @@ class StagingRing:
     def nbytes(self) -> int:
         """Device memory of the ring."""
         return sum(buffer.memory.numel() for buffer in self.buffers)
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        for buffer in self.buffers:
+            (found.content if buffer.in_use else found.scratch)(buffer.memory)
 
     def next_free(self, block: Block) -> StagingBuffer:
         """The buffer that was free longest, seen as ``block``.

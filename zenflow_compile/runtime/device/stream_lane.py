@@ -20,10 +20,12 @@ _POLL_EVENT_SECONDS = 1.0
 class StreamTicket:
     """A copy on a stream."""
 
-    def __init__(self, streams: Streams, end: DeviceEvent, tensors: tuple[Tensor, Tensor], flag: Flag | None) -> None:
+    def __init__(
+        self, streams: Streams, end: DeviceEvent, tensors: tuple[Tensor, Tensor] | None, flag: Flag | None
+    ) -> None:
         self._streams = streams
         self._end = end
-        self._tensors = tensors  # the references keep both buffers alive while the copy is in flight
+        self._tensors = tensors  # keeps both buffers alive while the copy is in flight
         self._flag = flag
         self._ask_device_at = time.monotonic() + _POLL_EVENT_SECONDS
 
@@ -51,10 +53,11 @@ class StreamTicket:
         """See :meth:`Ticket.wait`."""
         if self._flag is None:
             self._end.synchronize()
-            return
-        while not self._flag.wait(_POLL_EVENT_SECONDS):
-            # Raises if the device died: then the flag is never raised.
-            self._end.query()
+        else:
+            while not self._flag.wait(_POLL_EVENT_SECONDS):
+                # Raises if the device died: then the flag is never raised.
+                self._end.query()
+        self._tensors = None
 
     def settle(self) -> None:
         """See :meth:`Ticket.settle`."""

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device.late_number import for_fp32
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.column_ops import bounded_batches
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.torch_internals import torch_private
@@ -107,6 +108,11 @@ class ResidentAdam:
     def nbytes(self) -> int:
         """Device memory of the state, in bytes."""
         return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors())
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        for state in self.states.values():
+            found.content(*state.tensors())
 
     @torch.no_grad()
     def update(

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.device.memory_list import MemoryList
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -77,6 +79,10 @@ class Selection:
     def nbytes(self) -> int:
         """Device memory."""
         return sum(tensor.nbytes for tensor in self.tensors())
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        found.content(*self.tensors(), vars(self).get("selected_i64"))
 
 
 class Wanted(NamedTuple):

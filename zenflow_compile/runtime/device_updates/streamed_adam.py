@@ -22,6 +22,7 @@ from zenflow_compile.planning.plan import FP32_BYTES, STREAM_BUFFERS, ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, Update, update_on_device
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
@@ -63,17 +64,14 @@ class StreamedParam:
     Attributes:
         state: in host memory, except ``step``, which is on the device.
         offsets: of the state's tensors in the subgroup's memory, in elements; without ``step``.
+        ever_updated: the parameter had a gradient: before that there is no state to save.
     """
 
     plan: ParamPlan
     param: Parameter
     state: ResidentState
     offsets: tuple[int, ...]
-
-    @property
-    def ever_updated(self) -> bool:
-        """Whether the parameter ever had a gradient: before that there is no state to save."""
-        return bool(self.state.step > 0)
+    ever_updated: bool = False
 
     @property
     def weight(self) -> Tensor:
@@ -206,6 +204,12 @@ class StreamedAdam:
         """Device memory of buffers and step counts."""
         return sum(buffer.tensor.nbytes for buffer in self._buffers) + FP32_BYTES * len(self.params)
 
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        loaded = [each.buffer.tensor for each in self._loaded.values()]
+        found.content(*loaded, *(each.state.step for each in self.params.values()))
+        found.scratch(*(buffer.tensor for buffer in self._buffers))
+
     # Updates.
 
     def prefetch(self) -> None:
@@ -270,6 +274,7 @@ class StreamedAdam:
         for each, state in zip(subgroup.params, states, strict=True):
             if (grad := each.gradient()) is not None:
                 together.setdefault(coefficients_of(each.plan.index), []).append((each.weight, grad, state))
+                each.ever_updated = True
         for (coefficients, eps), updates in together.items():
             update_on_device(updates, coefficients, eps=eps)
         for each, state in zip(subgroup.params, states, strict=True):
@@ -329,6 +334,7 @@ class StreamedAdam:
             ValueError: see :meth:`ResidentState.load`.
         """
         own = self.params[index].state
+        self.params[index].ever_updated = state is not None
         if state is not None:
             own.load(state, self.params[index].weight)
             return

@@ -107,6 +107,11 @@ class Gradients:
                 )
             yield self._ranks
 
+    def forget_numbers(self) -> None:
+        """Drop cached numbers, which the device has."""
+        self.factors.forget()
+        self.scales.forget()
+
     def became_dense(self) -> None:
         """Count a gradient that became dense, and record the line of user code that asked for it."""
         self.dense += 1

@@ -79,6 +79,11 @@ class Factors:
         self._last = before, by, version, divide, product
         return product
 
+    def forget(self) -> None:
+        """Drop the last product, and copies that have ended."""
+        self._last = None
+        self._copies = [each for each in self._copies if not each.done()]
+
     def finish(self, records: Iterable[Scaled], to_host: CopyLane, device: Device, *, step: int) -> None:
         """Set ``final`` of ``records`` for an optimizer step. Starts one copy to the host, and waits for nothing."""
         self._last = None

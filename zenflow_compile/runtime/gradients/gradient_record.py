@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.device.late_number import Number
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.factors import Factor, Factors, FinalFactors, multiply_, product_of
 
 
@@ -298,6 +299,12 @@ class GradientRecord:
         self.clip = self.unscale = 1.0
 
     # The engine's side.
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory of norm and factors."""
+        found.content(self.norm, *(self.spare or ()))
+        found.content(*(each for each in (self.clip, self.unscale) if isinstance(each, Tensor)))
+        found.numbers(self.final or ())
 
     def check_usable(self) -> None:
         """

@@ -18,6 +18,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.device import Stream
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
 
@@ -125,6 +126,18 @@ class PendingGradient:
             None if self.residual is None else self.residual.lost,
         ]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def forget_ended(self) -> None:
+        """Release the last block, whose copy has ended."""
+        self._sent = None
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        found.content(self.gradient, None if self._sent is None else self._sent[0])
+        if self.window_sum is not None:
+            self.window_sum.list_memory(found)
+        if self.residual is not None:
+            found.content(self.residual.lost)
 
     def _new_block(self) -> Tensor:
         return torch.empty(self._plan.buffer_shape, dtype=self._plan.buffer_dtype, device=self._device)

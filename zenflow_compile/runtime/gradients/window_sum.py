@@ -18,6 +18,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.late_number import LateNumber, Number, largest_magnitude
+from zenflow_compile.runtime.device.memory_list import MemoryList
 
 
 class Scales:
@@ -30,6 +31,11 @@ class Scales:
     def __init__(self) -> None:
         self._largest_late = lru_cache(maxsize=64)(_largest_late)
         self._late_quotient = lru_cache(maxsize=64)(_late_quotient)
+
+    def forget(self) -> None:
+        """Drop cached numbers, which the device has."""
+        self._largest_late.cache_clear()
+        self._late_quotient.cache_clear()
 
     def largest(self, coefficients: Sequence[StepCoefficients]) -> Number:
         """Return the largest magnitude of the scales that can be divided by; 1 if there is none.
@@ -72,6 +78,11 @@ class WindowSum:
     def unit(self) -> Number:
         """Scale of the update window's first gradient: while it stays the same, raw gradients are summed unscaled."""
         return self.scales.largest(self.coefficients[:1])
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        (found.content if self.coefficients else found.scratch)(self.total)
+        found.numbers(each.grad_scale for each in self.coefficients)
 
     def add(self, gradient: Tensor, coefficients: StepCoefficients) -> None:
         """Add a final gradient ``[deferred, length]``, of any floating dtype."""

@@ -19,6 +19,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.make_lane import make_lane
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.device.stream_order import StreamOrder
@@ -26,6 +27,7 @@ from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, S
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.cores import may_pin, nodes_of, run_pinned
+from zenflow_compile.runtime.host.device_memory import DeviceMemory
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, make_host_adam
 from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.host.native_pool import NativePool
@@ -74,13 +76,15 @@ class EngineMemory:
         self._native = NativePool(len(cores), recorder, cores)
         python = PythonPool(len(cores), recorder, cores)
         self._device = device_of(device)
+        to_host, to_device = make_lane("D2H", self._device, recorder), make_lane("H2D", self._device, recorder)
         self.transport = Transport(
-            to_host=make_lane("D2H", self._device, recorder),
-            to_device=make_lane("H2D", self._device, recorder),
+            to_host=to_host,
+            to_device=to_device,
             down_ring=StagingRing(GRADIENT_RING, 0, device),
             up_ring=StagingRing(UPLOAD_RING, 0, device),
             workers=HostWorkers(self._native, python, len(cores), cores),
             recorder=recorder,
+            device_memory=DeviceMemory(self._device, to_host, to_device, recorder),
             order=None if self._device.streams is None else StreamOrder(self._device.streams),
         )
         if not may_pin():
@@ -214,7 +218,16 @@ class EngineMemory:
         """See :meth:`ParamRegistry.host_bytes`."""
         exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
         files = 0 if self.transport.files is None else self.transport.files.nbytes
-        return sum(arena.total_bytes for arena in self._arenas) + exchange + files
+        memory = self.transport.device_memory.host_bytes
+        return sum(arena.total_bytes for arena in self._arenas) + exchange + files + memory
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory of rings, buffers and streamed state; no exchange may be in flight."""
+        for ring in (self.transport.down_ring, self.transport.up_ring):
+            ring.list_memory(found)
+        if self.transport.exchange is not None:
+            self.transport.exchange.list_memory(found)
+        self.streamed.list_memory(found)
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is one of this engine's: a worker, a lane's, or one that reads and writes files."""
@@ -246,6 +259,7 @@ class EngineMemory:
     def free(self) -> None:
         """Remove files and free host memory. Idempotent."""
         with ExitStack() as others:
+            others.callback(self.transport.device_memory.free)
             for arena in self._arenas:
                 others.callback(arena.close)
             if self.transport.exchange is not None:

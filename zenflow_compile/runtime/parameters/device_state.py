@@ -11,6 +11,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates import column_ops, selection_groups
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.host.state_forms import StateRows
@@ -75,6 +76,18 @@ class DeviceState:
         """Device memory, in bytes."""
         tensors = (self.gradient, self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
         return sum(tensor.nbytes for tensor in tensors) + self.selection.nbytes
+
+    def list_memory(self, found: MemoryList, *, has_gradient: bool) -> None:
+        """Add the device's memory.
+
+        Args:
+            has_gradient: ``gradient`` has values that count.
+        """
+        (found.content if has_gradient else found.scratch)(self.gradient)
+        found.content(*self.state(), self.norms, self.score)
+        for selection in (self.selection, self.in_order):
+            if selection is not None:
+                selection.list_memory(found)
 
     def best_slices(self) -> Tensor:
         """Return the slices with the highest scores of each group: i32[k], ascending."""

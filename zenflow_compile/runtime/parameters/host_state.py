@@ -144,6 +144,12 @@ class WindowJob(PythonJob):
         count: int = part.stop - part.start
         return round(host.bytes_per_element(len(self._coefficients)) * count)
 
+    def _end(self) -> None:
+        super()._end()
+        if not self._left:
+            # A window that waits to be applied keeps its job, which would keep numbers on the device.
+            self._coefficients, self._update = [], None
+
 
 class WindowAddresses(NamedTuple):
     """Where the memory of an update window is: checked, and described for native code, one time.
@@ -493,6 +499,15 @@ class HostState:
         self.flushed, self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], [], None, None, None
         self.readers = [None] * len(self.gradients)
         self.next_buffer = 0
+
+    def forget_ended(self) -> None:
+        """Forget jobs and copies, which refer to device memory. All of them have ended without a failure."""
+        for job in self.jobs:
+            job.settle()  # a job that is done may have tasks that still look at their memory
+        self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], None, None, None
+        self.applied = None
+        self.readers = [None] * len(self.gradients)
+        self._addresses.clear()  # they keep the numbers of the first window that had each
 
     def wait(self) -> None:
         """Wait until no job writes this state.

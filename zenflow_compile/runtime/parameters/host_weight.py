@@ -185,6 +185,7 @@ class HostWeight:
         """
         if (source := self._source()) is None:
             return None
+        self._transport.device_memory.bring_back()
         transport, writer = self._transport, self._writer()
         job = None if writer is None or writer.succeeded else writer
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
@@ -449,10 +450,11 @@ class HostWeight:
             exchange.finish()
         assert host.applied_upload is not None
         whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu")
-        selected = self._device.to_host(device.master.to(self.plan.dtype), "weight")
+        read = self._transport.device_memory.read
+        selected = self._device.to_host(read(device.master).to(self.plan.dtype), "weight")
         parts = (device.selection.selected, selected), (device.selection.deferred, host.applied_upload)
         for slices, values in parts:
-            indices = self._device.to_host(slices, "weight")
+            indices = self._device.to_host(read(slices), "weight")
             column_ops.reference_merge_columns(whole.view(whole.shape[0], -1), self.plan.dim, indices, values)
         return whole
 

@@ -29,12 +29,13 @@ from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Reselection, Selection, Wanted, reselect
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
-from zenflow_compile.runtime.gradients.factors import multiply_
+from zenflow_compile.runtime.gradients.factors import Factors, multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
@@ -405,6 +406,7 @@ class IncomingGradient(ShownGradient):
             record.refuse("read")
         if (order := self.transport.order) is not None:
             order.follow()
+        self.transport.device_memory.bring_back()
         values = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
         whole, share = values.view(self._like.shape[0], -1), self.plan.share
         if share is None:
@@ -433,12 +435,19 @@ class IncomingGradient(ShownGradient):
             return norm.square()
         return self.device.norms.sum()
 
+    @property
+    def factors(self) -> Factors:
+        """See :class:`Gradients`. The caller multiplies factors, which may be in the device's memory."""
+        self.transport.device_memory.bring_back()
+        return super().factors
+
     def norm_of(self, record: GradientRecord) -> Tensor | None:
         """f32[], L2 norm without factors, also of the gradient that was consumed last."""
         if record is not self.record:
             return None
         if (order := self.transport.order) is not None:
             order.follow()
+        self.transport.device_memory.bring_back()
         if record.norm is None:
             if self.plan.share is not None:
                 errors.refuse_partial_gradient(self.plan.name)
@@ -751,6 +760,7 @@ class OffloadedParam(IncomingGradient):
         """
         if not self.weights.written_by_others:
             return False
+        self.transport.device_memory.bring_back()
         arriving, flushed_at_load = self.arriving is not None, self.weights.flushed_at_load
         self.receive_weights()
         # Jobs, and exchanges of slices, write the masters that are compared and re-seeded below.
@@ -839,6 +849,19 @@ class OffloadedParam(IncomingGradient):
         if (home := self.weights.home) is not None:
             home.updates_dropped()
         self.host.clear_windows()
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory, behind all work in flight, to which nothing refers any longer."""
+        self.host.forget_ended()
+        self._kept = None
+        if self.pending is not None:
+            self.pending.forget_ended()
+            self.pending.list_memory(found)
+        self.device.list_memory(found, has_gradient=self.state is _PARTS)
+        (found.content if self.state is _ON_DEVICE else found.scratch)(self._accumulator)
+        if self.record is not None:
+            self.record.list_memory(found)
+        found.numbers(buffer.coefficients.grad_scale for buffer in self.host.open)
 
     @property
     def nbytes(self) -> int:

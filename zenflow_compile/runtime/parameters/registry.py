@@ -20,6 +20,7 @@ from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import Number
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.local_shard import LocalShard, given
@@ -290,7 +291,12 @@ class ParamRegistry:
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes of optimizer state, selections, staging rings and the buffers of streamed state."""
+        """Device bytes of optimizer state, selections, staging rings and the buffers of streamed state.
+
+        0 while they are given back.
+        """
+        if self.transport.device_memory.on_host:
+            return 0
         offloaded = sum(each.nbytes for each in self.offloaded.values())
         return self.device_updated.nbytes + self.memory.staging_bytes + offloaded
 
@@ -298,6 +304,14 @@ class ParamRegistry:
     def host_bytes(self) -> int:
         """Host bytes of optimizer state, gradient and upload buffers, weights, and of the cache of state in files."""
         return self.memory.host_bytes + self.weights.host_bytes
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory, between steps, behind all work in flight. Nothing refers to that work any longer."""
+        self.gradients.forget_numbers()
+        self.memory.list_memory(found)
+        self.device_updated.resident.list_memory(found)
+        for offloaded in self.offloaded.values():
+            offloaded.list_memory(found)
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is one of the engine's."""

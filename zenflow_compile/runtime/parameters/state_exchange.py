@@ -28,6 +28,7 @@ from zenflow_compile.native.library import DTYPES, EXCHANGE, Exchange, HostJob, 
 from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
 from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
@@ -234,6 +235,11 @@ class StateExchange:
         self._buffers = []
         if self._arena is not None:
             self._arena.close()
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory; no exchange may be in flight."""
+        assert not self._in_flight
+        found.scratch(*(buffer.on_device for buffer in self._buffers))
 
     # An exchange.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_order import StreamOrder
+from zenflow_compile.runtime.host.device_memory import DeviceMemory
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
@@ -23,6 +24,7 @@ class Transport:
         down_ring: buffers that gradients are split into.
         up_ring: buffers that uploads arrive in, until they are merged into the weights.
         workers: run the host updates.
+        device_memory: of the engine, which may be given back: ``bring_back`` before a use.
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
         files: the state in files; None without such state.
@@ -35,6 +37,7 @@ class Transport:
     up_ring: StagingRing
     workers: HostWorkers
     recorder: Recorder
+    device_memory: DeviceMemory
     order: StreamOrder | None = None
     exchange: StateExchange | None = None
     files: NvmeCache | None = None

@@ -16,6 +16,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
@@ -106,6 +107,10 @@ class Bucket:
         self.arrived.clear()
         self.of_backward.clear()
 
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory of contributions that were not sent."""
+        found.content(self._packed)
+
     def _memory(self, device: torch.device) -> Tensor:
         if self._packed is None:
             shape = (self._group.size, self._elements)
@@ -138,6 +143,11 @@ class GradientReduction:
         self._late: dict[int, Bucket] = {}
         self._on_device: set[int] = set()  # parameters without a share, whose gradient is in ``.grad``
         self._failed = False
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        for bucket in (*self._buckets, *self._late.values()):
+            bucket.list_memory(found)
 
     def first_use(self, index: int) -> int:
         """Where a parameter comes in an order of first uses that all ranks have: gradients come in the reverse one."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
@@ -149,6 +150,11 @@ class RankCalls(StepMessages):
         """Bring streamed parameters that were updated to all ranks, which have updated the same ones."""
         streamed = self._registry.streamed.params
         self._weights.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory of gradients that were not sent, and of selections."""
+        self.reduction.list_memory(found)
+        self._weights.list_memory(found)
 
     def release_stream(self) -> None:
         """Give the gather stream back, unless a rank failed: it may wait for that rank forever. Idempotent."""

@@ -19,6 +19,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import Number
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.readback import LAG, Readback, Reading
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
@@ -176,6 +177,12 @@ class Schedule:
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
         self._readback.grow(params)
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory. Call it between steps."""
+        self._readback.list_memory(found)
+        for coming in self._coming:
+            found.numbers(each.unscale for each in coming.joined.values())
 
     def warming_up(self, step: int) -> bool:
         """Whether each update window is flushed at ``step`` and applied before the next forward, as in exact AdamW."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import FlatShare, Share
 from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
@@ -150,6 +151,13 @@ class WeightGather:
         """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
         self.wait()
         self._known.clear()
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        for selection in self._known.values():
+            selection.list_memory(found)
+        for slices in self._selected.values():
+            found.content(*slices)
 
     def close(self) -> None:
         """Give the stream back. Idempotent."""

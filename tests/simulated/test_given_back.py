@@ -1,0 +1,129 @@
+"""``offload_all()`` on the simulated accelerator, which counts bytes: all of them, the bits of the CPU, each wait."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.simulated.accelerator import serve
+from tests.simulated.cases import OPTION_SETS, Case, Loop, differing, on_cpu, train
+from tests.simulated.mutants import MEMORY_MUTANTS
+from tests.simulated.process import SimulatedCrash, SimulatedProcess, in_simulator
+from tests.simulated.simulator import Simulator
+
+SEEDS = range(8)
+OFTEN = ("summed", "int8", "reselect stale", "streamed")  # in every run
+CASES = [
+    Case("windows", habit="offload all", delays="random"),
+    Case("reselect stale", habit="offload all", delays="compute late", values=False),
+    Case("summed", habit="offload all", delays="jobs late"),
+    Case("int8", habit="offload all", delays="compute late"),
+    Case("zenflow streamed", habit="offload all", delays="random", values=False),
+    Case("weights exact", habit="offload all", delays="random"),
+    Case("exact", entry="hooks", habit="offload all", delays="compute late"),
+]
+FAST = ("values used before they are back", "updates under way")  # hazards, in every run
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in OPTION_SETS]
+)
+@in_simulator
+def test_every_byte_is_given_back(simulator: Simulator, options: str) -> None:
+    """Also numbers that loss scaling and clipping leave on the device."""
+    serve()
+    simulator.configure(delays="random")
+    loop = Loop(Case(options, habit="scaled", steps=6), simulator.device)
+    gc.collect()
+    torch.sim.synchronize()  # type: ignore[attr-defined]
+    before = torch.sim.memory_allocated()  # type: ignore[attr-defined]
+    for step in range(6):
+        loop.step(step)
+        if step > 3:
+            gc.collect()
+            assert torch.sim.memory_allocated() > before + 5_000  # type: ignore[attr-defined]
+            loop.optimizer.offload_all()
+            assert torch.sim.memory_allocated() == before, step  # type: ignore[attr-defined]
+    loop.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.options}-{case.delays}")
+def test_training_equals_the_cpu(simulated: SimulatedProcess, case: Case) -> None:
+    assert simulated.call(differing, [case], timeout=120) == []
+
+
+def shows(name: str, seed: int) -> bool:
+    """Whether the run with the hazard differs from the CPU, or fails."""
+    mutant = MEMORY_MUTANTS[name]
+    try:
+        return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(on_cpu(mutant.shown_by))
+    except (RuntimeError, IndexError, AssertionError):  # the package's own assertions, too
+        return True
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.long) for name in MEMORY_MUTANTS]
+)
+def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
+    for seed in SEEDS:
+        try:
+            found = simulated.call(shows, name, seed, timeout=120)
+        except SimulatedCrash:
+            found = True
+        if found:
+            assert simulated.call(differing, [replace(MEMORY_MUTANTS[name].shown_by, seed=seed)], timeout=120) == []
+            return
+    pytest.fail("not found")
+
+
+@in_simulator
+def test_factors_on_a_gradient_come_back(simulator: Simulator) -> None:
+    serve()
+    loop = Loop(Case("windows"), simulator.device)
+    for step in range(2):
+        loop.step(step)
+    loop.loss(2).backward()
+    grad = loop.model[0].weight.grad  # type: ignore[index]
+    expected = grad.clone().cpu() / 4
+    half = torch.tensor(0.5, device=simulator.device)
+    grad.mul_(half)
+    loop.optimizer.offload_all()
+    grad.mul_(half)
+    assert torch.equal(grad.clone().cpu(), expected)
+    loop.close()
+
+
+@in_simulator
+def test_failed_return_leaves_no_copy_behind(simulator: Simulator) -> None:
+    """The device runs full while the values come back: no late copy may write memory that is freed again."""
+    serve()
+    loop = Loop(Case("windows"), simulator.device)
+    for step in range(3):
+        loop.step(step)
+    memory = loop.optimizer.engine.device_memory
+    loop.optimizer.offload_all()
+    lane = memory._to_device
+    simulator.delay(lane._stream, 0.997)
+    submit, copies = lane.submit, []
+
+    def failing(*arguments: object, **keywords: object) -> object:
+        if len(copies) == 20:
+            raise torch.OutOfMemoryError("no room")
+        copies.append(submit(*arguments, **keywords))
+        return copies[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "submit", failing)
+        with pytest.raises(torch.OutOfMemoryError, match="has no room"):
+            loop.optimizer.reload_all()
+    assert all(copy.done() for copy in copies)
+    assert loop.optimizer.device_bytes == 0
+    loop.optimizer.reload_all()
+    for step in range(3, 9):
+        loop.step(step)
+    weights = loop.weights()
+    assert all(map(torch.equal, weights, on_cpu(Case("windows")).weights))
+    loop.close()

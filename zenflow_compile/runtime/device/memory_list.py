@@ -1,0 +1,50 @@
+"""A list of the memory that an engine has on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.torch_internals.torch_private import storage_identity
+
+
+class MemoryList:
+    """Storages of tensors, each listed one time: those with content, and those that are written before they are read.
+
+    The parts of an engine add their tensors. A tensor that is left out stays on the device.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._with_content: set[int] = set()
+
+    def content(self, *tensors: Tensor | None) -> None:
+        """Add tensors whose values count; None is skipped."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._with_content.add(self._add(tensor))
+
+    def scratch(self, *tensors: Tensor | None) -> None:
+        """Add tensors whose values do not count now; None is skipped."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._add(tensor)
+
+    def numbers(self, numbers: Iterable[Number]) -> None:
+        """Add the device's side of numbers that it has computed."""
+        self.content(*(number.on_device for number in numbers if isinstance(number, LateNumber)))
+
+    def storages(self) -> Iterator[tuple[torch.UntypedStorage, bool]]:
+        """Each storage that has memory, and whether its values count."""
+        for identity, storage in self._storages.items():
+            if storage.nbytes():
+                yield storage, identity in self._with_content
+
+    def _add(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        identity = storage_identity(storage)
+        self._storages[identity] = storage
+        return identity
