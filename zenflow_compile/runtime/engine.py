@@ -67,7 +67,8 @@ class Engine(StepRunner):
         self.used = True
         if self.order is not None:
             self.order.follow()
-        self._bring_back()
+        if self.device_memory.given_back:
+            self._bring_back()
         self.registry.check_unchanged()
         backward.enter_thread()
         if self.ranks is not None:

@@ -287,7 +287,7 @@ class OptimizerRuntime:
             errors.refuse_offload_now()
         with backward.lock:  # a backward that begins in another thread waits, and brings everything back
             self.synchronize()
-            if self.device_memory.on_host:
+            if self.device_memory.given_back:
                 return
             if self.weights.weights:
                 self.weights.prefetch.drop()
@@ -312,7 +312,7 @@ class OptimizerRuntime:
         self._bring_back()
 
     def _bring_back(self) -> None:
-        if self.device_memory.on_host:
+        if self.device_memory.given_back:
             if self.order is not None:
                 self.order.follow()
             with self.announcing():

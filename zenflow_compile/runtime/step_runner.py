@@ -48,7 +48,8 @@ class StepRunner(OptimizerRuntime):
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
         self._check()
-        self._bring_back()
+        if self.device_memory.given_back:
+            self._bring_back()
         if (calls := self.calls) is None:
             return self._run_step()
         with calls.step(self.step) as shortest_window:

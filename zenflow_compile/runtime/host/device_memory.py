@@ -60,6 +60,9 @@ class DeviceMemory:
 
     Host memory for the values is made when it is needed first, and kept for the next time. An accelerator has it
     page-locked, if the driver allows that.
+
+    Attributes:
+        given_back: blocks whose memory the device does not have, by identity of the storage; empty if it has all.
     """
 
     def __init__(self, device: Device, to_host: CopyLane, to_device: CopyLane, recorder: Recorder) -> None:
@@ -68,14 +71,9 @@ class DeviceMemory:
         self._to_device = to_device
         self._recorder = recorder
         self._lock = threading.RLock()  # backwards in several threads may bring their first gradients at a time
-        self._blocks: dict[int, _Block] = {}  # those that are given back, by identity of the storage
+        self.given_back: dict[int, _Block] = {}
         self._arena: HostArena | None = None
         self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the memory is given back."""
-        return bool(self._blocks)
 
     @property
     def host_bytes(self) -> int:
@@ -107,7 +105,7 @@ class DeviceMemory:
             for copy in copies:
                 copy.wait()  # it reads the memory that is given back below
             # First: all values are on the host, so after an interrupt below ``bring_back`` fills what is empty.
-            self._blocks = {storage_identity(block.storage): block for block in blocks}
+            self.given_back = {storage_identity(block.storage): block for block in blocks}
             for block in blocks:
                 block.empty()
 
@@ -120,10 +118,10 @@ class DeviceMemory:
             torch.OutOfMemoryError: the device has no room for all of it. The values are still on the host.
             RuntimeError: a copy failed; the values are still on the host.
         """
-        if not self._blocks:
+        if not self.given_back:
             return
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            blocks, step = self._blocks.values(), self._recorder.step
+            blocks, step = self.given_back.values(), self._recorder.step
             try:
                 for block in blocks:
                     block.allocate()
@@ -142,16 +140,16 @@ class DeviceMemory:
                 if isinstance(error, torch.OutOfMemoryError):
                     _refuse_without_room(sum(block.size_bytes for block in blocks), error)
                 raise
-            self._blocks = {}  # last: until here an interrupt leaves the values on the host to count
+            self.given_back = {}  # last: until here an interrupt leaves the values on the host to count
 
     def read(self, tensor: Tensor) -> Tensor:
         """``tensor``, or its values in host memory if its memory is given back. Not to be written.
 
         Its values must count: see :class:`MemoryList`.
         """
-        if not self._blocks:
+        if not self.given_back:
             return tensor
-        block = self._blocks.get(storage_identity(tensor.untyped_storage()))
+        block = self.given_back.get(storage_identity(tensor.untyped_storage()))
         if block is None:
             return tensor
         assert block.values is not None

@@ -295,7 +295,7 @@ class ParamRegistry:
 
         0 while they are given back.
         """
-        if self.transport.device_memory.on_host:
+        if self.transport.device_memory.given_back:
             return 0
         offloaded = sum(each.nbytes for each in self.offloaded.values())
         return self.device_updated.nbytes + self.memory.staging_bytes + offloaded
