@@ -471,6 +471,8 @@ class HostState:
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[StateRows]:
         """The state in fp32; see :meth:`StateStore.acquire`."""
+        if write and self.form.split and self.applied is not None:
+            self.applied.settle()  # it may still read the weights that complete masters, and are written with them
         with self.store.acquire(write=write, fresh=fresh) as stored:
             yield StateRows(self.form, stored, self.master_weights)
 

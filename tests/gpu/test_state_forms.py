@@ -1,0 +1,36 @@
+"""Host state in fewer bytes behind a GPU: split masters change nothing, and runs with rounded moments repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.training import make_model, offloading, train
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "zero_offload": {"policy": "zero_offload"},
+    "re-selecting": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
+    "a step late": {"update_interval": 2, "staleness": 1},
+}
+
+
+def weights(policy: str, *, compiled: bool, **form: Any) -> list[torch.Tensor]:
+    model = make_model(torch.bfloat16)
+    with offloading(model, **POLICIES[policy], **form) as optimizer:
+        return train(model, optimizer, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_split_masters_change_no_weight(policy: str, compiled: bool) -> None:
+    found, expected = (weights(policy, compiled=compiled, split_master=split) for split in (True, False))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_runs_with_rounded_moments_repeat(policy: str, state_dtype: str) -> None:
+    one, other = (weights(policy, compiled=True, state_dtype=state_dtype, split_master=True) for _ in range(2))
+    assert all(map(torch.equal, one, other))
