@@ -9,6 +9,7 @@ import torch
 
 from tests.gpu.training import make_model, offloading, train
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 POLICIES: dict[str, dict[str, Any]] = {
     "zero_offload": {"policy": "zero_offload"},
     "re-selecting": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
