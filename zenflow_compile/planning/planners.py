@@ -104,7 +104,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     existing = [param.whole for param in plan.params]
     planned = [
         param if spec.sharded is None else shard_of(param, spec.sharded)
-        for spec, param in zip(specs, _with_phases(existing, new), strict=True)
+        for spec, param in zip(specs, _with_shared_buffers(_with_phases(existing, new), options), strict=True)
     ]
     return divide(replace(plan, params=(*plan.params, *planned)))
 
@@ -274,6 +274,18 @@ def _with_phases(existing: _Plans, new: _Plans) -> _Plans:
             _add_load(load, plan, phase)
             phases[plan.index] = phase
     return [replace(plan, phase=phase) if (phase := phases.get(plan.index, 0)) else plan for plan in new]
+
+
+def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
+    """Let the gradient buffers of new parameters share memory, and new weights replace gradients."""
+    if not options.shared_buffers:
+        return plans
+    # A weight in host memory stays in its upload buffer. A compressed gradient is smaller than the weights.
+    keeps_uploads = options.offload_weights is not False
+    return [
+        replace(plan, pool=plans[0].index, in_place=not (keeps_uploads or plan.compressed)) if plan.offloaded else plan
+        for plan in plans
+    ]
 
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:
