@@ -258,6 +258,8 @@ def plan_table(plan: Plan) -> Table:
         shape = "x".join(map(str, param.shape)) or "scalar"
         where = placement(param, adaptive=plan.adaptive)
         table.add_row(param.name, shape, where, megabytes(param.device_bytes), megabytes(param.host_bytes))
+    if plan.pool_bytes:
+        table.add_row("gradient buffers", "", "shared", "", megabytes(plan.pool_bytes))
     table.add_section()
     table.add_row("all", "", "", megabytes(plan.device_bytes), megabytes(plan.host_bytes), style="bold")
     return table

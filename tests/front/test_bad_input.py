@@ -98,6 +98,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"gradient_compression='int8' with accumulate_on_device=True.*choose one of the two",
     ),
+    (
+        {"shared_buffers": True, "update_interval": "auto"},
+        ValueError,
+        r'shared_buffers=True with update_interval="auto" is not supported.*pass an integer as update_interval',
+    ),
     ({"accumulate_on_device": 1}, TypeError, r"accumulate_on_device=1 must be True or False, not int"),
     ({"gradient_accumulation_steps": 0}, ValueError, r"gradient_accumulation_steps=0"),
     ({"max_grad_norm": 0}, ValueError, r"max_grad_norm=0 must be a finite number > 0; None turns clipping off"),
@@ -325,7 +330,8 @@ def test_more_host_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 REMEDIES = {
-    "zero_offload": ({}, r'policy="twinflow" with a ratio below 1', None),
+    "zero_offload": ({}, r'shared_buffers=True, or policy="twinflow" with a ratio below 1', None),
+    "zero_offload, shared": ({"shared_buffers": True}, r'or choose policy="twinflow" with a ratio below 1', None),
     "twinflow": ({"ratio": 0.9}, "a smaller ratio", None),
     "deep_optimizer_states": ({"update_stride": 1}, "a smaller ratio", None),
     "zero_infinity": ({"nvme_path": "."}, "a smaller host_window_bytes", None),

@@ -11,8 +11,10 @@ from torch import nn
 from tests.support.recording import RecordingEngine
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.backend import zenflow
-from zenflow_compile.explanation import explain
+from zenflow_compile.explanation import explain, megabytes, plan_table
+from zenflow_compile.options.options import Options
 from zenflow_compile.passes.base import Phase
+from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.parameters import host_weights
 
 
@@ -83,3 +85,13 @@ def test_weights_in_host_memory_are_explained(monkeypatch: pytest.MonkeyPatch) -
         found = str(explain(compiled, console=Console(quiet=True)))
     assert "2 weights of 0.0328 MB, loaded around their uses within 0.0164 MB" in found
     assert "2 stay on the device, because it is small: 0.bias, 2.bias" in found
+
+
+def test_shared_gradient_buffers_have_a_row() -> None:
+    specs = [ParamSpec(f"w{number}", (64, 96), torch.bfloat16) for number in range(4)]
+    plan = make_plan(specs, Options(device_share=0.0, shared_buffers=True))
+    out = Console(file=io.StringIO(), width=80, record=True)
+    out.print(plan_table(plan))
+    rows = {line.split()[0]: line.split() for line in out.export_text().splitlines() if line.strip()}
+    assert rows["gradient"][-3:] == ["shared", *megabytes(plan.pool_bytes).split()]
+    assert rows["all"][-2:] == megabytes(plan.host_bytes).split()

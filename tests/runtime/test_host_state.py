@@ -53,9 +53,14 @@ def copied(error: BaseException | None = None) -> ThreadTicket:
     return ticket
 
 
+def next_step(host: HostState) -> int:
+    """The next optimizer step of a window that begins at step 1, if no gradient is missing."""
+    return 1 + host.taken + len(host.open)
+
+
 def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = None, lr: float = 0.01) -> int:
     """Put one step's gradient into the update window, as ``copy_to_host`` and ``commit`` do."""
-    index, buffer = host.free_buffer()
+    index, buffer = host.free_buffer(next_step(host))
     buffer.copy_(torch.as_tensor(value))
     host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
     return index
@@ -99,8 +104,8 @@ def test_flushed_window_equals_rule_p() -> None:
 def test_uncommitted_gradient_buffer_is_reused() -> None:
     """The buffer is reused after a skipped step, or after a gradient was discarded."""
     host = host_of()
-    first, _ = host.free_buffer()
-    again, _ = host.free_buffer()
+    first, _ = host.free_buffer(1)
+    again, _ = host.free_buffer(1)
     assert first == again == 0
     assert [put(host, 0.0) for _ in range(3)] == [0, 1, 2]
 
@@ -286,7 +291,7 @@ def test_clear_waits_for_running_jobs() -> None:
     assert flushed.job.done()
     assert late.done()
     assert (host.open, host.flushed) == ([], [])
-    assert host.free_buffer()[0] == 0
+    assert host.free_buffer(1)[0] == 0
     host.wait()
     host.raise_failures()
 
@@ -296,7 +301,7 @@ def test_job_waits_for_the_factors_of_its_gradients() -> None:
     host, factor = host_of(), ThreadTicket()
     scale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [factor], [torch.tensor(0.5, dtype=torch.float64)])
     for number in (1.0, scale, scale):
-        index, buffer = host.free_buffer()
+        index, buffer = host.free_buffer(next_step(host))
         buffer.fill_(1.0)
         host.commit(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))
     flushed = host.flush_window(at=0, eps=1e-8, deadline=0)

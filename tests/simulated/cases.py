@@ -65,6 +65,11 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
     "python workers": {**SELECTING, "update_interval": 2, "staleness": 1, "host_kernel": "aten"},
     "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
+    "shared": {**SELECTING, "shared_buffers": True},
+    "shared late": {
+        **SELECTING, "update_interval": 2, "staleness": 1, "select_strategy": "step", "select_interval": 2,
+        "shared_buffers": True,
+    },
 }  # fmt: skip
 """Options of the optimizer, by name: each takes other ways through the runtime."""
 
@@ -73,7 +78,7 @@ WEIGHT_SETS = {
     for name in (
         "exact", "windows", "staleness", "late every step", "no overlap", "summed", "int8", "reselect often",
         "reselect stale", "zero_offload", "twinflow", "files", "zenflow files", "max_grad_norm", "python workers",
-        "one upload buffer",
+        "one upload buffer", "shared",
     )
 } | {"weights resident": {"policy": "resident", "offload_weights": 1.0}}  # fmt: skip
 """With weights in host memory, which graphs load around their uses."""

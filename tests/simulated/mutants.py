@@ -139,6 +139,13 @@ MUTANTS = {
         HOST + "prepare", "before = self.unfinished_job",
         Case("late every step", delays="jobs late"), "before = None",
     ),
+    "gradient over an update that no forward has read": without(
+        PARAM + "IncomingGradient._send", "update.leave_buffer()",
+        Case("shared", "experts", delays="jobs late", values=False),
+    ),
+    "gradient over an upload that is being copied": without(
+        LANE, "copy.wait_on_device()", Case("shared", "experts", delays="H2D late")
+    ),
     "one upload buffer for two windows": without(
         HOST + "next_upload", "(self._next_upload + 1) % len(self.uploads)",
         Case("late every step", delays="H2D late"), "0",

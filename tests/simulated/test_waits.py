@@ -20,19 +20,41 @@ LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
 @in_simulator
 def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> None:
+    check_wait_for_reader(Case("windows"), simulator)
+
+
+@in_simulator
+def test_copy_waits_for_a_job_of_another_parameter(simulator: Simulator) -> None:
+    check_wait_for_reader(Case("shared"), simulator, of_sharer=True)
+
+
+def check_wait_for_reader(case: Case, simulator: Simulator, *, of_sharer: bool = False) -> None:
+    """A copy into a gradient buffer waits for a job that reads it.
+
+    Args:
+        of_sharer: the job is one of another parameter, which has the same memory.
+    """
     serve()
-    loop = Loop(Case("windows"), simulator.device)
+    loop = Loop(case, simulator.device)
     for step in range(6):
         loop.step(step)
-    offloaded = next(iter(loop.optimizer.engine.offloaded.values()))
+    every = loop.optimizer.engine.offloaded.values()
+    offloaded = next(each for each in every if not of_sharer or each.host.sharers[each.plan.buffer_index(6)])
     host = offloaded.host
     gate = ThreadTicket()
     state = [torch.zeros(1, 1)] * 3
     work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
     job = NativeJob(work, (gate,), (), host.native, deadline=0, step=0, param="reader", flag=host.next_flag())
     offloaded.transport.workers.submit(job)
-    index = host.next_buffer
-    host.readers[index] = job
+    index = host.plan.buffer_index(6)
+    reader, place = host, index
+    if of_sharer:
+        sharer, place = host.sharers[index][0]
+        found = sharer()
+        assert found is not None
+        reader = found
+        reader.uploading[place] = None
+    reader.readers[place] = job
     before = host.gradients[index].clone()
     loop.loss(6).backward()
     time.sleep(LATE_SECONDS)

@@ -98,6 +98,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-share", type=float, metavar="R", help="share of all parameters that stays resident, in [0, 1]"
     )
     parser.add_argument(
+        "--shared-buffers", action="store_true", default=None, help="gradient buffers share host memory"
+    )
+    parser.add_argument(
         "--offload-weights",
         type=_weights,
         metavar="B",

@@ -27,7 +27,8 @@ from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
 _OPTIONS = (
     "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm",
-    "nvme_path", "device_share", "offload_weights", "gradient_accumulation_steps",
+    "nvme_path", "device_share", "shared_buffers", "offload_weights",
+    "gradient_accumulation_steps",
 )  # fmt: skip
 
 _SCENARIO = (

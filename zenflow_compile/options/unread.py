@@ -20,7 +20,9 @@ _READERS: dict[str, tuple[str, ...]] = {
     "sub_group_size": _STREAMING,
     "update_stride": _STREAMING,
     **dict.fromkeys(_OF_FILES, ("zero_infinity", "zenflow")),
-    **dict.fromkeys(("min_offload_size", "staging_bytes", "weight_grad_order", "weight_grad_bytes"), _OFFLOADING),
+    **dict.fromkeys(
+        ("min_offload_size", "staging_bytes", "shared_buffers", "weight_grad_order", "weight_grad_bytes"), _OFFLOADING
+    ),
     **dict.fromkeys(
         (
             "topk_ratio",

@@ -6,12 +6,13 @@ A plan is made before training and never changes a placement; passes and runtime
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.dtypes import FLOAT32
+from zenflow_compile.planning.shared_buffers import Lifetime, Packing, pack
 from zenflow_compile.planning.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
@@ -237,6 +238,9 @@ class ParamPlan:
         moments: how the host stores both moments of deferred slices: ``"fp32"``, ``"bf16"``, or ``"fp8"`` with scales.
         split_master: the host stores the masters of deferred slices as the bf16 weight in the upload buffer, and the 16
             bits that complete it.
+        pool: number of the pool in which its gradient buffers share memory with those of other parameters; None: it has
+            buffers of its own.
+        in_place: the host writes an update window's new weights over the window's last gradient.
         share: set where several ranks divide an offloaded parameter; the other attributes are those of this rank's
             part.
         flat: set where several ranks divide a streamed parameter; ``shape`` is that of this rank's part.
@@ -263,6 +267,8 @@ class ParamPlan:
     compressed: bool = False
     moments: str = "fp32"
     split_master: bool = False
+    pool: int | None = None
+    in_place: bool = False
     share: Share | None = None
     flat: FlatShare | None = None
     shard: Shard | None = None
@@ -334,8 +340,34 @@ class ParamPlan:
 
     @property
     def gradient_buffers(self) -> int:
-        """Gradient buffers of the update window; one more per step of staleness, for updates not applied yet."""
-        return (1 if self.summed else self.interval) + self.staleness
+        """Gradient buffers of the update window; one more per step of staleness, for updates not applied yet.
+
+        Shared ones of a window with staleness exist two times: a window and the next are in use together.
+        """
+        of_window = 1 if self.summed else self.interval
+        return of_window + self.staleness if self.pool is None else of_window * (1 + self.staleness)
+
+    def buffer_index(self, step: int) -> int:
+        """The gradient buffer of optimizer step ``step``; of a ``summed`` window, of the one that has this step."""
+        since = step - self.phase - 1  # a window begins behind the step that flushes the last one
+        return (since // self.interval if self.summed else since) % self.gradient_buffers
+
+    @property
+    def period(self) -> int:
+        """Steps after which shared gradient buffers are in use as before."""
+        return self.interval * (1 + self.staleness)
+
+    @property
+    def lifetimes(self) -> list[Lifetime]:
+        """When each gradient buffer is in use, if it is shared: see [Note: steps of a buffer] in ``shared_buffers``."""
+        nbytes, period, window = self.buffer_bytes, self.period, self.interval
+        if self.summed:
+            # Its only gradient comes when the window is flushed, which in warm-up may be any step.
+            return [Lifetime.of(nbytes, 0, period)] * self.gradient_buffers
+        return [
+            Lifetime.of(nbytes, (self.phase + 1 + index) % period, window - index % window + self.staleness)
+            for index in range(self.gradient_buffers)
+        ]
 
     @property
     def keeps_gradient(self) -> bool:
@@ -403,6 +435,11 @@ class ParamPlan:
         return 1 + self.staleness
 
     @property
+    def upload_buffers(self) -> int:
+        """Upload buffers in host memory."""
+        return 0 if self.in_place else self.uploads
+
+    @property
     def whole_state_bytes(self) -> int:
         """State of all elements: fp32 moments, and an fp32 master if the weights are not fp32."""
         tensors = STATE_TENSORS - (self.dtype == FLOAT32)
@@ -424,11 +461,12 @@ class ParamPlan:
     def host_bytes(self) -> int:
         """Host memory: state, gradient buffers and upload buffers of the ``deferred`` slices.
 
-        State in a file is not counted: all parameters share its cache.
+        State in a file is not counted: all parameters share its cache. Nor are gradient buffers in a pool.
         """
         if not self.offloaded:
             return self.host_state_bytes
-        return self.host_state_bytes + self.uploads * self.upload_bytes + self.gradient_buffers * self.buffer_bytes
+        gradients = self.gradient_buffers * self.buffer_bytes if self.pool is None else 0
+        return self.host_state_bytes + self.upload_buffers * self.upload_bytes + gradients
 
     @property
     def device_bytes(self) -> int:
@@ -522,8 +560,13 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all parameters."""
-        return sum(param.host_bytes for param in self.params)
+        """Host memory of all parameters, with the pools of their gradient buffers."""
+        return host_bytes_of(self.params)
+
+    @property
+    def pool_bytes(self) -> int:
+        """The part of it that parameters share."""
+        return _pool_bytes(self.params)
 
     @property
     def device_bytes(self) -> int:
@@ -568,3 +611,27 @@ class Plan:
     def file_ring_bytes(self) -> int:
         """The part of ``file_window_bytes`` in which this state takes turns."""
         return self.file_window_bytes - (self.file_bytes - self.bytes_in_turn)
+
+
+def host_bytes_of(params: Sequence[ParamPlan]) -> int:
+    """Host memory of parameters, with the pools of their gradient buffers, which no other parameter may use."""
+    return sum(param.host_bytes for param in params) + _pool_bytes(params)
+
+
+def pools_of(params: Iterable[ParamPlan]) -> list[list[ParamPlan]]:
+    """Parameters whose gradient buffers share memory, pool by pool. All of a pool have one ``period``."""
+    pools: dict[int, list[ParamPlan]] = {}
+    for param in params:
+        if param.pool is not None:
+            pools.setdefault(param.pool, []).append(param)
+    return list(pools.values())
+
+
+def pool_packing(pool: Sequence[ParamPlan]) -> Packing:
+    """Where the gradient buffers of a pool are, parameter by parameter."""
+    (period,) = {param.period for param in pool}
+    return pack(tuple(each for param in pool for each in param.lifetimes), period)
+
+
+def _pool_bytes(params: Sequence[ParamPlan]) -> int:
+    return sum(pool_packing(pool).nbytes for pool in pools_of(params))

@@ -105,7 +105,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     existing = [param.whole for param in plan.params]
     planned = [
         param if spec.sharded is None else shard_of(param, spec.sharded)
-        for spec, param in zip(specs, _with_phases(existing, new), strict=True)
+        for spec, param in zip(specs, _with_shared_buffers(_with_phases(existing, new), options), strict=True)
     ]
     _check_state_forms(planned, options)
     return divide(replace(plan, params=(*plan.params, *planned)))
@@ -308,6 +308,21 @@ def _with_phases(existing: _Plans, new: _Plans) -> _Plans:
             _add_load(load, plan, phase)
             phases[plan.index] = phase
     return [replace(plan, phase=phase) if (phase := phases.get(plan.index, 0)) else plan for plan in new]
+
+
+def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
+    """Let the gradient buffers of new parameters share memory, and new weights replace gradients."""
+    if not options.shared_buffers:
+        return plans
+    # A weight in host memory stays in its upload buffer, and so does one that completes a split master. A compressed
+    # gradient is smaller than the weights.
+    keeps_uploads = options.offload_weights is not False
+    return [
+        replace(plan, pool=plans[0].index, in_place=not (keeps_uploads or plan.split_master or plan.compressed))
+        if plan.offloaded
+        else plan
+        for plan in plans
+    ]
 
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:

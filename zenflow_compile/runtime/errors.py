@@ -231,19 +231,22 @@ def less_host_memory(options: Options) -> str:
     no_host_memory = 'policy="resident", which needs no host memory'
     in_files = 'policy="zero_infinity" with nvme_path, which keeps state in files'
     smaller = ["a smaller host_window_bytes, down to the state of the largest parameter"] if options.in_files else []
+    if not options.shared_buffers and not options.adaptive:
+        smaller = ["shared_buffers=True", *smaller]
     if options.policy == "zenflow":
         interval = "max_update_interval" if options.update_interval == "auto" else "update_interval"
         fewer = (
             f"a larger topk_ratio, a smaller {interval} or a larger device_share, which move state to the device or "
             "store fewer gradients"
         )
-        remedies = [fewer, *(smaller or ['offload_device="nvme" with nvme_path, which keeps state in files'])]
+        files = [] if options.in_files else ['offload_device="nvme" with nvme_path, which keeps state in files']
+        remedies = [*smaller, fewer, *files]
     elif options.policy == "zero_infinity":
         remedies = smaller
     elif options.policy == "zero_offload":
-        remedies = ['policy="twinflow" with a ratio below 1, which keeps the others on the device', in_files]
+        remedies = [*smaller, 'policy="twinflow" with a ratio below 1, which keeps the others on the device', in_files]
     else:
-        remedies = ["a smaller ratio, which keeps more state on the device", in_files]
+        remedies = [*smaller, "a smaller ratio, which keeps more state on the device", in_files]
     return ", or ".join([*remedies, no_host_memory])
 
 

@@ -333,7 +333,7 @@ def _load_offloaded(
     device.selection = Selection.of(selected.to(torch.int32), plan.slices, engine.device)
     on_device_side, on_host_side = device.selection.selected.cpu().long(), device.selection.deferred.cpu().long()
     flushed = [at for at in entry["visible_at"].tolist() if at != NONE]
-    uploads = [host.next_upload() for _ in flushed]
+    uploads = [host.upload_to_load() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
         of_host = []
         for name, of_device in zip(_STATE, device.state(), strict=True):
@@ -348,7 +348,7 @@ def _load_offloaded(
     device.selected_at = None if selected_at == NONE else selected_at
     device.steps = int(entry["step"]) if plan.k else 0
     host.taken = int(entry["step"]) - count if plan.deferred else 0
-    _load_window(offloaded, entry, on_host_side, count)
+    _load_window(offloaded, entry, on_host_side, count, engine.step)
     if (residual := _residual(offloaded)) is not None:
         residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
     for visible_at, upload in zip(flushed, uploads, strict=True):
@@ -361,11 +361,14 @@ def _load_offloaded(
     offloaded.weights.expect(shown, flushed_at_load=flushed_at_load)
 
 
-def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: Tensor, count: int) -> None:
+def _load_window(
+    offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: Tensor, count: int, next_step: int
+) -> None:
     """Load the first ``count`` gradients of the update window, or their sum.
 
     Args:
         deferred: int64[deferred] on the host, the deferred slices.
+        next_step: number of the next optimizer step.
     """
     host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
     loaded = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
@@ -375,7 +378,8 @@ def _load_window(offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: 
             window_sum.total.copy_(in_slices(plan, entry["window_sum"].cpu())[deferred])
         return
     for place, coefficients in enumerate(loaded):
-        index, buffer = host.free_buffer()
+        # The state does not tell which steps had a gradient. As many steps ago the window was open in any case.
+        index, buffer = host.free_buffer(next_step - count + place)
         gradient = in_slices(plan, entry[f"window{place}"].cpu())[deferred]
         if plan.compressed:
             scales, values = scales_and_values(buffer)

@@ -72,9 +72,13 @@ class HostWork(Protocol):
 
     Attributes:
         flag: raised when the work is done or has failed; None if only threads can wait for it.
+        error: what made the work fail; None before the end, and after a success.
     """
 
     flag: Flag | None
+
+    @property
+    def error(self) -> BaseException | None: ...
 
     def done(self) -> bool:
         """Whether the work is done, or has failed."""
@@ -83,6 +87,18 @@ class HostWork(Protocol):
     def wait(self) -> None:
         """Block the calling thread until the work is done; raises if it failed."""
         ...
+
+
+class Users(NamedTuple):
+    """Work that still uses the memory that a copy writes.
+
+    Attributes:
+        jobs: on the host.
+        copies: of the other lane, submitted before.
+    """
+
+    jobs: list[HostWork]
+    copies: list[Ticket]
 
 
 class CopyLane(Protocol):
@@ -108,6 +124,7 @@ class CopyLane(Protocol):
         kind: str = "copy",
         after: HostWork | None = None,
         behind: Ticket | None = None,
+        users: Users | None = None,
     ) -> Ticket:
         """Copy ``source`` to ``target`` (same shape and dtype, contiguous) after the work queued on the device.
 
@@ -115,6 +132,7 @@ class CopyLane(Protocol):
             after: the work that writes ``source``. The lane waits for it: ask ``can_wait_for`` first.
             behind: a copy of the other lane, submitted before, that writes ``source`` or reads ``target``. The lane
                 waits for it, and fails this copy if that one failed. Not together with ``after``.
+            users: of ``target``. The lane waits for them, for jobs as for ``after``.
         """
         ...
 

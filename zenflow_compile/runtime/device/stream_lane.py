@@ -8,7 +8,7 @@ import time
 from torch import Tensor
 
 from zenflow_compile.native.library import COUNTER
-from zenflow_compile.runtime.device.copy_lanes import Gate, HostWork, Ticket
+from zenflow_compile.runtime.device.copy_lanes import Gate, HostWork, Ticket, Users
 from zenflow_compile.runtime.device.device import Device, Streams
 from zenflow_compile.runtime.device.stream_flags import Flag, make_flags
 from zenflow_compile.runtime.recorder import Recorder
@@ -102,6 +102,7 @@ class StreamLane:
         kind: str = "copy",
         after: HostWork | None = None,
         behind: Ticket | None = None,
+        users: Users | None = None,
     ) -> StreamTicket:
         streams, stream, timeline = self._streams, self._stream, self._recorder.timeline
         start = None if timeline is None else streams.event(timed=True)
@@ -111,9 +112,15 @@ class StreamLane:
         if after is not None and not after.done():
             assert after.flag is not None, "ask can_wait_for first"
             after.flag.wait_on(streams, stream)
+        for job in () if users is None else users.jobs:
+            if not job.done():
+                assert job.flag is not None, "ask can_wait_for first"
+                job.flag.wait_on(streams, stream)
         with streams.use(stream):
             if behind is not None:
                 behind.wait_on_device()  # the current stream is the lane's here
+            for copy in () if users is None else users.copies:
+                copy.wait_on_device()
             if start is not None:
                 start.record(stream)
             target.copy_(source, non_blocking=True)

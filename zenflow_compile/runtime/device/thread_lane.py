@@ -6,13 +6,14 @@ import ctypes
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import DONE, FAILED, PENDING, STATE
-from zenflow_compile.runtime.device.copy_lanes import CopyError, Gate, HostWork, Ticket
+from zenflow_compile.runtime.device.copy_lanes import CopyError, Gate, HostWork, Ticket, Users
 from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.recorder import Recorder
@@ -77,7 +78,7 @@ class _Copy(NamedTuple):
     step: int
     param: str
     kind: str
-    first: HostWork | Ticket | None
+    first: Sequence[HostWork | Ticket]
 
 
 class ThreadLane:
@@ -107,14 +108,17 @@ class ThreadLane:
         kind: str = "copy",
         after: HostWork | None = None,
         behind: Ticket | None = None,
+        users: Users | None = None,
     ) -> Ticket:
         assert after is None or behind is None
-        first = after if behind is None else behind
+        first = [each for each in (after, behind) if each is not None]
+        if users is not None:
+            first += (*users.jobs, *users.copies)
         # A small copy may overtake those in the queue: an earlier copy to the same place has the same size, or has
         # ended.
-        if source.nbytes <= INLINE_BYTES and (first is None or first.done()):
+        if source.nbytes <= INLINE_BYTES and all(each.done() for each in first):
             try:
-                if self._recorder.timeline is None and first is None:
+                if self._recorder.timeline is None and not first:
                     copy_without_gil(target, source)
                 else:
                     self._make(_Copy(target, source, step, param, kind, first))
@@ -133,7 +137,7 @@ class ThreadLane:
         if self._thread is not None:
             # An empty copy: the queue keeps the order, so all copies before it have ended with it.
             nothing = torch.empty(0, device="cpu")
-            self._hand_over(_Copy(nothing, nothing, 0, "", "", None)).settle()
+            self._hand_over(_Copy(nothing, nothing, 0, "", "", ())).settle()
 
     def close(self) -> None:
         """See :meth:`CopyLane.close`."""
@@ -191,8 +195,8 @@ class ThreadLane:
             _fail_all(items, error)
 
     def _make(self, copy: _Copy) -> None:
-        if copy.first is not None:
-            copy.first.wait()
+        for each in copy.first:
+            each.wait()
         timeline = self._recorder.timeline
         begin = 0 if timeline is None else time.perf_counter_ns()
         copy_without_gil(copy.target, copy.source)

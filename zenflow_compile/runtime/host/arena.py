@@ -27,11 +27,9 @@ import psutil
 import torch
 from torch import Tensor
 
+from zenflow_compile.planning.shared_buffers import ALIGNMENT_BYTES
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.host.cgroups import CGROUPS, MEMBERSHIP, groups_of
-
-ALIGNMENT_BYTES = 64
-"""A cache line, and the widest vector load of current CPUs: no two tensors share a cache line."""
 
 _TOUCH_BYTES = 64 << 20
 """Bytes per operator in ``touch_pages``: few enough pages that PyTorch does not spread them over threads."""

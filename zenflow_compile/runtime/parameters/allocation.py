@@ -42,6 +42,7 @@ from zenflow_compile.runtime.parameters.capacity import (
     upload_buffers,
     worker_cores,
 )
+from zenflow_compile.runtime.parameters.gradient_pool import allocate_pools, connect, pools_arena_bytes
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.parameters.transport import Transport
@@ -117,14 +118,17 @@ class EngineMemory:
         stores = self._file_stores(plan, [param for param in new if param.in_file], undo)
         on_host = [param for param in new if param.offloaded]
         asynchronous = self._device.streams is not None
-        arena = HostArena(
-            sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new), self._device if asynchronous else None
-        )
+        own_bytes = sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new)
+        arena = HostArena(own_bytes + pools_arena_bytes(on_host), self._device if asynchronous else None)
         workers = self.transport.workers.workers
+        pooled = allocate_pools(on_host, arena)
         hosts = {
-            param.index: HostState.allocate(param, arena, self._kernel(param), workers, stores.get(param.index))
+            param.index: HostState.allocate(
+                param, arena, self._kernel(param), workers, stores.get(param.index), pooled.get(param.index)
+            )
             for param in on_host
         }
+        connect(hosts)
         streamed = [(each, param) for each, param in zip(new, params, strict=True) if each.streamed]
         subgroups = self.streamed.make(streamed, arena)
         self._touch_first(list(hosts.values()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.plan import UPLOAD_RING, ParamPlan, Plan
+from zenflow_compile.planning.plan import UPLOAD_RING, ParamPlan, Plan, host_bytes_of
 from zenflow_compile.planning.planners import ParamSpec, extend_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
@@ -52,7 +52,7 @@ def checked_plan(
     exchange_bytes = plan.exchange_bytes
     plan = extend_plan(plan, specs_of(new), options)
     refuse_overlap(plan.params, params)
-    needed = sum(param.host_bytes for param in plan.params[allocated:])
+    needed = host_bytes_of(plan.params[allocated:])
     if exchanges:
         needed += plan.exchange_bytes - exchange_bytes
     if (needed_by_cache := nvme_cache_bytes(plan, options)) > cache_bytes:

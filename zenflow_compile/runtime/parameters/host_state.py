@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import UPDATE, HostJob, LateScale, Record, UpdateWindow
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.copy_lanes import Ticket, Users
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
@@ -81,6 +83,7 @@ class FlushedWindow:
         visible_at: number of optimizer steps after which a forward must see it.
         final: when it was flushed, for the profiler; None without a profiler.
         selection: the slices that are selected when it is applied; None: the selection stays.
+        buffer: index of the gradient buffer that is the upload; None: it is in memory of its own.
     """
 
     job: Job
@@ -89,6 +92,12 @@ class FlushedWindow:
     visible_at: int
     final: Moment | None = None
     selection: Wanted | None = None
+    buffer: int | None = None
+
+    def leave_buffer(self) -> None:
+        """Wait for the job, and move its result to memory of its own."""
+        self.job.wait()
+        self.upload, self.buffer = self.upload.clone(), None
 
 
 class WindowJob(PythonJob):
@@ -198,7 +207,7 @@ class NativeUpdate(NativeWork):
         return round(self.bytes_per_element * (self.bounds[task + 1] - self.bounds[task]))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class HostState:
     """State and upload buffers of the deferred slices, gradient buffers, and the update window, in one arena.
 
@@ -222,8 +231,9 @@ class HostState:
         ranges: the elements of each task of a job.
         native: the pool of all its jobs; None: Python's threads run them all.
         touched: ``touched_bytes`` by number of gradients.
-        readers: the job that may still read each gradient buffer.
-        next_buffer: index of the next gradient buffer (round robin).
+        readers: the job that may still read each gradient buffer, or write its upload there.
+        uploading: the copy of that upload to the device, as soon as it is queued.
+        sharers: for each gradient buffer, the buffers of other parameters that have some of its memory, in other steps.
     """
 
     plan: ParamPlan
@@ -251,20 +261,31 @@ class HostState:
     _addresses: dict[tuple[int, ...], WindowAddresses] = field(default_factory=dict)  # by upload and gradient buffers
     _bounds: Bounds | None = None
     readers: list[Job | None] = field(default_factory=list)
-    next_buffer: int = 0
+    uploading: list[Ticket | None] = field(default_factory=list)
+    sharers: list[list[tuple[weakref.ref[HostState], int]]] = field(default_factory=list)
     _next_upload: int = 0
     ranges: list[slice] = field(default_factory=list)
 
     @classmethod
     def allocate(
-        cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1, file: StateInFile | None = None
+        cls,
+        plan: ParamPlan,
+        arena: HostArena,
+        kernel: HostAdam,
+        workers: int = 1,
+        file: StateInFile | None = None,
+        gradients: list[Tensor] | None = None,
     ) -> HostState:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it.
 
         Args:
             file: of state that is in one.
+            gradients: the gradient buffers that it shares; None: it has its own.
         """
         assert (file is not None) == plan.in_file
+        assert (gradients is not None) == (plan.pool is not None)
+        if gradients is None:
+            gradients = [arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)]
         block = (plan.deferred, plan.length)
         form = StateForm.of(plan)
         unit = CUT_ELEMENTS if form.plain and not plan.compressed else plan.length  # others are cut between slices
@@ -275,11 +296,13 @@ class HostState:
             store=store,
             in_memory=None if plan.in_file else store.state(),
             file=file,
-            gradients=[arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)],
-            uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
+            gradients=gradients,
+            uploads=[arena.take(block, plan.dtype) for _ in range(plan.upload_buffers)],
             kernel=kernel,
             workers=workers,
             readers=[None] * plan.gradient_buffers,
+            uploading=[None] * plan.gradient_buffers,
+            sharers=[[] for _ in gradients],
             ranges=task_ranges(plan.deferred * plan.length, workers, unit),
         )
 
@@ -287,9 +310,9 @@ class HostState:
     def arena_bytes(plan: ParamPlan) -> int:
         """Bytes that ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.deferred, plan.length)
-        gradients = [(plan.buffer_shape, plan.buffer_dtype)] * plan.gradient_buffers
+        gradients = [(plan.buffer_shape, plan.buffer_dtype)] * (plan.gradient_buffers if plan.pool is None else 0)
         state = 0 if plan.in_file else InMemoryState.arena_bytes(plan)
-        return state + carved_bytes(gradients + [(block, plan.dtype)] * plan.uploads)
+        return state + carved_bytes(gradients + [(block, plan.dtype)] * plan.upload_buffers)
 
     def touch(self, worker: int) -> None:
         """Make the pages that worker ``worker`` will serve resident, near the calling thread's core."""
@@ -303,18 +326,57 @@ class HostState:
 
     # The update window.
 
-    def free_buffer(self) -> tuple[int, Tensor]:
-        """The next gradient buffer, of the plan's ``buffer_shape``; waits for the job that still reads it."""
-        index = self.next_buffer
-        if (reader := self.readers[index]) is not None:
-            reader.wait()
-            self.readers[index] = None
+    def users_of(self, index: int) -> tuple[Users, list[FlushedWindow]]:
+        """What uses the memory of a gradient buffer, before a gradient is copied there.
+
+        Returns:
+            Jobs and copies that the copy must wait for, and updates that lie there and must leave first: no copy to the
+            device has been queued, because no forward since the flush has read the parameter.
+
+        Raises:
+            RuntimeError: a gradient of an open update window lies there.
+        """
+        users, updates = Users([], []), list[FlushedWindow]()
+        self._add_users(index, users, updates)
+        for sharer, other in self.sharers[index]:
+            if (host := sharer()) is not None:
+                host._add_users(other, users, updates)
+        return users, updates
+
+    def _add_users(self, index: int, users: Users, updates: list[FlushedWindow]) -> None:
+        for buffer in self.open:
+            if buffer.index == index:
+                raise RuntimeError(
+                    f"a gradient would be written over one of {self.plan.name} that waits in an update window; this is "
+                    "an error of zenflow-compile: please report it, and pass shared_buffers=False meanwhile"
+                )
+        job, copy = self.readers[index], self.uploading[index]
+        if copy is not None:  # it waits for the job
+            if not copy.done():
+                users.copies.append(copy)
+        elif update := [window for window in self.flushed if window.buffer == index]:
+            updates += update
+        elif job is not None:
+            if job.succeeded:
+                self.readers[index] = None
+            else:
+                users.jobs.append(job)
+
+    def free_buffer(self, step: int) -> tuple[int, Tensor]:
+        """The gradient buffer of optimizer step ``step``, of the plan's ``buffer_shape``; waits until it is free."""
+        index = self.plan.buffer_index(step)
+        users, updates = self.users_of(index)
+        for update in updates:
+            update.leave_buffer()
+        for job in users.jobs:
+            job.wait()
+        for copy in users.copies:
+            copy.wait()
         return index, self.gradients[index]
 
     def commit(self, buffer: GradientBuffer) -> None:
         """Add a final gradient to the update window."""
         self.open.append(buffer)
-        self.next_buffer = (buffer.index + 1) % len(self.gradients)
 
     def flush_window(self, *, at: int, eps: float, deadline: int) -> FlushedWindow:
         """Flush the update window, which must hold a gradient; the job is not submitted yet.
@@ -324,7 +386,9 @@ class HostState:
         """
         buffers, self.open = self.open, []
         self.taken += len(buffers)
-        weights, upload = self.master_weights, self.next_upload()
+        place = buffers[-1].index if self.plan.in_place else None
+        weights = self.master_weights  # before the next upload buffer is handed out
+        upload = self.next_upload() if place is None else self.gradients[place]
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
@@ -336,8 +400,8 @@ class HostState:
         job = self._window_job(buffers, weights, upload, inputs, needs, deadline=deadline, step=at, eps=eps)
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
-            self.readers[buffer.index] = job
-        window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
+            self.readers[buffer.index], self.uploading[buffer.index] = job, None
+        window = FlushedWindow(job, upload, at, visible_at=at + 1 + self.plan.staleness, buffer=place)
         self.flushed.append(window)
         self.last_job = job
         if self.file is not None:
@@ -446,6 +510,18 @@ class HostState:
         index, self._next_upload = self._next_upload, (self._next_upload + 1) % len(self.uploads)
         return self.uploads[index]
 
+    def upload_to_load(self) -> Tensor:
+        """An upload buffer for an update of a state that is loaded."""
+        if not self.plan.in_place:
+            return self.next_upload()
+        # The gradient buffer that it was in is not known, and the update is applied within a step.
+        return torch.empty((self.plan.deferred, self.plan.length), dtype=self.plan.dtype, device="cpu")
+
+    def note_upload(self, window: FlushedWindow, copy: Ticket | None) -> None:
+        """Note the copy of a flushed window's upload to the device, which is queued. None: it is not."""
+        if window.buffer is not None:
+            self.uploading[window.buffer] = copy
+
     def free_upload(self) -> Tensor | None:
         """An upload buffer in which no update is on its way; None if there is one in each."""
         count, last = len(self.uploads), self._next_upload
@@ -499,8 +575,7 @@ class HostState:
             job.settle()
         self.drop_window()
         self.flushed, self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], [], None, None, None
-        self.readers = [None] * len(self.gradients)
-        self.next_buffer = 0
+        self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
 
     def forget_ended(self) -> None:
         """Forget jobs and copies, which refer to device memory. All of them have ended without a failure."""
@@ -508,7 +583,7 @@ class HostState:
             job.settle()  # a job that is done may have tasks that still look at their memory
         self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], None, None, None
         self.applied = None
-        self.readers = [None] * len(self.gradients)
+        self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
         self._addresses.clear()  # they keep the numbers of the first window that had each
 
     def wait(self) -> None:

@@ -327,17 +327,20 @@ class IncomingGradient(ShownGradient):
 
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         host, transport = self.host, self.transport
-        index = host.next_buffer
-        reader = host.readers[index]  # the job of an earlier update window
+        step, name = transport.recorder.step, self.plan.name
+        index = self.plan.buffer_index(step)
+        users, updates = host.users_of(index)  # the job of an earlier update window, and those of sharers
         # A lane that can wait for its flag does, and not this thread, which is ahead of the device. That is no
         # deadlock: the job needs only copies that were submitted before.
-        if reader is not None and (reader.flag is None or reader.error is not None):
-            if not reader.succeeded:
-                with transport.recorder.stall(True, param=self.plan.name, on_host=True):
-                    reader.wait()
-            host.readers[index] = reader = None
-        step, name = transport.recorder.step, self.plan.name
-        return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name, after=reader)
+        waited = [job for job in users.jobs if job.flag is None or job.error is not None]
+        if updates or waited:
+            with transport.recorder.stall(True, param=name, on_host=True):
+                for update in updates:
+                    update.leave_buffer()
+                for job in waited:
+                    job.wait()
+                    users.jobs.remove(job)
+        return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name, users=users)
 
     def _send_pending(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
         """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""
@@ -350,7 +353,10 @@ class IncomingGradient(ShownGradient):
 
     def _release_parts(self) -> None:
         """Forget the parts of a gradient. Its buffer was never committed, so the next step's copy uses it again."""
-        # The copy may still run: the lane makes the next one into the same gradient buffer behind it.
+        # The copy may still run: the lane makes the next one into the same gradient buffer behind it. But a small copy
+        # into a buffer that shares its memory may overtake it in the lane's queue.
+        if self._copy is not None and self.plan.pool is not None:
+            self._copy[1].settle()
         self._copy = None
         if self.pending is not None:
             self.pending.gradient = None
@@ -501,6 +507,7 @@ class OffloadedParam(IncomingGradient):
             if self._copy is not None:
                 index, ticket = self._copy
                 self.host.commit(GradientBuffer(index, coefficients, ticket))
+                self._copy = None
             elif self.pending is not None and self.pending.gradient is not None:
                 self._send_pending(self.pending, self.pending.finalize(coefficients))
         if (record := self.record) is not None:
@@ -508,9 +515,8 @@ class OffloadedParam(IncomingGradient):
         if self.arrival is not Arrival.IN_PIECES:
             whole = record is not None and record.contributions == 1 and not self.uses_unknown
             self.arrival = Arrival.WHOLE if whole else Arrival.UNKNOWN
-        if self._staged is not None or self.pending is not None:
+        if self._staged is not None or self._copy is not None or self.pending is not None:
             self._release_parts()
-        self._copy = None
 
     # 5. Flush.
 
@@ -593,9 +599,11 @@ class OffloadedParam(IncomingGradient):
             ticket = transport.to_device.submit(
                 buffer.tensor, window.upload, step=transport.recorder.step, param=self.plan.name, after=job
             )
+            self.host.note_upload(window, ticket)
             upload = Upload(window, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
+            self.host.note_upload(window, None)
             raise
         self.upload, buffer.in_use = upload, True
         return True
