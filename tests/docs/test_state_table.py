@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,27 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "state.md"
+BUFFERS = ((False, False), (True, False), (True, 1.0))  # shared_buffers, offload_weights
 
 
-def bytes_per_element(policy: str, state_dtype: str, split_master: bool) -> float:
-    options = Options(policy=policy, device_share=0.0, state_dtype=state_dtype, split_master=split_master)
-    plan = make_plan([ParamSpec("w", (4096, 4096), torch.bfloat16)], options)
-    return plan.host_bytes / plan.params[0].deferred_numel
+def bytes_per_element(**options: object) -> float:
+    specs = [ParamSpec(f"w{number}", (4096, 4096), torch.bfloat16) for number in range(16)]
+    plan = make_plan(specs, Options.from_keywords(device_share=0.0, **options))
+    return plan.host_bytes / sum(param.deferred_numel for param in plan.params)
 
 
 def test_guide_has_the_planned_bytes() -> None:
-    rows = [line.split(" | ") for line in GUIDE.read_text().splitlines() if line.startswith('| `"')]
+    rows = [line.strip("| ").split(" | ") for line in GUIDE.read_text().splitlines() if line.startswith('| `"')]
     assert len(rows) == 6
-    for form, _, _, zenflow, zero_offload, _ in rows:
-        state_dtype, split_master = form.removeprefix("| ").replace("`", "").split(", ")
-        for policy, said in (("zenflow", zenflow), ("zero_offload", zero_offload)):
-            found = bytes_per_element(policy, state_dtype.strip('"'), split_master == "True")
-            assert float(said) == pytest.approx(found, abs=0.005)
+    for form, *cells in rows:
+        state_dtype, split_master = form.replace("`", "").split(", ")
+        columns = product(("zenflow", "zero_offload"), BUFFERS)
+        for cell, (policy, (shared_buffers, offload_weights)) in zip(cells, columns, strict=True):
+            found = bytes_per_element(
+                policy=policy,
+                state_dtype=state_dtype.strip('"'),
+                split_master=split_master == "True",
+                shared_buffers=shared_buffers,
+                offload_weights=offload_weights,
+            )
+            assert float(cell) == pytest.approx(found, abs=0.005)

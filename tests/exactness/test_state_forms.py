@@ -33,6 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "summed": {"accumulate_on_device": True},
     "int8 gradients": {"gradient_compression": "int8", "update_interval": 2},
     "files": {"offload_device": "nvme", "update_interval": 2, "select_strategy": "step", "select_interval": 2},
+    "shared": {"shared_buffers": True, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
     "python workers": {"update_interval": 2, "topk_ratio": 0.25, "host_kernel": "aten"},
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {

@@ -91,6 +91,10 @@ STATE_SETS = {
         "zenflow files", "python workers",
     )
 } | {
+    "bytes shared": {**OPTION_SETS["reselect stale"], **_ROUNDED, "shared_buffers": True},
+    "bytes shared in place": {
+        **OPTION_SETS["windows"], **_ROUNDED, "shared_buffers": True, "split_master": False, "state_dtype": "bf16",
+    },
     "bytes bf16": {**OPTION_SETS["reselect often"], **_ROUNDED, "state_dtype": "bf16"},
     "bytes of weights": {**OPTION_SETS["reselect stale"], **_ROUNDED, "offload_weights": 1.0},
 }  # fmt: skip
