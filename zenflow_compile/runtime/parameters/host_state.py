@@ -337,30 +337,29 @@ class HostState:
             RuntimeError: a gradient of an open update window lies there.
         """
         users, updates = Users([], []), list[FlushedWindow]()
-        self._add_users(index, users, updates)
+        places = [(self, index)]
         for sharer, other in self.sharers[index]:
-            if (host := sharer()) is not None:
-                host._add_users(other, users, updates)
+            if (living := sharer()) is not None:
+                places.append((living, other))
+        for host, number in places:
+            for buffer in host.open:
+                if buffer.index == number:
+                    raise RuntimeError(
+                        f"a gradient would be written over one of {host.plan.name} that waits in an update window; "
+                        "this is an error of zenflow-compile: please report it, and pass shared_buffers=False meanwhile"
+                    )
+            job, copy = host.readers[number], host.uploading[number]
+            if copy is not None:  # it waits for the job
+                if not copy.done():
+                    users.copies.append(copy)
+            elif update := [window for window in host.flushed if window.buffer == number]:
+                updates += update
+            elif job is not None:
+                if job.succeeded:
+                    host.readers[number] = None
+                else:
+                    users.jobs.append(job)
         return users, updates
-
-    def _add_users(self, index: int, users: Users, updates: list[FlushedWindow]) -> None:
-        for buffer in self.open:
-            if buffer.index == index:
-                raise RuntimeError(
-                    f"a gradient would be written over one of {self.plan.name} that waits in an update window; this is "
-                    "an error of zenflow-compile: please report it, and pass shared_buffers=False meanwhile"
-                )
-        job, copy = self.readers[index], self.uploading[index]
-        if copy is not None:  # it waits for the job
-            if not copy.done():
-                users.copies.append(copy)
-        elif update := [window for window in self.flushed if window.buffer == index]:
-            updates += update
-        elif job is not None:
-            if job.succeeded:
-                self.readers[index] = None
-            else:
-                users.jobs.append(job)
 
     def free_buffer(self, step: int) -> tuple[int, Tensor]:
         """The gradient buffer of optimizer step ``step``, of the plan's ``buffer_shape``; waits until it is free."""
@@ -387,7 +386,8 @@ class HostState:
         buffers, self.open = self.open, []
         self.taken += len(buffers)
         place = buffers[-1].index if self.plan.in_place else None
-        weights = self.master_weights  # before the next upload buffer is handed out
+        # ``master_weights``, before the next upload buffer is handed out.
+        weights = self.uploads[self._next_upload - 1] if self.form.split else None
         upload = self.next_upload() if place is None else self.gradients[place]
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:

@@ -599,7 +599,8 @@ class OffloadedParam(IncomingGradient):
             ticket = transport.to_device.submit(
                 buffer.tensor, window.upload, step=transport.recorder.step, param=self.plan.name, after=job
             )
-            self.host.note_upload(window, ticket)
+            if window.buffer is not None:
+                self.host.note_upload(window, ticket)
             upload = Upload(window, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free

@@ -94,7 +94,8 @@ class UploadScheduler:
         if windows := offloaded.due(now):
             self._prefetch(now)
             self.apply(offloaded, windows)
-        offloaded.receive_weights()
+        if offloaded.arriving is not None:
+            offloaded.receive_weights()
         if offloaded.weights.counter.shared:
             # A later update of a sharer would move the version of these weights after a graph has saved them, and the
             # backward of that graph would raise.
