@@ -233,6 +233,7 @@ class HostState:
         touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer, or write its upload there.
         uploading: the copy of that upload to the device, as soon as it is queued.
+        indices: of the gradient buffers of optimizer steps, which repeat after so many steps.
         sharers: for each gradient buffer, the buffers of other parameters that have some of its memory, in other steps.
     """
 
@@ -262,6 +263,7 @@ class HostState:
     _bounds: Bounds | None = None
     readers: list[Job | None] = field(default_factory=list)
     uploading: list[Ticket | None] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     sharers: list[list[tuple[weakref.ref[HostState], int]]] = field(default_factory=list)
     _next_upload: int = 0
     ranges: list[slice] = field(default_factory=list)
@@ -302,6 +304,7 @@ class HostState:
             workers=workers,
             readers=[None] * plan.gradient_buffers,
             uploading=[None] * plan.gradient_buffers,
+            indices=[plan.buffer_index(step) for step in range(plan.interval * plan.gradient_buffers)],
             sharers=[[] for _ in gradients],
             ranges=task_ranges(plan.deferred * plan.length, workers, unit),
         )
@@ -363,7 +366,7 @@ class HostState:
 
     def free_buffer(self, step: int) -> tuple[int, Tensor]:
         """The gradient buffer of optimizer step ``step``, of the plan's ``buffer_shape``; waits until it is free."""
-        index = self.plan.buffer_index(step)
+        index = self.indices[step % len(self.indices)]
         users, updates = self.users_of(index)
         for update in updates:
             update.leave_buffer()

@@ -328,7 +328,7 @@ class IncomingGradient(ShownGradient):
     def _send(self, block: Tensor) -> tuple[int, Ticket]:
         host, transport = self.host, self.transport
         step, name = transport.recorder.step, self.plan.name
-        index = self.plan.buffer_index(step)
+        index = host.indices[step % len(host.indices)]
         users, updates = host.users_of(index)  # the job of an earlier update window, and those of sharers
         # A lane that can wait for its flag does, and not this thread, which is ahead of the device. That is no
         # deadlock: the job needs only copies that were submitted before.
