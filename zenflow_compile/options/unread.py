@@ -13,7 +13,7 @@ _STREAMING = ("deep_optimizer_states", "zenflow")
 _OF_FILES = ("nvme_path", "host_window_bytes")
 
 _READERS: dict[str, tuple[str, ...]] = {
-    "tokens_per_step": ("auto",),
+    **dict.fromkeys(("tokens_per_step", "fill_device"), ("auto",)),
     "offload_device": ("zero_infinity", "zenflow"),
     "ratio": ("twinflow", "deep_optimizer_states"),
     "sub_group_size": _STREAMING,
@@ -43,6 +43,11 @@ _READERS: dict[str, tuple[str, ...]] = {
 }
 """The policies that read an option. Every policy reads the options that are not listed. ``"auto"`` may choose any
 policy, and is listed only where no other reads the option."""
+
+
+def reads(policy: str, name: str) -> bool:
+    """Whether ``policy`` reads an option, with state in files where it can have it there."""
+    return name not in _READERS or policy in _READERS[name]
 
 
 def readers(name: str) -> str:
@@ -75,4 +80,4 @@ def warn_of_unread(options: Options) -> None:
 
 
 def _reads(options: Options, name: str) -> bool:
-    return options.policy in _READERS[name] and (name not in _OF_FILES or options.in_files)
+    return reads(options.policy, name) and (name not in _OF_FILES or options.in_files)
