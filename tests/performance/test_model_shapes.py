@@ -160,7 +160,7 @@ def test_invalid_size_is_refused(value: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [LLAMA | {"model_type": "mixtral"}, {}, []], ids=str)
 def test_other_model_types_are_refused(config: object, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model_type=.* must be one of llama, mistral, qwen2, gpt2"):
+    with pytest.raises(ValueError, match=r"model_type=.* must be one of llama, mistral, qwen2, qwen3, gpt2"):
         from_config(written(tmp_path, config))
 
 

@@ -139,17 +139,19 @@ class Search:
         for place in range(len(self.dimensions[0])):
             choice = (place, *(0 for _ in self.dimensions[1:]))
             if (candidate := self.candidate(choice)) is not None:
-                yield self._smaller(choice, candidate)
+                yield self._smaller(choice, candidate, 0)
 
     def neighbors(self, choice: Choice) -> Iterator[Choice]:
-        """Choices that differ in one dimension: in any place, else in the next alternative."""
-        for place in range(len(self.dimensions[0])):
-            if place != choice[0]:
-                yield (place, *choice[1:])
-        for number, found in enumerate(self.dimensions[1:], start=1):
-            for index in (choice[number] - 1, choice[number] + 1):
-                if 0 <= index < len(found):
-                    yield (*choice[:number], index, *choice[number + 1 :])
+        """Choices that differ in one dimension: in any place, else in the next alternative.
+
+        One that does not fit also differs in other dimensions, which make it smaller.
+        """
+        for number, found in enumerate(self.dimensions):
+            near = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
+            for index in near:
+                other = (*choice[:number], index, *choice[number + 1 :])
+                if index in range(len(found)) and (candidate := self.candidate(other)) is not None:
+                    yield self._smaller(other, candidate, number)
 
     def candidate(self, choice: Choice) -> Candidate | None:
         """The memory of a choice; None for options that exclude each other, or have no effect together."""
@@ -237,13 +239,16 @@ class Search:
             return None
         return resolve_stride(options, scenario.hardware, scenario.model.params)
 
-    def _smaller(self, choice: Choice, candidate: Candidate) -> Choice:
-        """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another."""
+    def _smaller(self, choice: Choice, candidate: Candidate, fixed: int) -> Choice:
+        """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
+
+        The place and the dimension ``fixed`` stay.
+        """
         before = None
         while candidate.missing and candidate.missing != before:
             before = candidate.missing
             for number, found in enumerate(self.dimensions[1:], start=1):
-                for index in range(len(found)):
+                for index in range(len(found)) if number != fixed and candidate.missing else ():
                     other = (*choice[:number], index, *choice[number + 1 :])
                     changed_one = self.candidate(other)
                     if changed_one is not None and changed_one.missing < candidate.missing:
