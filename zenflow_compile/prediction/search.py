@@ -28,6 +28,9 @@ Memory = Callable[[Forecast], tuple[int, int]]
 ALIKE = 0.04
 """Difference of memory, as a share of the frontier's largest, below which a plan is not shown next to another one."""
 
+NEAR = 1.25
+"""The fastest plan is searched from those whose step takes at most so many times as long as the fastest known one."""
+
 _PLACES: Dimension = (
     {"policy": "resident"},
     {"policy": "twinflow"},
@@ -188,7 +191,7 @@ class Search:
         return min(self._candidates.values(), key=lambda each: each.missing)
 
     def fastest(self) -> Forecast | None:
-        """The fastest plan that fits, from the fastest neighbor to the next; None if none fits.
+        """The fastest plan that fits, found by the neighbors of the fastest ones; None if none fits.
 
         The first plan in which the device does not wait is good enough.
         """
@@ -198,12 +201,14 @@ class Search:
                 return found
         explored: set[str] = set()
         while self._found:
-            key, (choice, best) = min(self._found.items(), key=lambda item: item[1][1].step_s)
-            if key in explored or _is_free(best):
+            best = min(self.forecasts, key=lambda each: each.step_s)
+            near = {key for key, (_, found) in self._found.items() if found.step_s <= NEAR * best.step_s} - explored
+            if not near or _is_free(best):
                 return best
-            explored.add(key)
-            for neighbor in self.neighbors(choice):
-                self.simulate(neighbor)
+            explored |= near
+            for key in sorted(near):
+                for neighbor in self.neighbors(self._found[key][0]):
+                    self.simulate(neighbor)
         return None
 
     def explore(self) -> list[Forecast]:
