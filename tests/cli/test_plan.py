@@ -154,7 +154,7 @@ def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkey
     text = capsys.readouterr().out
     assert "twinflow 0.35" in text
     assert re.search(r"deep_optimizer_states\s+0\.35, none", text)
-    assert re.search(r"zenflow, device filled\s+[\d.]+ GB", text)
+    assert re.search(r"zenflow, more residents\s+[\d.]+ GB", text)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
 

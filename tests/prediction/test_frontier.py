@@ -134,6 +134,27 @@ def test_given_residents_are_not_searched() -> None:
     assert [each for found in both for each in found if "device_share" in each] == [{"device_share": 0.5}]
 
 
+def test_stride_that_streams_nothing_is_no_plan() -> None:
+    """A host that is far faster than the link updates everything itself."""
+    search = Search(scenario(Options(), machine(adam_per_core=1e9), layers(8), policy="zenflow"))
+    simplest = [0] * len(search.dimensions)
+    assert search.candidate(tuple(simplest)) is not None
+    simplest[next(number for number, each in enumerate(search.dimensions) if {"update_stride": "auto"} in each)] = 1
+    assert search.candidate(tuple(simplest)) is None
+
+
+def test_chain_begins_with_the_least_memory_that_is_as_fast() -> None:
+    """Hardly slower plans count as equally fast; of what needs hardly less memory, only the last one is shown."""
+
+    def plan(size: int, step: float) -> Forecast:
+        return replace(some, needs=replace(some.needs, device={"weights": size}), step_s=step)
+
+    some = only_residents().device[0]
+    plans = [plan(500, 100.0), plan(300, 100.9), plan(200, 102.0), plan(195, 103.0), plan(250, 104.0), plan(189, 110.0)]
+    sizes = [each.device_bytes for each in chain(plans, device_first)]
+    assert sizes == [300, 200, 189]
+
+
 def test_exact_plans_give_adamw() -> None:
     found = frontier(asked(), exact=True)
     assert found.points

@@ -193,7 +193,8 @@ class Search:
     def fastest(self) -> Forecast | None:
         """The fastest plan that fits, found by the neighbors of the fastest ones; None if none fits.
 
-        The first plan in which the device does not wait is good enough.
+        The first plan in which the device does not wait is good enough. Of plans that are hardly slower, the one that
+        is nearest to AdamW is taken.
         """
         for choice in self.starts():
             found = self.simulate(choice)
@@ -204,7 +205,7 @@ class Search:
             best = min(self.forecasts, key=lambda each: each.step_s)
             near = {key for key, (_, found) in self._found.items() if found.step_s <= NEAR * best.step_s} - explored
             if not near or _is_free(best):
-                return best
+                return min(as_fast(self.forecasts), key=_departure)
             explored |= near
             for key in sorted(near):
                 for neighbor in self.neighbors(self._found[key][0]):
@@ -242,7 +243,10 @@ class Search:
             return None
         if (options.accumulate_on_device and options.longest_window == 1) or (self.exact and departures(options)):
             return None
-        return resolve_stride(options, scenario.hardware, scenario.model.params)
+        resolved = resolve_stride(options, scenario.hardware, scenario.model.params)
+        # Every subgroup has a parameter at least: such a stride streams nothing, as None does.
+        nothing = resolved.stride is not None and resolved.stride > len(scenario.model.params)
+        return None if nothing else resolved
 
     def _smaller(self, choice: Choice, candidate: Candidate, fixed: int) -> Choice:
         """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
@@ -273,8 +277,19 @@ def _is_free(found: Forecast) -> bool:
     return found.stall_s <= WORTH_IT * found.step_s
 
 
+def _departure(found: Forecast) -> tuple[int, int, float]:
+    """Number of departures from AdamW and length of an update window, then the time of a step."""
+    return len(found.departures), Options.from_keywords(**found.options).longest_window, found.step_s
+
+
 def _key(options: Options) -> str:
     return repr(changed(options))
+
+
+def as_fast(forecasts: Collection[Forecast]) -> list[Forecast]:
+    """Those that are as fast as the fastest one, but for ``WORTH_IT``."""
+    fastest = min(each.step_s for each in forecasts)
+    return [each for each in forecasts if each.step_s * (1 - WORTH_IT) <= fastest]
 
 
 def chain(forecasts: Collection[Forecast], memory: Memory) -> list[Forecast]:
@@ -288,9 +303,7 @@ def chain(forecasts: Collection[Forecast], memory: Memory) -> list[Forecast]:
     """
     if not forecasts:
         return []
-    fastest = min(each.step_s for each in forecasts)
-    as_fast = [each for each in forecasts if each.step_s * (1 - WORTH_IT) <= fastest]
-    first = min(as_fast, key=lambda each: (*memory(each), each.step_s))
+    first = min(as_fast(forecasts), key=lambda each: (*memory(each), each.step_s))
     last = min(forecasts, key=lambda each: (memory(each)[0], each.step_s, memory(each)[1]))
     kept = [first]
     for each in sorted(forecasts, key=lambda each: (each.step_s, *memory(each))):
