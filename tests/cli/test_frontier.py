@@ -16,7 +16,7 @@ from zenflow_compile.performance import model_catalog
 
 # Few plans: what is given is not searched.
 SMALL = ["plan", "--params", "1e8", "--hardware", "rtx-4090", "--tokens", "1024", "--sequence", "1024"]
-SMALL += ["--device-memory", "2.5GB", "--host-memory", "1.6GB"]
+SMALL += ["--device-memory", "1.9GB", "--host-memory", "1.6GB"]
 FRONTIER = [*SMALL, "--frontier", "--policy", "zenflow", "--update-interval", "1", "--topk-ratio", "0.1"]
 MODELS = ["plan", "--models", "--hardware", "rtx-4090", "--tokens", "1024"]
 
@@ -74,12 +74,12 @@ def test_each_gb_less_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
             less = sum(before["needs"][memory].values()) - sum(after["needs"][memory].values())
             assert f"{1e12 * (after['step_s'] - before['step_s']) / less:.0f}" in cells
             checked += 1
-    assert checked
+    assert checked > 5
 
 
 def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for each in answer(FRONTIER, capsys)["points"]:
-        given = {"device_bytes": 2.5e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
+        given = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
         (again,) = zf.plan(1e8, "rtx-4090", **given, **each["options"])["policies"]
         assert again["fits"]
         assert (again["step_s"], again["needs"]) == (each["step_s"], each["needs"])

@@ -163,9 +163,9 @@ def test_exact_plans_give_adamw() -> None:
 
 
 def test_fit_is_the_fastest_plan() -> None:
-    best = fit(asked()).best
+    best = fit(asked(TIGHT)).best
     assert best is not None
-    fastest = whole().fastest
+    fastest = whole(tight=True).fastest
     assert fastest is not None
     assert best.step_s <= fastest.step_s * (1 + WORTH_IT)
 
