@@ -58,7 +58,9 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
         ({"update_stride": None}, {"update_stride": "auto"}),
         ({"offload_weights": False}, *({"offload_weights": share} for share in (0.5, 1.0))),
         tuple({"topk_ratio": ratio} for ratio in (0.1, 0.05, 0.02)),
-        tuple({"update_interval": steps} for steps in (1, 2, 4)),  # longer ones cost too much loss (docs/convergence.md)
+        tuple(
+            {"update_interval": steps} for steps in (1, 2, 4)
+        ),  # longer ones cost too much loss (docs/convergence.md)
         ({"gradient_compression": None}, {"gradient_compression": "int8"}),
         ({"accumulate_on_device": False}, {"accumulate_on_device": True}),
         ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),
