@@ -360,7 +360,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--model", "llama2-7b", "--hardware", "h20"], 'did you mean "h200"'),
         (["--model", "missing/config.json", "--hardware", "h200"], "missing/config.json"),
         (["--config", "nowhere.json", "--hardware", "h200"], "nowhere.json"),
-        (["--hardware", "h200"], "one of the arguments --model --params --config is required"),
+        (["--hardware", "h200"], "one of the arguments --model --params --config --models is required"),
         (["--params", "1e8"], "one of the arguments --hardware --doctor-json is required"),
         (["--params", "-1", "--hardware", "h200"], "--params=-1.0 must be a finite number > 0"),
         (["--params", "1e8", "--hardware", "measured", "--flops", "0"], r"--flops=0\.0 must be a finite"),
