@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import ROOT, option_parser, write_results
-from benchmarks.published import deep_optimizer_states, zenflow
+from benchmarks.published import deep_optimizer_states, weight_streaming, zenflow
 from benchmarks.published.claim import Claim
 
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -26,7 +26,7 @@ _COLUMNS = ("claim", "where", "published", "their rates", "ours", "deviation", "
 
 def claims() -> list[Claim]:
     """All claims, paper by paper."""
-    return [*deep_optimizer_states.claims(), *zenflow.claims()]
+    return [*deep_optimizer_states.claims(), *zenflow.claims(), *weight_streaming.claims()]
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:

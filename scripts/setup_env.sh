@@ -97,5 +97,5 @@ separate_broken_torchvision() {
 constraints="$venv/torch-constraint.txt"
 "$venv/bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
 say "installing zenflow-compile and its dependencies for $(cat "$constraints")"
-"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,docs,hf,integrations]'
+"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,docs,hf,integrations,plots]'
 separate_broken_torchvision

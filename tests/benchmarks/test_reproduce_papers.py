@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reproduce_papers
-from benchmarks.published import deep_optimizer_states, zenflow
+from benchmarks.published import deep_optimizer_states, weight_streaming, zenflow
 from benchmarks.published.claim import Claim
 from benchmarks.published.testbeds import (
     H100,
@@ -60,7 +60,15 @@ def test_every_number_has_its_sources() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [*(f"Figure {number}" for number in (7, 8, 10, 11, 14, 16, 17)), "abstract", "Llama-2-7B on", "corebinding"],
+    [
+        *(f"Figure {number}" for number in (7, 8, 10, 11, 14, 16, 17)),
+        "abstract",
+        "Llama-2-7B on",
+        "corebinding",
+        "MegaTrain (",
+        "MegaTrain at",
+        "DGX-2",
+    ],
 )
 def test_every_place_has_rows(place: str) -> None:
     assert [each for each in found() if place in each.where]
@@ -79,6 +87,9 @@ def test_every_place_has_rows(place: str) -> None:
         ("what 13B moves", 52.0),
         ("at 32 GB/s", 1.625),
         ("column norms", 5875),
+        ("512 V100", 37.5),
+        ("host memory per billion", 16.0),
+        ("one H200 with 1.5 TB", 93.75),
     ],
 )
 def test_rows_of_plain_arithmetic(text: str, predicted: float) -> None:
@@ -140,7 +151,16 @@ def test_faster_disk_brings_zero_infinity_closer() -> None:
     a100 = hardware("4xa100-40g-pcie4")
     faster = replace(a100, disk_read=10 * 6.4e9, disk_write=10 * 4.0e9)
     (infinity,) = (each for each in zenflow.claims(faster) if "ZeRO-Infinity" in each.claim)
-    assert infinity.predicted < 0.5 * named("ZeRO-Infinity").predicted
+    assert infinity.predicted < 0.5 * named("over ZeRO-Infinity").predicted
+
+
+def test_weight_streaming_follows_the_hardware() -> None:
+    """A device with half the speed trains at half the rate, as long as loads and updates are hidden."""
+    gh200 = hardware("gh200")
+    slower = weight_streaming.claims(replace(gh200, device_flops=gh200.device_flops / 2))
+    (before,) = (each for each in found() if each.where.startswith("MegaTrain (") and each.claim == "model FLOP/s")
+    (after,) = (each for each in slower if each.where == before.where and each.claim == before.claim)
+    assert 0.5 <= after.predicted / before.predicted < 0.55
 
 
 def test_part_of_a_node_keeps_each_devices_share() -> None:

@@ -150,11 +150,11 @@ def test_nodes_must_be_connected(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     given = ["--ratio", "0.35", "--update-stride", "12345", "--sub-group-size", "1000", "--epoch-tokens", "1e9"]
-    assert main.main([*SMALL, *given, "--device-bytes", "1e12"]) == 0
+    assert main.main([*SMALL, *given, "--device-memory", "1e12"]) == 0
     text = capsys.readouterr().out
     assert "twinflow 0.35" in text
     assert re.search(r"deep_optimizer_states\s+0\.35, none", text)
-    assert re.search(r"zenflow, device filled\s+[\d.]+ GB", text)
+    assert re.search(r"zenflow, more residents\s+[\d.]+ GB", text)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -254,10 +254,10 @@ def test_hours_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_given_memory_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer([*SMALL, "--device-bytes", "1e6"], capsys)
+    found = answer([*SMALL, "--device-memory", "1e6"], capsys)
     assert found["recommended"] is None
     assert not any(each["fits"] for each in found["policies"])
-    assert main.main([*SMALL, "--device-bytes", "1e6"]) == 0
+    assert main.main([*SMALL, "--device-memory", "1e6"]) == 0
     assert "Nothing fits." in capsys.readouterr().out
 
 
@@ -305,7 +305,7 @@ def test_explain_has_no_interval_if_blocking() -> None:
 def test_nearest_policy_is_explained_and_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has its state on the host, and is not the first in the table."""
     path = tmp_path / "trace.json"
-    tight = [*SMALL, "--device-bytes", "1e6", "--explain"]
+    tight = [*SMALL, "--device-memory", "1e6", "--explain"]
     found = answer([*tight, "--trace", str(path)], capsys)
     assert found["recommended"] is None
     assert found["explained"] == answer([*tight, "--policy", "zero_offload"], capsys)["explained"]
@@ -360,7 +360,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--model", "llama2-7b", "--hardware", "h20"], 'did you mean "h200"'),
         (["--model", "missing/config.json", "--hardware", "h200"], "missing/config.json"),
         (["--config", "nowhere.json", "--hardware", "h200"], "nowhere.json"),
-        (["--hardware", "h200"], "one of the arguments --model --params --config is required"),
+        (["--hardware", "h200"], "one of the arguments --model --params --config --models is required"),
         (["--params", "1e8"], "one of the arguments --hardware --doctor-json is required"),
         (["--params", "-1", "--hardware", "h200"], "--params=-1.0 must be a finite number > 0"),
         (["--params", "1e8", "--hardware", "measured", "--flops", "0"], r"--flops=0\.0 must be a finite"),
@@ -389,7 +389,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--params", "1e8", "--hardware", "h200", "--staleness", "2"], r"staleness=2 must be an integer in \[0, 1\]"),
         (["--params", "1e8", "--hardware", "h200", "--policy", "zenflo"], 'did you mean "zenflow"'),
         (["--params", "1e8", "--hardware", "h200", "--epoch-tokens", "0"], r"epoch_tokens=0\.0 must be a finite"),
-        (["--params", "1e8", "--hardware", "h200", "--device-bytes", "0"], r"device_bytes=0\.0 must be a finite"),
+        (["--params", "1e8", "--hardware", "h200", "--device-memory", "0"], r"device_bytes=0\.0 must be a finite"),
     ],
 )
 def test_bad_arguments_exit_with_2_before_any_work(

@@ -43,6 +43,7 @@ def warned(**options: Any) -> list[str]:
         ({"policy": "resident", "topk_ratio": 0.2, "staging_bytes": 1 << 30},
          ["topk_ratio (read by zenflow)", "staging_bytes (read by zero_offload, twinflow, "]),
         ({"tokens_per_step": 8}, ["tokens_per_step (read by auto)"]),
+        ({"fill_device": True}, ["fill_device (read by auto)"]),
     ],
 )  # fmt: skip
 def test_one_warning_names_unread_options(options: dict[str, Any], named: list[str]) -> None:

@@ -32,6 +32,23 @@ PUBLISHED = {
     "qwen2.5-32b": 32_763_876_352,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 
 LLAMA = {
@@ -143,7 +160,7 @@ def test_invalid_size_is_refused(value: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [LLAMA | {"model_type": "mixtral"}, {}, []], ids=str)
 def test_other_model_types_are_refused(config: object, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model_type=.* must be one of llama, mistral, qwen2, gpt2"):
+    with pytest.raises(ValueError, match=r"model_type=.* must be one of llama, mistral, qwen2, qwen3, gpt2"):
         from_config(written(tmp_path, config))
 
 

@@ -52,6 +52,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", help="a named model, such as llama2-7b, or the path of a config.json")
     model.add_argument("--params", type=float, metavar="N", help="a Llama-like model of about N parameters, as 7e9")
     model.add_argument("--config", metavar="PATH", help="a Hugging Face config.json")
+    model.add_argument("--models", action="store_true", help="every named model: does it fit, and how fast is a step")
     hardware = parser.add_mutually_exclusive_group(required=True)
     hardware.add_argument("--hardware", help="a named machine, such as h200, or measured: this machine")
     hardware.add_argument("--doctor-json", metavar="FILE", help="the output of doctor --json on the machine")
@@ -64,8 +65,10 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="FLOP/s of training on measured hardware (default: those of a matrix product)",
     )
-    parser.add_argument("--device-bytes", type=float, metavar="B", help="memory of a device (the hardware's)")
-    parser.add_argument("--host-bytes", type=float, metavar="B", help="memory of a node (the hardware's)")
+    parser.add_argument(
+        "--device-memory", type=_memory, metavar="B", help="memory of a device, as 24GB (the hardware's)"
+    )
+    parser.add_argument("--host-memory", type=_memory, metavar="B", help="memory of a node, as 96GB (the hardware's)")
     parser.add_argument("--devices", type=int, metavar="N", help="devices of a node in use (all of the hardware's)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="equal nodes, connected by a network (1)")
     parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and step ({_TOKENS})")
@@ -82,6 +85,12 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="auto", help="auto (all policies, and the fastest that fits) or one policy")
     parser.add_argument(
+        "--fill-device",
+        action="store_true",
+        default=None,
+        help="policy auto: as many resident parameters as fit (no more than a step needs to be as fast)",
+    )
+    parser.add_argument(
         "--topk-ratio", type=float, metavar="R", help="share of the columns that is selected, in [0, 1]"
     )
     parser.add_argument("--update-interval", type=int, metavar="S", help="steps per update window, at least 1")
@@ -96,6 +105,10 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sub-group-size", type=int, metavar="N", help="elements of a subgroup")
     parser.add_argument(
         "--device-share", type=float, metavar="R", help="share of all parameters that stays resident, in [0, 1]"
+    )
+    parser.add_argument("--state-dtype", choices=("fp32", "bf16", "fp8"), help="how the host stores moments")
+    parser.add_argument(
+        "--split-master", action="store_true", default=None, help="bf16 weights complete the host's masters"
     )
     parser.add_argument(
         "--shared-buffers", action="store_true", default=None, help="gradient buffers share host memory"
@@ -113,6 +126,15 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-grad-norm", type=float, metavar="X", help="clip gradients: updates wait for the whole backward"
     )
+    parser.add_argument(
+        "--frontier",
+        action="store_true",
+        help="search the options that are not given: the least memory without a slower step, and what less costs",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="with --frontier: draw it; needs the extra plots")
+    parser.add_argument(
+        "--exact", action="store_true", help="with --frontier or --models: only plans with AdamW's numbers"
+    )
     parser.add_argument("--explain", action="store_true", help="also print the equations with their numbers")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens per second")
     parser.add_argument(
@@ -127,15 +149,30 @@ def _update_stride(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f'update_stride={text!r} must be an integer >= 1 or "auto"') from None
 
 
-def _weights(text: str) -> int | float:
-    """Bytes, with or without a unit, or a share, which has a decimal point."""
+def _memory(text: str) -> float:
+    """Bytes, with or without a unit."""
+    number, unit = _parts(text)
+    try:
+        return float(number) * _UNITS[unit or "B"]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be bytes, as 24GB, 24GiB or 2.4e10") from None
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """A number and its unit in capitals."""
     number, unit = text, ""
     while number and not number[-1].isdigit() and number[-1] != ".":
         number, unit = number[:-1], number[-1] + unit
+    return number, unit.strip().upper()
+
+
+def _weights(text: str) -> int | float:
+    """Bytes, with or without a unit, or a share, which has a decimal point."""
+    number, unit = _parts(text)
     try:
-        if not unit.strip():
+        if not unit:
             return float(number) if "." in number else int(number)
-        return int(float(number) * _UNITS[unit.strip().upper()])
+        return int(float(number) * _UNITS[unit])
     except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"offload_weights={text!r} must be bytes, as 8GB, 8GiB or 8000000000, or a share in (0, 1], as 0.5"

@@ -1,4 +1,4 @@
-"""``zenflow-compile plan``: predicts a run and prints tables or JSON, or writes a trace."""
+"""``zenflow-compile plan``: predicts a run, a frontier or all models, and prints tables or JSON."""
 
 from __future__ import annotations
 
@@ -15,39 +15,45 @@ from rich.text import Text
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.validate import check_positive
 from zenflow_compile.cli.doctor_hardware import hardware_of
+from zenflow_compile.cli.frontier_picture import check_plots, write_svg
+from zenflow_compile.cli.frontier_report import print_frontier, print_models
 from zenflow_compile.cli.plan_report import print_prediction
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import hardware_catalog
+from zenflow_compile.performance import hardware_catalog, model_catalog
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import flops_per_token
 from zenflow_compile.prediction.forecast import node_plan
+from zenflow_compile.prediction.frontier import fit, frontier
 from zenflow_compile.prediction.predict import Prediction, predict, timeline
-from zenflow_compile.prediction.scenario import scenario_of
+from zenflow_compile.prediction.scenario import Scenario, scenario_of
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
 _OPTIONS = (
-    "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size", "max_grad_norm",
-    "nvme_path", "device_share", "shared_buffers", "offload_weights",
+    "fill_device", "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size",
+    "max_grad_norm", "nvme_path", "device_share", "state_dtype", "split_master", "shared_buffers", "offload_weights",
     "gradient_accumulation_steps",
 )  # fmt: skip
 
-_SCENARIO = (
-    "tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens",
-    "device_bytes", "host_bytes",
-)  # fmt: skip
+_SCENARIO = ("tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Predict and print; ``parser`` reports errors, with exit code 2, before anything is computed."""
     try:
-        prediction = _predict(options)
+        _check(options)
+        Options.from_keywords(**_given(options))  # before a machine is measured
+        if options.models:
+            return _models(options)
+        scenario = _scenario(options, _model(options), _hardware(options))
+        if options.frontier:
+            return _frontier(scenario, options)
+        prediction = predict(scenario)
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     if options.trace is not None:
         _write_trace(prediction, options.trace, parser)
     if options.json:
-        json.dump(prediction.as_dict() | _explained(options, prediction), sys.stdout, indent=2)
-        print()
+        _print_json(prediction.as_dict() | _explained(options, prediction))
         return 0
     console = Console()
     print_prediction(prediction, console)
@@ -55,21 +61,76 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _predict(options: argparse.Namespace) -> Prediction:
-    """The prediction for the parsed arguments.
+def _check(options: argparse.Namespace) -> None:
+    """Refuse flags that do not go together, before anything is measured.
 
     Raises:
-        TypeError, ValueError, OSError: an argument, or a file that it names, is invalid.
+        ValueError: they do not.
     """
-    given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
-    Options.from_keywords(**given)  # checked before a machine is measured
-    scenario = scenario_of(
-        _model(options),
-        _hardware(options),
+    searches = options.frontier or options.models
+    for flag, goes in (("svg", options.frontier and not options.models), ("exact", searches)):
+        if getattr(options, flag) and not goes:
+            raise ValueError(f"--{flag} goes with --frontier{' or --models' if flag == 'exact' else ''}; leave it out")
+    for flag in ("trace", "explain", *(["frontier"] if options.models else [])):
+        if searches and getattr(options, flag):
+            raise ValueError(f"--{flag} is about one plan of one model; leave it out, or leave the search out")
+    if options.svg is not None:
+        check_plots()
+
+
+def _frontier(scenario: Scenario, options: argparse.Namespace) -> int:
+    found = frontier(scenario, _given(options), exact=options.exact)
+    if options.svg is not None and found.fastest is not None:
+        try:
+            write_svg(found, options.svg)
+        except OSError as error:
+            raise ValueError(
+                f"--svg {printable(options.svg)} cannot be written: {error.strerror}; choose another place"
+            ) from None
+    if options.json:
+        _print_json(found.as_dict())
+    else:
+        print_frontier(found, Console())
+    return 0
+
+
+def _models(options: argparse.Namespace) -> int:
+    """Every named model on one machine, the smallest first."""
+    hardware = _hardware(options)
+    scenarios = [_scenario(options, name, hardware) for name in model_catalog.MODELS]
+    scenarios.sort(key=lambda each: each.model.numel)
+    fits = [fit(each, _given(options), exact=options.exact) for each in scenarios]
+    if options.json:
+        _print_json({"hardware": hardware.name, "models": [each.as_dict() for each in fits]})
+    else:
+        print_models(fits, Console())
+    return 0
+
+
+def _print_json(found: Mapping[str, Any]) -> None:
+    json.dump(found, sys.stdout, indent=2)
+    print()
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``ZenFlowAdamW`` that were given."""
+    return {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
+
+
+def _scenario(options: argparse.Namespace, model: str | Path | float, hardware: Hardware) -> Scenario:
+    """The scenario for the parsed arguments.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+    return scenario_of(
+        model,
+        hardware,
+        device_bytes=options.device_memory,
+        host_bytes=options.host_memory,
         **{name: getattr(options, name) for name in _SCENARIO},
-        **given,
+        **_given(options),
     )
-    return predict(scenario)
 
 
 def _model(options: argparse.Namespace) -> str | Path | float:
@@ -88,7 +149,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         return hardware_catalog.hardware(options.hardware)
     flops = None if options.flops is None else check_positive("--flops", options.flops)
     findings = _measure(options.nvme_path) if options.doctor_json is None else _findings(options.doctor_json)
-    return hardware_of(findings, flops=flops, device_bytes=options.device_bytes)
+    return hardware_of(findings, flops=flops, device_bytes=options.device_memory)
 
 
 def _measure(nvme_path: str | None) -> Mapping[str, Any]:

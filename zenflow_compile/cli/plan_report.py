@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -36,7 +36,7 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
     if prediction.exchanges:
         console.print(exchanged(shown, prediction))
     if prediction.recommended is None:
-        console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {_missing(shown)}."))
+        console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {missing(shown.shortages)}."))
         return
     where = "torch.compile" if asked.in_backward else "ZenFlowAdamW"
     console.print(Text(f"Fastest that fits: {shown.title}. Options to pass to {where}:"))
@@ -62,7 +62,7 @@ def heading(asked: Scenario) -> str:
 
 def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
     """Time and traffic, a row per policy."""
-    table = _table(
+    table = made_table(
         "Predicted time",
         "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
         "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
@@ -72,7 +72,7 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
     for column in ("step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
         table.add_column(column, justify="right", no_wrap=True)
     for each in forecasts:
-        cells = [_seconds(value) for value in (each.step_s, each.stall_s, each.host_update_s)]
+        cells = [seconds(value) for value in (each.step_s, each.stall_s, each.host_update_s)]
         cells += [f"{each.moves:.2f}", f"{each.tokens_per_s:.0f}"]
         if each.hours is not None:
             cells.append(f"{each.hours:.3g}")
@@ -82,21 +82,21 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
 
 def memory(forecasts: Sequence[Forecast]) -> Table:
     """Memory, a row per policy, and whether it fits."""
-    table = _table("Memory, GB", "Device: of one device. Host and disk: of all nodes. Activations are an estimate.")
+    table = made_table("Memory, GB", "Device: of one device. Host and disk: of all nodes. Activations are an estimate.")
     table.add_column("policy", no_wrap=True)
     for column in ("device", "host", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fits")
     for each in forecasts:
         needs = (each.needs.device, each.needs.host, each.needs.disk)
-        fits = "yes" if each.fits else f"no: {_missing(each)} missing"
-        table.add_row(each.title, *(_gb(sum(items.values())) for items in needs), fits, style=_style(each))
+        fits = "yes" if each.fits else f"no: {missing(each.shortages)} missing"
+        table.add_row(each.title, *(gigabytes(sum(items.values())) for items in needs), fits, style=_style(each))
     return table
 
 
 def weights(forecasts: Sequence[Forecast]) -> Table:
     """Weights that cross the link, a row per policy."""
-    table = _table(
+    table = made_table(
         "Weights in host memory, GB",
         "Kept: weights that stay on the device, of all. Ring: device memory of loaded ones. Then what crosses to the "
         "device per micro-batch and per step, and back per step.",
@@ -108,11 +108,12 @@ def weights(forecasts: Sequence[Forecast]) -> Table:
         if (found := each.weights) is not None:
             sizes = (found.ring_bytes, found.micro_batch_bytes, found.to_device, found.to_host)
             kept = f"{found.kept}/{found.kept + found.offloaded}"
-            table.add_row(each.title, kept, *map(_gb, sizes), style=_style(each))
+            table.add_row(each.title, kept, *map(gigabytes, sizes), style=_style(each))
     return table
 
 
-def _table(title: str, caption: str) -> Table:
+def made_table(title: str, caption: str) -> Table:
+    """An empty table in the style of all of them."""
     table = Table(title=title, caption=caption, min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     return table
@@ -128,16 +129,16 @@ def breakdown(each: Forecast, prediction: Prediction) -> Table:
         ("disk", each.needs.disk, hardware.disk_bytes),
     )
     for memory, items, has in memories:
-        parts = ", ".join(f"{name} {_gb(size)}" for name, size in items.items() if size)
-        available = "none" if has is None else _gb(has)
+        parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in items.items() if size)
+        available = "none" if has is None else gigabytes(has)
         if parts:
-            table.add_row(memory, f"{_gb(sum(items.values()))} of {available}", parts)
+            table.add_row(memory, f"{gigabytes(sum(items.values()))} of {available}", parts)
     return table
 
 
 def exchanged(each: Forecast, prediction: Prediction) -> Table:
     """What the devices send with the options of one policy, a row per way of sharing the work."""
-    table = _table(
+    table = made_table(
         f"Sent per step with {each.title}, GB",
         "By one device: to other devices, and over its link to the host. Times are those of process_group=.",
     )
@@ -146,7 +147,7 @@ def exchanged(each: Forecast, prediction: Prediction) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for exchange, name in _SHARING.items():
         sent = prediction.exchanges[exchange]
-        table.add_row(name, *(_gb(size) for size in (sent.sent, sent.to_host, sent.to_device)))
+        table.add_row(name, *(gigabytes(size) for size in (sent.sent, sent.to_host, sent.to_device)))
     return table
 
 
@@ -158,17 +159,20 @@ _SHARING = {
 }
 
 
-def _missing(each: Forecast) -> str:
-    return ", ".join(f"{_gb(size)} on {memory}" for memory, size in each.shortages.items())
+def missing(shortages: Mapping[str, int]) -> str:
+    """Missing GB by memory."""
+    return ", ".join(f"{gigabytes(size)} on {memory}" for memory, size in shortages.items())
 
 
 def _style(each: Forecast) -> str | None:
     return None if each.fits else "dim"
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """A time with its unit."""
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.0f} ms"
 
 
-def _gb(size: float) -> str:
+def gigabytes(size: float) -> str:
+    """A size in GB without the unit."""
     return _NOTHING if not size else f"{size / 1e9:.1f}"

@@ -107,6 +107,8 @@ class Options:
             shortest predicted step of those that fit this machine when the optimizer is made.
         tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step. Only
             ``policy="auto"`` reads it, and needs it to predict the time of a step and the memory of activations.
+        fill_device: Under ``policy="auto"``, keep as many parameters resident as the device has memory for, so that the
+            host does the least work. False: no more of them than a step needs to be as fast.
         topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
             at every step. 0 defers everything, 1 nothing.
         select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (needs ``steps_per_epoch``), or
@@ -198,6 +200,7 @@ class Options:
 
     policy: str = _choice("zenflow", *POLICIES)
     tokens_per_step: int | None = _integer(None, 1, unless=(None,))
+    fill_device: bool = _option(False, check_flag)
     topk_ratio: float = _option(0.1, check_ratio)
     select_strategy: str = _choice("auto", "auto", "step", "epoch")
     select_interval: int | Literal["auto"] = _integer("auto", 1, unless=("auto",))

@@ -13,7 +13,7 @@ _STREAMING = ("deep_optimizer_states", "zenflow")
 _OF_FILES = ("nvme_path", "host_window_bytes")
 
 _READERS: dict[str, tuple[str, ...]] = {
-    "tokens_per_step": ("auto",),
+    **dict.fromkeys(("tokens_per_step", "fill_device"), ("auto",)),
     "offload_device": ("zero_infinity", "zenflow"),
     **dict.fromkeys(("state_dtype", "split_master"), ("zero_offload", "twinflow", "zenflow", "zero_infinity")),
     "ratio": ("twinflow", "deep_optimizer_states"),
@@ -48,6 +48,11 @@ _READERS: dict[str, tuple[str, ...]] = {
 policy, and is listed only where no other reads the option."""
 
 
+def reads(policy: str, name: str) -> bool:
+    """Whether ``policy`` reads an option, with state in files where it can have it there."""
+    return name not in _READERS or policy in _READERS[name]
+
+
 def readers(name: str) -> str:
     """The policies that read an option, as text: ``"all"``, or their names."""
     if name in _OF_FILES:
@@ -78,4 +83,4 @@ def warn_of_unread(options: Options) -> None:
 
 
 def _reads(options: Options, name: str) -> bool:
-    return options.policy in _READERS[name] and (name not in _OF_FILES or options.in_files)
+    return reads(options.policy, name) and (name not in _OF_FILES or options.in_files)

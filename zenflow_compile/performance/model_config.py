@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShape:
-    """The model of a Hugging Face ``config.json``, or of a folder with one: Llama, Mistral, Qwen2 or GPT-2.
+    """The model of a Hugging Face ``config.json``, or of a folder with one: Llama, Mistral, Qwen2, Qwen3 or GPT-2.
 
     Args:
         dtype: of the weights; None takes the configuration's, or bfloat16 if it has none.
@@ -43,7 +43,7 @@ def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShap
     name, weights = printable(file.parent.name or kind), dtype or config.dtype()
     if kind == "gpt2":
         return _gpt2_of(config, name, weights)
-    return _llama_of(config, qkv_bias=kind == "qwen2").shape(name, weights)
+    return _llama_of(config, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3").shape(name, weights)
 
 
 def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
@@ -87,7 +87,7 @@ def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
     )
 
 
-def _llama_of(config: _Config, *, qkv_bias: bool) -> LlamaSizes:
+def _llama_of(config: _Config, *, qkv_bias: bool, qk_norm: bool) -> LlamaSizes:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if config.given.get("head_dim") is None:
         config.divisor("num_attention_heads", heads, of="hidden_size")
@@ -102,11 +102,12 @@ def _llama_of(config: _Config, *, qkv_bias: bool) -> LlamaSizes:
         head_dim=config.size("head_dim", hidden // heads),
         tied=config.flag("tie_word_embeddings", default=False),
         qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
         source=config.file,
     )
 
 
-_KINDS = ("llama", "mistral", "qwen2", "gpt2")
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 _DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers writes the first from version 4.56 on
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")

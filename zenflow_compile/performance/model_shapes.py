@@ -61,7 +61,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSizes:
-    """Sizes of a model like Llama: RMS norms, SwiGLU, grouped keys and values."""
+    """Sizes of a model like Llama: RMS norms, SwiGLU, grouped keys and values.
+
+    Attributes:
+        qkv_bias: queries, keys and values have biases (Qwen2).
+        qk_norm: queries and keys are normalized, per head (Qwen3, Gemma 3).
+        sandwich_norms: attention and MLP are also normalized behind them (Gemma 2 and 3).
+    """
 
     hidden: int
     intermediate: int
@@ -74,6 +80,8 @@ class LlamaSizes:
     source: str
     tied: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
 
     def shape(self, name: str, dtype: torch.dtype) -> ModelShape:
         embedding = (_EMBEDDING, (self.vocabulary, self.hidden))
@@ -96,14 +104,17 @@ class LlamaSizes:
             block.append((f"self_attn.{part}_proj.weight", (heads * self.head_dim, self.hidden)))
             if self.qkv_bias:
                 block.append((f"self_attn.{part}_proj.bias", (heads * self.head_dim,)))
+        names = ["q_norm", "k_norm"] if self.qk_norm else []
+        block += [(f"self_attn.{name}.weight", (self.head_dim,)) for name in names]
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if self.sandwich_norms else []
         return [
             *block,
             ("self_attn.o_proj.weight", (self.hidden, self.heads * self.head_dim)),
             ("mlp.gate_proj.weight", (self.intermediate, self.hidden)),
             ("mlp.up_proj.weight", (self.intermediate, self.hidden)),
             ("mlp.down_proj.weight", (self.hidden, self.intermediate)),
-            ("input_layernorm.weight", (self.hidden,)),
-            ("post_attention_layernorm.weight", (self.hidden,)),
+            *((f"{name}.weight", (self.hidden,)) for name in norms),
         ]
 
 

@@ -18,8 +18,11 @@ from zenflow_compile.planning.planners import ParamSpec, stride_weight_bytes
 from zenflow_compile.prediction.forecast import Forecast, forecast, needs, node_plan
 from zenflow_compile.prediction.scenario import Scenario
 
-RATIOS = (0.25, 0.5, 0.75)
+RATIOS = (0.75, 0.5, 0.25)
 """Shares of the state off the device that are tried if ``ratio`` is 1."""
+
+RESIDENTS = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the resident parameters with which the device is full that are tried."""
 
 WORTH_IT = 0.01
 """Share of a step that a later candidate must save: earlier ones are simpler, or exact where the later is not."""
@@ -68,14 +71,16 @@ def choose(scenario: Scenario) -> Options:
 def compare(scenario: Scenario) -> list[Forecast]:
     """A forecast of every policy and mixture, the simplest first.
 
-    Of a policy with several settings, the fastest that fits is forecast; if none fits, the first.
+    Of a policy with several settings, those that fit are forecast. The one with the fewest resident parameters stays of
+    those that are ``WORTH_IT`` slower than the fastest at most. If none fits, the first stays.
     """
     found = []
     for label, settings in _candidates(scenario):
         several = len(settings) > 1
         fitting = [each for each in settings if not several or not needs(each, scenario).shortages(scenario.hardware)]
         forecasts = [forecast(each, scenario, label=label) for each in fitting or settings[:1]]
-        found.append(min(forecasts, key=lambda each: each.step_s))
+        fastest = min(each.step_s for each in forecasts)
+        found.append(next(each for each in forecasts if each.step_s * (1 - WORTH_IT) <= fastest))
     return found
 
 
@@ -89,7 +94,10 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast | None:
 
 
 def _candidates(scenario: Scenario) -> Iterator[tuple[str, list[Options]]]:
-    """Policies and mixtures with the settings to try. The user's stride is for those that stream."""
+    """Policies and mixtures with the settings to try, the fewest resident parameters first.
+
+    The user's stride is for those that stream.
+    """
     options, hardware = scenario.options, scenario.hardware
     plain = _plain(options)
 
@@ -102,11 +110,14 @@ def _candidates(scenario: Scenario) -> Iterator[tuple[str, list[Options]]]:
     yield "zero_offload", [of("zero_offload")]
     if options.offload_weights is False:  # this policy keeps all weights on the device
         streaming = partial(of, "deep_optimizer_states", update_stride=options.update_stride)
-        yield "deep_optimizer_states", [streaming(ratio=ratio) for ratio in sorted({*ratios, 1.0})]
+        yield "deep_optimizer_states", [streaming(ratio=ratio) for ratio in sorted({*ratios, 1.0}, reverse=True)]
     zenflow = of("zenflow")
-    yield "zenflow", [zenflow]
-    if spare := _spare_bytes(zenflow, scenario):
-        yield "zenflow, device filled", [of("zenflow", spare_device_bytes=spare)]
+    spare = _spare_bytes(zenflow, scenario)
+    if not spare or not options.fill_device:
+        yield "zenflow", [zenflow]
+    if spare:
+        label = "zenflow, device filled" if options.fill_device else "zenflow, more residents"
+        yield label, [of("zenflow", spare_device_bytes=size) for size in spare]
     yield "zenflow, streamed", [of("zenflow", update_stride=options.update_stride or "auto")]
     if options.nvme_path is not None and hardware.disk_read is not None and hardware.disk_write is not None:
         yield "zenflow, files", [of("zenflow", offload_device="nvme", nvme_path=options.nvme_path)]
@@ -125,10 +136,11 @@ def _with_unread(chosen: Options, options: Options) -> Options:
     return replace(chosen, **{name: getattr(plain, name) for name in unread(plain)})
 
 
-def _spare_bytes(options: Options, scenario: Scenario) -> int:
-    """``spare_device_bytes`` that fill the device with further resident parameters, up to the share ``_FILLED``.
+def _spare_bytes(options: Options, scenario: Scenario) -> list[int]:
+    """``spare_device_bytes`` to try, in rising order: shares of what fills the device up to the share ``_FILLED``.
 
-    A resident parameter takes more than its state: its gradient stays on the device until the step.
+    A resident parameter takes more than its state: its gradient stays on the device until the step. Under
+    ``fill_device`` the largest one alone; empty if no further parameter fits.
     """
     devices, device_bytes = scenario.hardware.devices, scenario.hardware.device_bytes
     offloaded = [param for param in node_plan(options, scenario).params if param.offloaded]
@@ -139,8 +151,9 @@ def _spare_bytes(options: Options, scenario: Scenario) -> int:
     def filled(size: int) -> int:
         return sum(needs(replace(options, spare_device_bytes=size), scenario).device.values())
 
-    kept = bisect_right(spare, limit, key=filled)
-    return spare[kept - 1] if kept else 0
+    fitting = bisect_right(spare, limit, key=filled)
+    shares = (1.0,) if options.fill_device else RESIDENTS
+    return sorted({spare[max(1, round(share * fitting)) - 1] for share in shares}) if fitting else []
 
 
 def shape_of(specs: Sequence[ParamSpec]) -> ModelShape:

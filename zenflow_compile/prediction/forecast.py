@@ -8,6 +8,7 @@ from typing import Any
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import unread
+from zenflow_compile.options.unread import unread
 from zenflow_compile.performance.memory import Needs, largest_staged_bytes, needs_of
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.offloaded_weights import weight_budget
@@ -108,9 +109,29 @@ class Forecast:
         return sum(self.shortages.values())
 
     @property
+    def device_bytes(self) -> int:
+        """Memory that a device needs."""
+        return sum(self.needs.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory that the node needs."""
+        return sum(self.needs.host.values())
+
+    @property
     def moves(self) -> float:
         """All that crosses the link per step, in model sizes."""
         return self.traffic + self.state + self.loads
+
+    @property
+    def exact(self) -> bool:
+        """Whether the numbers are those of AdamW, to rounding."""
+        return not self.departures
+
+    @property
+    def departures(self) -> dict[str, str]:
+        """How the numbers differ from AdamW's, each with the option that makes them equal; empty if they do not."""
+        return departures(Options.from_keywords(**self.options)) if self.traffic else {}
 
     @property
     def title(self) -> str:
@@ -123,6 +144,23 @@ class Forecast:
         if self.policy == "zenflow" and "spare_device_bytes" in self.options:
             settings.append(f"{self.options['spare_device_bytes'] / 1e9:.3g} GB")
         return " ".join([self.label, ", ".join(settings)]).rstrip()
+
+
+def departures(options: Options) -> dict[str, str]:
+    """How deferred columns differ from AdamW's, each with the option that makes them equal; empty if they do not."""
+    rounded = {}
+    if options.state_dtype != "fp32" and "state_dtype" not in unread(options):
+        rounded = {"with rounded moments": 'state_dtype="fp32"'}
+    if options.policy != "zenflow":
+        return rounded
+    most = "up to " if options.update_interval == "auto" else ""
+    window = f"once per update window of {most}{options.longest_window} steps"
+    found = (
+        (options.longest_window > 1, window, "update_interval=1"),
+        (options.staleness > 0, "a step late", "staleness=0"),
+        (options.gradient_compression is not None, "by rounded gradients", "gradient_compression=None"),
+    )
+    return {how: remedy for departs, how, remedy in found if departs} | rounded
 
 
 def node_plan(options: Options, scenario: Scenario) -> Plan:
@@ -160,8 +198,12 @@ def _weight_memory(plan: Plan, options: Options, scenario: Scenario) -> WeightMe
 
 def needs(options: Options, scenario: Scenario) -> Needs:
     """The memory that a run with ``options`` takes."""
+    return _needs(node_plan(options, scenario), options, scenario)
+
+
+def _needs(plan: Plan, options: Options, scenario: Scenario) -> Needs:
     return needs_of(
-        node_plan(options, scenario),
+        plan,
         scenario.model,
         devices=scenario.hardware.devices,
         tokens=scenario.tokens,
@@ -190,7 +232,7 @@ def forecast(options: Options, scenario: Scenario, *, label: str | None = None) 
         recompute=scenario.recompute,
         workers=options.workers,
     )
-    needed = needs(options, scenario)
+    needed = _needs(plan, options, scenario)
     size = plan.model_bytes / hardware.devices or 1.0
     tokens = scenario.tokens * hardware.devices
     rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time

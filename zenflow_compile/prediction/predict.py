@@ -43,20 +43,11 @@ class Prediction:
     @property
     def exactness(self) -> str | None:
         """How the recommended run differs from AdamW, as a sentence; None if it does not."""
-        best = self.recommended
-        if best is None or best.policy != "zenflow" or not best.traffic:
+        found = {} if self.recommended is None else self.recommended.departures
+        if not found:
             return None
-        options = Options.from_keywords(**best.options)
-        most = "up to " if options.update_interval == "auto" else ""
-        window = f"once per update window of {most}{options.longest_window} steps"
-        departures = (
-            (options.longest_window > 1, window, "update_interval=1"),
-            (options.staleness > 0, "a step late", "staleness=0"),
-            (options.gradient_compression is not None, "by rounded gradients", "gradient_compression=None"),
-        )
-        ways = ", ".join(how for departs, how, _ in departures if departs)
-        remedies = " and ".join(remedy for departs, _, remedy in departures if departs)
-        return f"Not exactly AdamW: deferred columns are updated {ways}. Exact with {remedies}." if ways else None
+        ways, remedies = ", ".join(found), " and ".join(found.values())
+        return f"Not exactly AdamW: deferred columns are updated {ways}. Exact with {remedies}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds, tokens per second. Options have no ``nvme_path`` that the user did not give."""
