@@ -8,7 +8,6 @@ from typing import Any
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import unread
-from zenflow_compile.options.unread import unread
 from zenflow_compile.performance.memory import Needs, largest_staged_bytes, needs_of
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.offloaded_weights import weight_budget
