@@ -100,7 +100,7 @@ def unknown_option(name: object, valid: tuple[str, ...], *, where: str = "") -> 
         valid: all valid names, the likely ones first.
         where: the place of the name, as in ``" in the zenflow block of run.json"``.
     """
-    remedy = nearest(str(name), valid) or f"; valid options are {', '.join(valid[:40])}"
+    remedy = nearest(str(name), valid) or f"; valid options are {', '.join(valid[:60])}"
     return TypeError(f"unknown option {name!r}{where}{remedy}")
 
 
