@@ -14,7 +14,7 @@ _OF_FILES = ("nvme_path", "host_window_bytes")
 
 _READERS: dict[str, tuple[str, ...]] = {
     "tokens_per_step": ("auto",),
-    "offload_device": ("zero_infinity", "zenflow"),
+    **dict.fromkeys(("offload_device", "offload_weights_device"), ("zero_infinity", "zenflow")),
     "ratio": ("twinflow", "deep_optimizer_states"),
     "sub_group_size": _STREAMING,
     "update_stride": _STREAMING,

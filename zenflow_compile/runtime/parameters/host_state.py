@@ -23,6 +23,7 @@ from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, Win
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
 from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, State, StateInFile, StateStore
+from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload, UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -76,14 +77,14 @@ class FlushedWindow:
     """A flushed update window: its job, and its updated weights, which a later forward applies.
 
     Attributes:
-        upload: [deferred, length] in the model's dtype on the host, written by the job.
+        upload: the job writes it.
         visible_at: number of optimizer steps after which a forward must see it.
         final: when it was flushed, for the profiler; None without a profiler.
         selection: the slices that are selected when it is applied; None: the selection stays.
     """
 
     job: Job
-    upload: Tensor
+    upload: UploadBuffer
     flushed_at: int
     visible_at: int
     final: Moment | None = None
@@ -204,6 +205,7 @@ class HostState:
         applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
         applied_upload: the upload buffer with the values that the weight has, if the weight is in host memory.
         upload_writer: the job that wrote it last; None: no job has.
+        reads: of upload buffers from files, for copies, the last one and those that have not succeeded.
         exchanges: jobs that swap rows with the device, the last one and those that have not succeeded.
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
@@ -217,7 +219,7 @@ class HostState:
     plan: ParamPlan
     store: StateStore
     gradients: list[Tensor]
-    uploads: list[Tensor]
+    uploads: list[UploadBuffer]
     kernel: HostAdam
     workers: int = 1
     taken: int = 0
@@ -225,8 +227,9 @@ class HostState:
     flushed: list[FlushedWindow] = field(default_factory=list)
     applied: Ticket | None = None
     applied_job: Job | None = None
-    applied_upload: Tensor | None = None
+    applied_upload: UploadBuffer | None = None
     upload_writer: Job | None = None
+    reads: list[Job] = field(default_factory=list)
     exchanges: list[Job] = field(default_factory=list)
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
@@ -244,14 +247,22 @@ class HostState:
 
     @classmethod
     def allocate(
-        cls, plan: ParamPlan, arena: HostArena, kernel: HostAdam, workers: int = 1, file: StateInFile | None = None
+        cls,
+        plan: ParamPlan,
+        arena: HostArena,
+        kernel: HostAdam,
+        workers: int = 1,
+        file: StateInFile | None = None,
+        uploads: Sequence[UploadBuffer] = (),
     ) -> HostState:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it.
 
         Args:
             file: of state that is in one.
+            uploads: buffers of new weights that are in a file.
         """
         assert (file is not None) == plan.in_file
+        assert bool(uploads) == plan.weight_in_file
         block = (plan.deferred, plan.length)
         unit = plan.length if plan.compressed else CUT_ELEMENTS  # compressed gradients are cut between slices
         store = file or InMemoryState(plan, arena)
@@ -261,7 +272,7 @@ class HostState:
             in_memory=None if plan.in_file else store.state(),
             file=file,
             gradients=[arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)],
-            uploads=[arena.take(block, plan.dtype) for _ in range(plan.uploads)],
+            uploads=list(uploads) or [InMemoryUpload(arena.take(block, plan.dtype)) for _ in range(plan.uploads)],
             kernel=kernel,
             workers=workers,
             readers=[None] * plan.gradient_buffers,
@@ -274,15 +285,17 @@ class HostState:
         block = (plan.deferred, plan.length)
         gradients = [(plan.buffer_shape, plan.buffer_dtype)] * plan.gradient_buffers
         state = 0 if plan.in_file else InMemoryState.arena_bytes(plan)
-        return state + carved_bytes(gradients + [(block, plan.dtype)] * plan.uploads)
+        uploads = [] if plan.weight_in_file else [(block, plan.dtype)] * plan.uploads
+        return state + carved_bytes(gradients + uploads)
 
     def touch(self, worker: int) -> None:
         """Make the pages that worker ``worker`` will serve resident, near the calling thread's core."""
         elements = self.plan.deferred * self.plan.length
         state = () if self.plan.in_file else self.state()
+        uploads = () if self.plan.weight_in_file else [upload.tensor() for upload in self.uploads]
         for number, part in enumerate(self.ranges):
             if preferred_worker(number, len(self.ranges), self.workers) == worker:
-                for tensor in (*state, *self.gradients, *self.uploads):
+                for tensor in (*state, *self.gradients, *uploads):
                     size = tensor.numel()  # a compressed gradient has another number of elements
                     touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
 
@@ -318,13 +331,15 @@ class HostState:
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)
         deadline, needs = self.prepare(step=at, deadline=deadline)
-        job = self._window_job(buffers, upload, inputs, needs, deadline=deadline, step=at, eps=eps)
+        needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
+        job = self._window_job(buffers, upload.tensor(), inputs, needs, deadline=deadline, step=at, eps=eps)
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
             self.readers[buffer.index] = job
         window = FlushedWindow(job, upload, flushed_at=at, visible_at=at + 1 + self.plan.staleness)
         self.flushed.append(window)
         self.last_job = job
+        upload.used_by(job)
         if self.file is not None:
             self.file.used_by(job)
         return window
@@ -421,12 +436,22 @@ class HostState:
         if self.file is not None:
             self.file.used_by(job, last=last)
 
-    def next_upload(self) -> Tensor:
+    def copied_by(self, upload: UploadBuffer, copy: Ticket, job: Job | None) -> None:
+        """Keep an upload buffer until ``copy``, which reads it, has ended.
+
+        Args:
+            job: that the copy waits for. A stream goes on if it fails, and uses what was there.
+        """
+        upload.read_by(copy)
+        if job is not None and self.plan.weight_in_file:
+            self.reads = [*(each for each in self.reads if not each.succeeded), job]
+
+    def next_upload(self) -> UploadBuffer:
         """The next upload buffer (round robin); its previous upload has been applied."""
         index, self._next_upload = self._next_upload, (self._next_upload + 1) % len(self.uploads)
         return self.uploads[index]
 
-    def free_upload(self) -> Tensor | None:
+    def free_upload(self) -> UploadBuffer | None:
         """An upload buffer in which no update is on its way; None if there is one in each."""
         count, last = len(self.uploads), self._next_upload
         in_turn = [self.uploads[(last + count - back) % count] for back in range(1, count + 1)]
@@ -468,8 +493,16 @@ class HostState:
         for job in self.jobs:
             # Not ``wait``: a job that has failed is done while its other tasks may still run.
             job.settle()
+        for job in self.reads:
+            job.settle()
+        if self.applied is not None:
+            self.applied.settle()
         self.drop_window()
         self.flushed, self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], [], None, None, None
+        self.reads, self.applied = [], None  # a copy that failed would fail the next job
+        for upload in self.uploads:
+            if upload is not self.applied_upload:
+                upload.forget()
         self.readers = [None] * len(self.gradients)
         self.next_buffer = 0
 
@@ -481,7 +514,7 @@ class HostState:
         """
         if self.applied_job is not None:
             self.applied_job.wait()
-        for job in (*self.exchanges, *(window.job for window in self.flushed)):
+        for job in (*self.exchanges, *(window.job for window in self.flushed), *self.reads):
             job.wait()
 
     def wait_for_copies(self) -> None:
@@ -498,7 +531,7 @@ class HostState:
         """The error of a failed job whose result the device has used, or is going to use."""
         if self.applied_job is not None and self.applied_job.error is not None:
             return self.applied_job.error
-        for job in self.exchanges:
+        for job in (*self.exchanges, *self.reads):
             if job.error is not None:
                 return job.error
         return None
@@ -511,5 +544,6 @@ class HostState:
         for buffer in self.open:
             if buffer.copied.error is not None:
                 buffer.copied.wait()
-        if (error := self.store.error) is not None:
-            raise RuntimeError(str(error)) from error.__cause__
+        for error in (self.store.error, *(upload.error for upload in self.uploads)):
+            if error is not None:
+                raise RuntimeError(str(error)) from error.__cause__
